@@ -1,0 +1,59 @@
+"""preheat: an LLM inference engine that is hot and bit-exact from the very first request.
+
+Names are loaded on first use, so that ``import preheat`` costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from preheat.core import SamplingParams as SamplingParams
+    from preheat.errors import EngineDead as EngineDead
+    from preheat.errors import InvalidRequest as InvalidRequest
+    from preheat.errors import ModelError as ModelError
+    from preheat.errors import PreheatError as PreheatError
+    from preheat.errors import SettingsError as SettingsError
+    from preheat.llm import LLM as LLM
+    from preheat.outputs import CompletionOutput as CompletionOutput
+    from preheat.outputs import RequestOutput as RequestOutput
+
+_HOME = {
+    "CompletionOutput": "preheat.outputs",
+    "EngineDead": "preheat.errors",
+    "InvalidRequest": "preheat.errors",
+    "LLM": "preheat.llm",
+    "ModelError": "preheat.errors",
+    "PreheatError": "preheat.errors",
+    "RequestOutput": "preheat.outputs",
+    "SamplingParams": "preheat.core",
+    "SettingsError": "preheat.errors",
+}
+
+__all__ = [
+    "CompletionOutput",
+    "EngineDead",
+    "InvalidRequest",
+    "LLM",
+    "ModelError",
+    "PreheatError",
+    "RequestOutput",
+    "SamplingParams",
+    "SettingsError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'preheat' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,109 @@
+"""Packing: a Schedule and the slots' arrays become one Batch of tensors, padded to the shape that the plan names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.batch.sampling import SamplingBatch
+from preheat.core import Schedule
+from preheat.model.spec import ModelSpec
+from preheat.ops.attention import PagedAttention, max_keys
+from preheat.ops.tiles import plan_tiles
+from preheat.schedule.slots import NO_LOGPROBS, Slots
+
+
+@dataclass(slots=True)
+class PromptRow:
+    """A row whose prompt logprobs are wanted: ``alternatives`` of them for each of ``successors``.
+
+    ``successors[i]`` is the prompt's token after the one that step token ``start + i`` computes.
+    """
+
+    row: int
+    start: int
+    successors: np.ndarray
+    alternatives: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's input. T tokens, of which the first belong to rows in row order and the rest pad.
+
+    ``attention[window]`` holds the groups of tiles for layers with that sliding window. ``sampled`` [sampling rows]
+    are the tokens whose logits are wanted, ``sampling`` says what to do with them and ``logprobs`` how many
+    alternatives each of them reports (-1: none).
+    """
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    kv_slots: Tensor  # int64 [T], where keys and values go: block * block_size + offset
+    attention: dict[int | None, list[PagedAttention]]
+    sampled: Tensor  # int64 [sampling rows]
+    sampling: SamplingBatch
+    sampled_rows: np.ndarray  # int [sampling rows], the schedule's row of each
+    logprobs: np.ndarray  # int32 [sampling rows]
+    prompt_rows: list[PromptRow]
+
+
+class Packer:
+    """Builds batches for a model. Host work is a few numpy gathers, whatever the number of rows."""
+
+    def __init__(self, slots: Slots, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.slots, self.spec, self.dtype = slots, spec, dtype
+        self.max_keys = max_keys(spec.num_kv_heads, spec.head_dim, dtype)
+        self.windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
+
+    def pack(self, schedule: Schedule) -> Batch:
+        """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
+        slots, rows = self.slots, schedule.slots
+        ends = np.cumsum(schedule.extend)
+        starts = ends - schedule.extend
+        row = np.repeat(np.arange(len(rows)), schedule.extend)
+        first = slots.cached_len[rows].astype(np.int64)
+        position = first[row] + np.arange(ends[-1]) - starts[row]
+        slot = rows[row]
+        block = slots.block_table[slot, position // slots.block_size].astype(np.int64)
+        sampled_rows = np.flatnonzero(schedule.samples)
+        return Batch(
+            tokens=torch.from_numpy(slots.tokens[slot, position].astype(np.int64)),
+            positions=torch.from_numpy(position),
+            kv_slots=torch.from_numpy(block * slots.block_size + position % slots.block_size),
+            attention={window: self._attention(schedule, starts, first, window) for window in self.windows},
+            sampled=torch.from_numpy(ends[sampled_rows] - 1),
+            sampling=SamplingBatch.build(slots, rows[sampled_rows]),
+            sampled_rows=sampled_rows,
+            logprobs=slots.logprobs[rows[sampled_rows]],
+            prompt_rows=self._prompt_rows(schedule, starts),
+        )
+
+    def _attention(
+        self, schedule: Schedule, starts: np.ndarray, first: np.ndarray, window: int | None
+    ) -> list[PagedAttention]:
+        groups = []
+        for part in (slice(0, schedule.num_decode), slice(schedule.num_decode, None)):
+            rows = schedule.slots[part]
+            if not len(rows):
+                continue
+            extend = schedule.extend[part]
+            blocks = -(-int((first[part] + extend).max()) // self.slots.block_size)
+            tables = self.slots.block_table[rows, :blocks]
+            tiles = plan_tiles(starts[part], first[part], extend, tables, self.slots.block_size, window, self.max_keys)
+            groups.append(PagedAttention(tiles, self.spec.num_heads, self.spec.num_kv_heads, self.dtype))
+        return groups
+
+    def _prompt_rows(self, schedule: Schedule, starts: np.ndarray) -> list[PromptRow]:
+        """The prefilling rows that want prompt logprobs; a chunk's last token may end the prompt and has no successor."""
+        slots, found = self.slots, []
+        wanted = slots.prompt_logprobs[schedule.slots[schedule.num_decode :]] != NO_LOGPROBS
+        for row in np.flatnonzero(wanted) + schedule.num_decode:
+            slot = schedule.slots[row]
+            first = slots.cached_len[slot] + 1
+            last = min(first + schedule.extend[row], slots.prompt_len[slot])
+            successors = slots.tokens[slot, first:last].copy()
+            if len(successors):
+                found.append(PromptRow(int(row), int(starts[row]), successors, int(slots.prompt_logprobs[slot])))
+        return found

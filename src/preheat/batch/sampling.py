@@ -1,0 +1,130 @@
+"""What the sampler must know of a step's rows: only as much as the most demanding row needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+import numpy as np
+
+from preheat.core import Request
+from preheat.ops.survivors import RandomRows
+from preheat.schedule.slots import Slots
+
+
+class Level(IntEnum):
+    """How much of the sampler a step runs. A row's token is the same at every level that it may run at."""
+
+    GREEDY = 0  # argmax alone
+    FILTERED = 1  # some row draws at random
+    FULL = 2  # some row has its logits changed first: penalties, logit_bias, min_tokens
+
+
+@dataclass(slots=True)
+class PenaltyRows:
+    """The rows with penalties. All are [n] long.
+
+    ``tokens[i]`` is the row's prompt (its first ``prompt_len[i]`` tokens) and output; ``owner`` is the request's id, by
+    which kept counts are known to be its own.
+    """
+
+    rows: np.ndarray  # int64, places in the step
+    slots: np.ndarray  # int64
+    owner: np.ndarray  # int64
+    prompt_len: np.ndarray  # int64
+    tokens: list[np.ndarray]  # int32 each
+    repetition: np.ndarray  # float32
+    frequency: np.ndarray  # float32
+    presence: np.ndarray  # float32
+
+    @classmethod
+    def build(cls, slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> Self:
+        """For the slots ``chosen``, at places ``rows`` of the step."""
+        return cls(
+            rows=rows,
+            slots=chosen.astype(np.int64),
+            owner=np.array([_request(slots, slot).id for slot in chosen.tolist()], np.int64),
+            prompt_len=slots.prompt_len[chosen].astype(np.int64),
+            tokens=[slots.tokens[slot, : slots.device_len[slot]] for slot in chosen],
+            repetition=slots.repetition_penalty[chosen],
+            frequency=slots.frequency_penalty[chosen],
+            presence=slots.presence_penalty[chosen],
+        )
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """``bias`` to add to the logit of ``bias_id`` in ``bias_row``, and stop ids that may not be drawn yet."""
+
+    bias_row: np.ndarray  # int64 [biases]
+    bias_id: np.ndarray  # int64 [biases]
+    bias: np.ndarray  # float32 [biases]
+    ban_row: np.ndarray  # int64 [bans]
+    ban_id: np.ndarray  # int64 [bans]
+
+    @classmethod
+    def build(cls, slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> Self | None:
+        """For the slots ``chosen``, at places ``rows`` of the step; None if there is nothing (any more) to edit."""
+        biases: list[tuple[int, int, float]] = []
+        bans: list[tuple[int, int]] = []
+        for row, slot in zip(rows.tolist(), chosen.tolist(), strict=True):
+            request = _request(slots, slot)
+            biases += [(row, token, bias) for token, bias in (request.params.logit_bias or {}).items()]
+            if slots.device_len[slot] < slots.min_len[slot]:
+                bans += [(row, token) for token in request.stop_ids]
+        if not biases and not bans:
+            return None
+        where = np.array([entry[:2] for entry in biases], np.int64).reshape(-1, 2)
+        banned = np.array(bans, np.int64).reshape(-1, 2)
+        bias = np.array([entry[2] for entry in biases], np.float32)
+        return cls(where[:, 0], where[:, 1], bias, banned[:, 0], banned[:, 1])
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None."""
+
+    size: int
+    random: RandomRows | None
+    penalties: PenaltyRows | None
+    edits: LogitEdits | None
+
+    @property
+    def level(self) -> Level:
+        if self.penalties or self.edits:
+            return Level.FULL
+        return Level.FILTERED if self.random else Level.GREEDY
+
+    @classmethod
+    def build(cls, slots: Slots, rows: np.ndarray) -> Self:
+        """For the slots ``rows`` (integers [size]), in the order of the step's logits."""
+        random = np.flatnonzero(slots.temperature[rows] > 0)
+        penalised = np.flatnonzero(slots.needs_penalty[rows])
+        edited = np.flatnonzero(slots.needs_edit[rows])
+        return cls(
+            size=len(rows),
+            random=_random_rows(slots, rows[random], random) if len(random) else None,
+            penalties=PenaltyRows.build(slots, rows[penalised], penalised) if len(penalised) else None,
+            edits=LogitEdits.build(slots, rows[edited], edited) if len(edited) else None,
+        )
+
+
+def _request(slots: Slots, slot: int) -> Request:
+    request = slots.request[slot]
+    if request is None:
+        raise ValueError(f"slot {slot} is free; only running sequences can be sampled")
+    return request
+
+
+def _random_rows(slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> RandomRows:
+    return RandomRows(
+        rows=rows,
+        temperature=slots.temperature[chosen],
+        top_p=slots.top_p[chosen],
+        top_k=slots.top_k[chosen],
+        min_p=slots.min_p[chosen],
+        seed=slots.seed[chosen],
+        position=slots.device_len[chosen] - slots.prompt_len[chosen],
+        choice=slots.choice[chosen],
+    )

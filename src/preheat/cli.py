@@ -1,0 +1,237 @@
+"""The command line: ``preheat generate`` and ``preheat serve``. Help and errors never wait for torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+from preheat import __version__
+from preheat.core import SamplingParams
+from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.options import add_flags, did_you_mean
+from preheat.settings import OPTIONS, Settings
+
+if TYPE_CHECKING:
+    from preheat.outputs import RequestOutput
+
+USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+# The sampling seed takes the flag --seed here; the engine's own seed is still PREHEAT_SEED or a config file's.
+GENERATE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server" and opt.name != "seed"]
+
+SAMPLING_HELP = {
+    "n": "choices for each prompt",
+    "temperature": "0 is greedy",
+    "top_p": "keep the most likely tokens up to this share of probability",
+    "top_k": "keep this many tokens; 0 or -1 keeps all",
+    "min_p": "drop tokens below this share of the most likely one's probability",
+    "presence_penalty": "subtracted for each token that has been generated",
+    "frequency_penalty": "subtracted for each time that a token has been generated",
+    "repetition_penalty": "divides (above 0) or multiplies (below 0) what has been seen",
+    "logit_bias": 'added to single tokens, as JSON: {"42": -5}',
+    "seed": "the same seed gives the same tokens; by default one is drawn",
+    "stop": "strings that end the text",
+    "stop_token_ids": "tokens that end the text",
+    "include_stop_str_in_output": "keep the stop string",
+    "ignore_eos": "go on after the end-of-sequence token",
+    "min_tokens": "tokens before anything may end the text",
+    "max_tokens": "most tokens to generate",
+    "logprobs": "alternatives to report for each token",
+    "prompt_logprobs": "alternatives to report for each token of the prompt",
+    "skip_special_tokens": "leave special tokens out of the text",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 for a failure, 2 for a mistake in what was asked."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args([_dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)])
+    if unknown:
+        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_HELP]
+        parser.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].split('=')[0], flags)}")
+    values = vars(args)
+    run = values.pop("run")
+    try:
+        return int(run(values))
+    except PreheatError as error:
+        print(f"preheat: error: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="preheat", description="An LLM inference engine, hot from the first request.")
+    parser.add_argument("--version", action="version", version=f"preheat {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model with the OpenAI-compatible API", allow_abbrev=False)
+    serve.set_defaults(run=_serve)
+    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    add_flags(serve, OPTIONS.values())
+
+    generate = commands.add_parser("generate", help="continue prompts and print the result", allow_abbrev=False)
+    generate.set_defaults(run=_generate)
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    generate.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='prompts from a file, one a line, as text or as JSON {"prompt": ...}; - is standard input, which is also '
+        "read when it is not a terminal and no prompt is given",
+    )
+    generate.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
+    generate.add_argument("--json", action="store_true", help="print one JSON object for each result, one a line")
+    _add_sampling_flags(generate)
+    add_flags(generate, GENERATE_OPTIONS)
+    return parser
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Sampling")
+    hints = typing.get_type_hints(SamplingParams)
+    for field in msgspec.structs.fields(SamplingParams):
+        shown = "" if field.default in (None, msgspec.NODEFAULT) else f" [{field.default}]"
+        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": SAMPLING_HELP[field.name] + shown}
+        kinds = typing.get_args(hints[field.name]) if isinstance(hints[field.name], types.UnionType) else ()
+        kind = kinds[0] if kinds else hints[field.name]
+        if kind is bool:
+            more["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is list:
+            (item,) = typing.get_args(kind)
+            more |= {"type": item, "action": "extend", "nargs": "+", "metavar": item.__name__.upper()}
+        elif typing.get_origin(kind) is dict:
+            more |= {"type": json.loads, "metavar": "JSON"}
+        else:
+            more |= {"type": kind, "metavar": kind.__name__.upper()}
+        group.add_argument(_flag(field.name), **more)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _dashed(arg: str) -> str:
+    """A flag's name with dashes, which may also be written with underscores."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
+
+
+def _serve(values: dict[str, Any]) -> int:
+    model = values.pop("model_argument")
+    if model is not None:
+        values.setdefault("model", model)
+    settings = Settings.load(values)
+    from preheat.server.app import run_server
+
+    if settings.port:
+        print(f"When ready, try:\n\n{curl(settings)}\n", file=sys.stderr, flush=True)
+    return run_server(settings) or 0
+
+
+def curl(settings: Settings) -> str:
+    """A command that asks the server of these settings for a completion, to paste into a shell."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    scheme = "https" if settings.ssl_certfile else "http"
+    key = ' -H "Authorization: Bearer $PREHEAT_API_KEY"' if settings.api_key else ""
+    body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0})
+    return (
+        f"curl {scheme}://{host}:{settings.port}/v1/completions{key} "
+        f"-H 'Content-Type: application/json' \\\n    -d '{body}'"
+    )
+
+
+def _generate(values: dict[str, Any]) -> int:
+    as_json, chat = values.pop("json"), values.pop("chat")
+    prompts = list(_prompts(values.pop("prompt"), values.pop("prompts")))
+    try:
+        params = SamplingParams(**{name: values.pop(name) for name in SAMPLING_HELP if name in values})
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    from preheat.llm import LLM
+
+    llm = LLM(**values)
+    bar = sys.stderr.isatty()
+    if chat:
+        results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)
+    else:
+        results = llm.generate(prompts, params, use_tqdm=bar)
+    _print_json(results) if as_json else _print_text(results)
+    return 0
+
+
+def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
+    """The prompts of the flags, then of the file; of standard input where there are none and it is not a terminal."""
+    yield from given
+    if path is None and not given:
+        if sys.stdin.isatty():
+            raise SettingsError("no prompt: give --prompt TEXT or --prompts FILE, or pipe prompts in, one a line")
+        path = "-"
+    if path == "-":
+        yield from _read_prompts(sys.stdin, "standard input")
+    elif path is not None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                yield from _read_prompts(file, path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"cannot read the prompts in {path}: {error}") from None
+
+
+def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
+    """One prompt a line, empty lines left out; a line that is a JSON object gives its ``prompt``, text or token ids."""
+    found = False
+    for number, raw in enumerate(lines, 1):
+        line = raw.rstrip("\r\n")
+        if line:
+            found = True
+            yield _json_prompt(line, f"{name}, line {number}") if line.startswith("{") else line
+    if not found:
+        raise SettingsError(f"no prompt in {name}: write one a line")
+
+
+def _json_prompt(line: str, where: str) -> str | list[int]:
+    try:
+        return msgspec.json.decode(line, type=_JsonPrompt).prompt
+    except msgspec.ValidationError as error:
+        raise SettingsError(f'{where}: expected {{"prompt": "text"}} or {{"prompt": [token ids]}}: {error}') from None
+    except msgspec.DecodeError:  # a line of text that begins with a brace
+        return line
+
+
+class _JsonPrompt(msgspec.Struct):
+    prompt: str | list[int]
+
+
+def _print_text(results: Iterable[RequestOutput]) -> None:
+    texts = [choice.text for result in results for choice in result.outputs]
+    for number, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            print(f"--- {number} of {len(texts)} ---")
+        print(text)
+
+
+def _print_json(results: Iterable[RequestOutput]) -> None:
+    for result in results:
+        for choice in result.outputs:
+            record: dict[str, Any] = {
+                "prompt": result.prompt,
+                "choice": choice.index,
+                "text": choice.text,
+                "token_ids": list(choice.token_ids),
+                "finish_reason": choice.finish_reason,
+            }
+            if choice.logprobs is not None:
+                record["logprobs"] = msgspec.to_builtins(choice.logprobs)
+            if result.prompt_logprobs is not None:
+                record["prompt_logprobs"] = msgspec.to_builtins(result.prompt_logprobs)
+            print(json.dumps(record, ensure_ascii=False))

@@ -1,0 +1,36 @@
+"""The CPU platform."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+KV_CACHE_BYTES = 1 << 30
+
+
+class CPU:
+    """torch on the host's processors. Thread count and instruction set are part of what fixes the bits."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def free_memory(self) -> int:
+        """What the kernel says is available without swapping."""
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        raise OSError("/proc/meminfo has no MemAvailable line; set --kv-cache-memory-bytes")
+
+    def kv_cache_memory(self) -> int | None:
+        """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
+        return KV_CACHE_BYTES
+
+    def supports_bfloat16(self) -> bool:
+        """True with AVX512-BF16 or AMX; without them bfloat16 is emulated and slower than float32."""
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+    def prepare(self, num_threads: int | None) -> None:
+        """Fix the thread count."""
+        if num_threads:
+            torch.set_num_threads(num_threads)

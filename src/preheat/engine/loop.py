@@ -1,0 +1,74 @@
+"""The loop: three beats, schedule - run - settle.
+
+The life of a request, from here: the mailbox hands over a Request (``take``); the scheduler gives it a slot and
+blocks (``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and draws
+tokens (``execute``); the scheduler books the outcome (``settle``); the mailbox carries the Delta back to the front
+door. The one arrow against this direction is Cancel, and it too comes through the mailbox.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from preheat.batch.pack import Packer
+from preheat.core import Cancel, Delta, Drain, FromEngine, Request, Schedule, ToEngine
+from preheat.execute.executor import Executor
+from preheat.schedule.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSide(Protocol):
+    """The engine's end of a mailbox."""
+
+    def take(self, timeout: float | None) -> list[ToEngine]:
+        """What arrived; waits up to ``timeout`` seconds for the first message (None: as long as it takes)."""
+
+    def put(self, message: FromEngine) -> None:
+        """Send to the front door."""
+
+
+class Loop:
+    """Runs requests from a mailbox until it is drained."""
+
+    def __init__(self, mailbox: EngineSide, scheduler: Scheduler, packer: Packer, executor: Executor) -> None:
+        self.mailbox, self.scheduler, self.packer, self.executor = mailbox, scheduler, packer, executor
+        self.draining = False
+
+    def run(self) -> None:
+        """Step until drained; sleep in the mailbox while there is nothing to run."""
+        while not (self.draining and self.scheduler.idle):
+            self.take(None if self.scheduler.idle else 0)
+            self.step()
+
+    def step(self) -> bool:
+        """One step. False when nothing could run."""
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return False
+        self.mailbox.put(self._run(schedule))
+        return True
+
+    def _run(self, schedule: Schedule) -> Delta:
+        try:
+            result = self.executor.execute(self.packer.pack(schedule))
+        except Exception as error:  # a failing step fails its requests; everyone else goes on
+            logger.exception("A step of %d rows failed", schedule.rows)
+            return self.scheduler.fail(schedule, f"{type(error).__name__}: {error}")
+        delta = self.scheduler.settle(schedule, result)
+        delta.stats = self.scheduler.stats()
+        return delta
+
+    def take(self, timeout: float | None) -> None:
+        """Book what arrived through the mailbox."""
+        for message in self.mailbox.take(timeout):
+            match message:
+                case Request():
+                    self.scheduler.add(message)
+                case Cancel():
+                    self.scheduler.cancel(message.id)
+                case Drain():
+                    self.draining = True
+                    if message.now:
+                        self.scheduler.cancel_all()

@@ -1,0 +1,68 @@
+"""The executor: one Batch in, one StepResult out. It keeps nothing of a request between steps but the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.batch.pack import Batch, PromptRow
+from preheat.core import StepResult, TokenLogprobs
+from preheat.execute.kv_cache import KVCache
+from preheat.execute.logprobs import token_logprobs
+from preheat.execute.sampler import Sampler
+from preheat.model.decoder import Attention, Decoder
+from preheat.schedule.slots import NO_LOGPROBS
+
+LOGPROB_ROWS = 256
+"""Rows of logits computed at once for prompt logprobs: bounds the memory of a long prompt."""
+
+
+class Executor:
+    """Runs steps of one model on one device."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
+        self.decoder, self.cache, self.sampler = decoder, cache, sampler
+        spec = decoder.spec
+        self._scale, self._windows = spec.head_dim**-0.5, spec.layer_windows
+        self._heads, self._head_dim = spec.num_heads, spec.head_dim
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepResult:
+        """Forward, logits of the sampling rows, one token for each of them."""
+        hidden = self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
+        result = StepResult(tokens=np.empty(0, np.int64))
+        if len(batch.sampled):
+            logits = self.decoder.logits(hidden.index_select(0, batch.sampled))
+            wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
+            raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
+            result.tokens = self.sampler.sample(logits, batch.sampling).numpy()
+            if raw is not None:
+                entries = token_logprobs(raw, result.tokens[wanted], batch.logprobs[wanted])
+                result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
+        for row in batch.prompt_rows:
+            result.prompt_logprobs[row.row] = self._prompt_logprobs(hidden, row)
+        return result
+
+    def _attention(self, batch: Batch) -> Attention:
+        """What the decoder calls in each layer: write the step's keys and values, then attend."""
+        cache, groups_of, windows = self.cache, batch.attention, self._windows
+        heads, dim, scale = self._heads, self._head_dim, self._scale
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            cache.write(layer, batch.kv_slots, qkv[:, heads:])
+            out = qkv.new_empty(len(qkv), heads, dim)
+            for group in groups_of[windows[layer]]:
+                group(qkv[:, :heads], cache.layers[layer], scale, out)
+            return out.view(len(qkv), heads * dim)
+
+        return attend
+
+    def _prompt_logprobs(self, hidden: Tensor, row: PromptRow) -> list[TokenLogprobs]:
+        """One entry for each successor, from the hidden state [tokens, hidden] of the token before it."""
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(row.successors), LOGPROB_ROWS):
+            part = row.successors[start : start + LOGPROB_ROWS]
+            logits = self.decoder.logits(hidden[row.start + start : row.start + start + len(part)])
+            entries += token_logprobs(logits, part, np.full(len(part), row.alternatives))
+        return entries

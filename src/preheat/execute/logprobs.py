@@ -1,0 +1,56 @@
+"""What the model itself thought: log-probabilities of the raw logits, before penalties and temperature.
+
+A row's answer depends on that row alone: log_softmax works row by row, everything else is exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.core import TokenLogprobs
+from preheat.ops.order import best, mend, row_chunks
+
+
+def token_logprobs(logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray) -> list[TokenLogprobs]:
+    """One entry a row: token ``tokens[i]`` and the ``alternatives[i]`` most likely ones (0: none).
+
+    ``logits`` float32 [rows, vocab] on the host, left as it is; ``tokens`` and ``alternatives`` integers [rows]. A
+    rank is 1 + the tokens that come before: those with a greater logit, and equal ones of a lower id. NaN counts as
+    impossible, +inf as the greatest finite number; what is impossible has the log-probability -inf.
+    """
+    entries: list[TokenLogprobs] = []
+    for part in row_chunks(*logits.shape):
+        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part])
+    return entries
+
+
+def _entries(logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray) -> list[TokenLogprobs]:
+    values = logits.numpy()
+    if not np.isfinite(values.max(axis=-1)).all():
+        values = mend(values)
+    logprobs = torch.from_numpy(values).log_softmax(-1).numpy()
+    chosen = tokens[:, None]
+    ranks = _ranks(values, chosen).tolist()
+    width = min(int(alternatives.max()), values.shape[1])
+    ids = best(values, width)[1] if width else np.empty((len(values), 0), np.int64)
+    own, top = (_possible(np.take_along_axis(logprobs, which, axis=-1)).tolist() for which in (chosen, ids))
+    rows = zip(tokens.tolist(), own, ranks, ids.tolist(), top, alternatives.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob[0], rank, list(zip(first[:n], likely[:n], strict=True)))
+        for token, logprob, rank, first, likely, n in rows
+    ]
+
+
+def _ranks(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """1-based place of token ``chosen`` [rows, 1] in its row's order."""
+    value = np.take_along_axis(logits, chosen, axis=-1)
+    earlier = np.arange(logits.shape[1]) < chosen
+    before: np.ndarray = np.count_nonzero((logits > value) | ((logits == value) & earlier), axis=-1)
+    return before + 1
+
+
+def _possible(logprobs: np.ndarray) -> np.ndarray:
+    """-inf where log_softmax had nothing to say: in a row in which nothing is possible."""
+    return np.where(np.isnan(logprobs), -np.inf, logprobs)

@@ -1,0 +1,116 @@
+"""The offline face: ``LLM(model).generate(prompts)``. It drives the loop inline, through the same front door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from preheat.core import SamplingParams
+from preheat.engine.frontdoor import FrontDoor
+from preheat.engine.mailbox import InlineMailbox
+from preheat.engine.ticket import Ticket
+from preheat.errors import InvalidRequest
+from preheat.outputs import RequestOutput
+from preheat.settings import BUNDLED, Settings
+from preheat.startup import boot_engine, boot_front
+
+Prompt = str | Sequence[int] | dict[str, Any]
+"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` as in vLLM."""
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """One model in this process. ``options`` are those of the command line, by name: see docs/settings.md.
+
+    Raises SettingsError for an option that is unknown or cannot be used, ModelError for a checkpoint that cannot.
+    """
+
+    def __init__(self, model: str = BUNDLED, **options: Any) -> None:
+        self.settings = Settings.load({"model": model, **options})
+        mailbox = InlineMailbox()
+        self.loop = boot_engine(self.settings, mailbox)
+        self.frontdoor, self.template = boot_front(self.settings, mailbox.send)
+        self._mailbox = mailbox
+        self._receive()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results come in the order of the prompts.
+
+        ``sampling_params`` None takes the checkpoint's recommendations; one object serves all prompts. Raises
+        InvalidRequest, before anything runs, for the first prompt that cannot be served.
+        """
+        listed = _as_list(prompts)
+        params = self._params_for(sampling_params, len(listed))
+        return self._run([self._ticket(i, p, s, True) for i, (p, s) in enumerate(zip(listed, params, strict=True))], use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        talks = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        render = self.template.render
+        options = {"add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
+        texts = [render(talk, **options) for talk in talks]
+        params = self._params_for(sampling_params, len(texts))
+        return self._run([self._ticket(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm)
+
+    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            given = self.frontdoor.params()
+        listed = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(listed) != count:
+            raise InvalidRequest(f"{count} prompts but {len(listed)} sampling_params: give one for all, or one for each")
+        return listed
+
+    def _ticket(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> Ticket:
+        if isinstance(prompt, dict):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        return self.frontdoor.prepare(
+            prompt, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
+        )
+
+    def _run(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        with tqdm(total=len(tickets), desc="Generating", disable=None if use_tqdm else True) as bar:
+            for ticket in tickets:
+                ticket.on_change = bar.update
+            self.frontdoor.start(tickets)
+            try:
+                while self.frontdoor.busy:
+                    self.loop.take(0)
+                    self.loop.step()
+                    self._receive()
+            except BaseException:  # the caller interrupts: nothing of this call may stay behind
+                for ticket in tickets:
+                    self.frontdoor.abort(ticket)
+                self.loop.take(0)
+                raise
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
+        self.loop.take(0)  # the cancels of sequences that ended on a stop string
+        return [ticket.output() for ticket in tickets]
+
+    def _receive(self) -> None:
+        for message in self._mailbox.receive():
+            self.frontdoor.handle(message)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, ids or a dict) as a list of one."""
+    if isinstance(prompts, str | dict) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

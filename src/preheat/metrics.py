@@ -1,0 +1,114 @@
+"""Counters, gauges and histograms for ``/metrics``, under vLLM's names with our prefix; and the set-up of logging.
+
+The hot path only adds to plain numbers; Prometheus' own objects are built when somebody asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "preheat:"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+
+
+class Histogram:
+    """Counts of values up to each bound, and their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Prometheus' form: (upper bound, number of values up to it)."""
+        reached, buckets = 0, []
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            reached += count
+            buckets.append((bound, float(reached)))
+        return buckets
+
+
+class Metrics(Collector):
+    """Everything that one front door counts, for the model ``model_name``. Times are in seconds."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.running = self.waiting = 0
+        self.cache_usage = 0.0
+        self.prefix_queries = self.prefix_hits = self.preemptions = 0
+        self.prompt_tokens = self.generation_tokens = 0
+        self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.first_token = Histogram(_REQUEST_SECONDS)
+        self.inter_token = Histogram(_TOKEN_SECONDS)
+        self.request = Histogram(_REQUEST_SECONDS)
+        self.queue = Histogram(_REQUEST_SECONDS)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The page that ``/metrics`` serves, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge("num_requests_running", "Sequences that have begun to run.", self.running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait for their first step.", self.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all.", self.cache_usage)
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)
+        yield self._counter("num_preemptions", "Sequences set back to make room.", self.preemptions)
+        yield self._counter("prompt_tokens", "Tokens of prompts read.", self.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
+        yield self._finished_family()
+        yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token)
+        yield self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", self.inter_token)
+        yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self.request)
+        yield self._histogram("request_queue_time_seconds", "From arrival to the first step.", self.queue)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self.model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self.model_name], value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self.model_name], histogram.buckets(), histogram.total)
+        return family
+
+    def _finished_family(self) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            family.add_metric([self.model_name, reason], count)
+        return family
+
+
+def set_up_logging(level: str) -> None:
+    """Log to standard error from ``level`` up; one line each, with time and process."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(levelname)s %(asctime)s [%(process)d] %(name)s: %(message)s",
+        datefmt="%m-%d %H:%M:%S",
+        stream=sys.stderr,
+    )

@@ -1,0 +1,71 @@
+"""Rotary frequencies and the table of cosines and sines, built once for every position a sequence may reach."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from preheat.model.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """fp32 [head_dim / 2]: radians per position of each pair of dimensions, after scaling."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, head_dim)
+    return plain
+
+
+def attention_factor(rope: RopeSpec) -> float:
+    """What cosines and sines are multiplied by: 1 except for yarn."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+
+def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -> Tensor:
+    """[length, 2, 1, head_dim]: at index 0 the cosines, at 1 the sines, in the form that ``ops.rotary`` takes.
+
+    Angles are fp32 products of position and frequency, as in the models' training, rounded to ``dtype`` at the end.
+    The sines of the first half are negated, which turns "rotate half" into an exchange of halves.
+    """
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
+    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return table.unsqueeze(2).to(dtype)
+
+
+def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
+    """Long wavelengths are slowed by ``factor``, short ones kept, those in between interpolated."""
+    wavelength = 2 * math.pi / plain
+    slowed = torch.where(wavelength > rope.original_length / rope.low_freq_factor, plain / rope.factor, plain)
+    blend = (rope.original_length / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - blend) * slowed / rope.factor + blend * slowed
+    low, high = rope.original_length / rope.low_freq_factor, rope.original_length / rope.high_freq_factor
+    return torch.where((wavelength >= high) & (wavelength <= low), between, slowed)
+
+
+def _yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+    """A linear ramp over the dimensions leads from the kept frequencies to those slowed by ``factor``."""
+
+    def dimension(rotations: float) -> float:
+        """The dimension that turns ``rotations`` times within the original length."""
+        return head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return plain / rope.factor * (1 - kept) + plain * kept

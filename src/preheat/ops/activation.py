@@ -1,0 +1,20 @@
+"""The gated activation of the feed-forward block, SwiGLU.
+
+Contract. silu(gate) is rounded to the dtype, then multiplied by up. In bfloat16 torch computes silu in fp32 and rounds, the
+same for every element whether or not it falls into a vector register; in fp32 it does not, so there silu is composed of
+operations that do: gate / (1 + exp(-gate)).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first); returns [tokens, inner]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate.dtype == torch.bfloat16:
+        return F.silu(gate).mul_(up)
+    return (gate / gate.neg().exp_().add_(1.0)).mul_(up)

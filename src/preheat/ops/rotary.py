@@ -1,0 +1,17 @@
+"""Rotary position embedding, in place.
+
+Contract. x' = x * cos + swap(x) * sin, where swap exchanges the halves of the last dimension and the sines of the first
+half carry the minus sign. Three operations, each rounded to the dtype of x: product, product, sum. Every element
+depends on its own head and position alone, and no operation is fused with another, so no row's bits depend on any other.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place; returns it."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    x.mul_(cos)
+    return x.add_(swapped.mul_(sin))

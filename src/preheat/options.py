@@ -1,0 +1,206 @@
+"""What an option is: declared once as a dataclass field, read from a flag, the environment, a file or a keyword.
+
+:mod:`preheat.settings` lists the options; this module knows how to read, check, document and offer them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from preheat.errors import SettingsError
+
+_TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option. ``kinds`` are the Python types that a value may have; ``bool`` is never an ``int`` here.
+
+    ``later`` is set while the feature is missing: any value but the default is refused with that reason. A mapping
+    refuses only the values that it names.
+    """
+
+    name: str
+    kinds: tuple[type, ...]
+    default: Any
+    help: str
+    group: str
+    env: str | None = None
+    choices: tuple[str, ...] | None = None
+    low: float | None = None
+    high: float | None = None
+    later: str | Mapping[Any, str] | None = None
+    parse: Callable[[str], Any] | None = None
+    default_text: str | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env_names(self) -> tuple[str, ...]:
+        """The variables that set this option; the first that is set counts."""
+        own = f"PREHEAT_{self.name.upper()}"
+        return (own,) if self.env is None else (own, self.env)
+
+    def convert(self, value: object, source: str) -> Any:
+        """``value`` in the option's own type, checked. Text is parsed; ``source`` names the origin in errors."""
+        if isinstance(value, str):
+            value = self._from_text(value, source)
+        elif isinstance(value, list | tuple) and tuple in self.kinds:
+            value = tuple(str(item) for item in value)
+        elif type(value) is int and float in self.kinds and int not in self.kinds:
+            value = float(value)
+        self.check(value, source)
+        return value
+
+    def check(self, value: object, source: str) -> None:
+        """Raise SettingsError unless ``value`` may be used."""
+        if type(value) not in self.kinds:
+            raise SettingsError(f"{source}: {value!r} is not {self._expected()}", param=self.name)
+        if self.choices and value is not None and value not in self.choices:
+            raise SettingsError(
+                f"{source}: {value!r} is not one of {', '.join(self.choices)}{did_you_mean(value, self.choices)}",
+                param=self.name,
+            )
+        if isinstance(value, int | float) and not self._in_range(value):
+            raise SettingsError(f"{source}: {value!r} must be {self._range()}", param=self.name)
+        reason = self._refusal(value)
+        if reason:
+            raise SettingsError(
+                f"{source}: {_show(value)} is not supported yet: {reason}. Leave it {self._at_default}.",
+                param=self.name,
+            )
+
+    @property
+    def shown_default(self) -> str:
+        if self.default_text is not None:
+            return self.default_text
+        return _show(self.default)
+
+    @property
+    def _at_default(self) -> str:
+        return "unset" if self.default is None or self.default == () else f"at {_show(self.default)}"
+
+    def _from_text(self, text: str, source: str) -> Any:
+        if self.parse is not None:
+            return self.parse(text)
+        if type(None) in self.kinds and not text.strip():
+            return None
+        kind = self.kinds[0]
+        if kind is str:
+            return text
+        try:
+            return _PARSERS[kind](text.strip())
+        except ValueError:
+            raise SettingsError(f"{source}: {text!r} is not {self._expected()}", param=self.name) from None
+
+    def _in_range(self, value: float) -> bool:
+        low, high = self.low, self.high
+        return (low is None or value >= low) and (high is None or value <= high) and not math.isnan(value)
+
+    def _range(self) -> str:
+        if self.low is not None and self.high is not None:
+            return f"between {self.low:g} and {self.high:g}"
+        return f"at least {self.low:g}" if self.low is not None else f"at most {self.high:g}"
+
+    def _expected(self) -> str:
+        return _EXPECTED[self.kinds[0]]
+
+    def _refusal(self, value: object) -> str | None:
+        if isinstance(self.later, str):
+            return self.later if value != self.default else None
+        return (self.later or {}).get(value)
+
+
+def _show(value: object) -> str:
+    """``value`` as one would write it in the environment."""
+    if value is None or value == ():
+        return "unset"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_bool(text: str) -> bool:
+    """1, true, yes or 0, false, no, in any case; ValueError for anything else."""
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(text)
+    return word in _TRUE
+
+
+def _parse_list(text: str) -> tuple[str, ...]:
+    """``a,b`` or a JSON list of strings."""
+    items = json.loads(text) if text.startswith("[") else text.split(",")
+    return tuple(str(item).strip() for item in items if str(item).strip())
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {bool: parse_bool, int: int, float: float, tuple: _parse_list}
+_EXPECTED: dict[type, str] = {
+    bool: "a yes or no (use 1/0, true/false or yes/no)",
+    int: "a whole number",
+    float: "a number",
+    tuple: "a list",
+    str: "text",
+}
+
+
+def option(default: Any, help: str, *, group: str, secret: bool = False, **more: Any) -> Any:  # noqa: A002
+    """Declare an option as a dataclass field; ``more`` are fields of :class:`Option`. A ``secret`` is never shown."""
+    declared = {"default": default, "help": help, "group": group, **more}
+    return dataclasses.field(default=default, metadata={"option": declared}, repr=not secret)
+
+
+@functools.cache
+def registry(cls: type) -> dict[str, Option]:
+    """All options that dataclass ``cls`` declares, by name, in order."""
+    hints = typing.get_type_hints(cls)
+    options = {}
+    for field in dataclasses.fields(cls):
+        options[field.name] = Option(name=field.name, kinds=_kinds(hints[field.name]), **field.metadata["option"])
+    return options
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(typing.get_origin(part) or part for part in parts)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` for the known name nearest to ``name``, or nothing."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Offer ``options`` as flags, in their groups. A flag that is not given leaves no trace in the namespace.
+
+    Those whose feature comes later can be given, to be refused with the reason, but do not crowd the help.
+    """
+    groups: dict[str, Any] = {}
+    for opt in options:
+        group = groups.get(opt.group) or groups.setdefault(opt.group, parser.add_argument_group(opt.group))
+        keywords: dict[str, Any] = {"dest": opt.name, "default": argparse.SUPPRESS, "help": _flag_help(opt)}
+        if opt.kinds[0] is bool:
+            keywords["action"] = argparse.BooleanOptionalAction
+        elif opt.kinds[0] is tuple:
+            keywords |= {"action": "extend", "nargs": "+", "metavar": "VALUE"}
+        else:
+            keywords["metavar"] = "|".join(opt.choices) if opt.choices else opt.kinds[0].__name__.upper()
+        group.add_argument(opt.flag, **keywords)
+
+
+def _flag_help(opt: Option) -> str:
+    if isinstance(opt.later, str):
+        return argparse.SUPPRESS
+    return f"{opt.help} [{opt.shown_default}]".replace("%", "%%")

@@ -1,0 +1,53 @@
+"""Compaction: which blocks of the KV cache to swap so that those in use lie together at the bottom.
+
+Pure planning on the ids that the block pool owns. The swaps are true ones: the contents of both blocks change places,
+so a free block that holds a cached prefix keeps it, under its new id. Source: the defragmenter of vLLM on Gaudi.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from preheat.plan.items import SWAP_SIZES
+
+THRESHOLD = 32
+
+
+def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:
+    """How far the highest block in use lies above where it would if all lay together; ``in_use`` is bool [blocks].
+
+    The first ``reserved`` ids (the pad block, scratch blocks) are nobody's and do not count.
+    """
+    used = np.flatnonzero(in_use[reserved:])
+    return int(used[-1]) + 1 - len(used) if len(used) else 0
+
+
+def plan_swaps(in_use: np.ndarray, threshold: int = THRESHOLD, reserved: int = 1) -> np.ndarray:
+    """Pairs (used, free) of block ids to swap in one step, int32 [n, 2], at most 512; none up to the threshold.
+
+    The highest block in use goes to the lowest free one, and so on until the free one is the higher. Blocks below
+    ``reserved`` never move. No id occurs twice, so the pairs may be swapped in any order.
+    """
+    if fragmentation(in_use, reserved) <= threshold:
+        return np.empty((0, 2), np.int32)
+    used = np.flatnonzero(in_use[reserved:])[::-1][: SWAP_SIZES[-1]] + reserved
+    free = np.flatnonzero(~in_use[reserved:])[: SWAP_SIZES[-1]] + reserved
+    count = min(len(used), len(free))
+    pairs = np.stack([used[:count], free[:count]], axis=1).astype(np.int32)
+    return pairs[pairs[:, 1] < pairs[:, 0]]
+
+
+def padded_size(pairs: int) -> int:
+    """The size that ``pairs`` swaps run at. Raises ValueError above 512: more go to the following steps."""
+    for size in SWAP_SIZES:
+        if pairs <= size:
+            return size
+    raise ValueError(f"{pairs} pairs are more than one step swaps ({SWAP_SIZES[-1]})")
+
+
+def pad_pairs(pairs: np.ndarray, size: int | None = None) -> np.ndarray:
+    """``pairs`` followed by (0, 0), the pad block swapped with itself, up to ``size`` or the next of the sizes."""
+    size = padded_size(len(pairs)) if size is None else size
+    padded = np.zeros((size, 2), np.int32)
+    padded[: len(pairs)] = pairs
+    return padded

@@ -1,0 +1,71 @@
+"""Automatic prefix caching: full blocks of computed tokens are found again by a hash of everything before them.
+
+The digest of a block covers its parent's digest and its tokens, and the chain starts from whatever else decides a
+sequence's keys and values. Equal digests therefore mean equal cache contents, position for position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from preheat.core import Request
+from preheat.schedule.blocks import BlockPool
+from preheat.schedule.sequence import Sequence
+
+DIGEST_BYTES = 16
+
+
+def chain_root(request: Request) -> bytes:
+    """Where the request's chain starts. All that makes equal tokens differ in the cache belongs in here.
+
+    Today that is the salt; an adapter and images will be further fields.
+    """
+    return hashlib.blake2b(request.cache_salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+
+
+class PrefixCache:
+    """Finds and publishes blocks in ``pool``; when not ``enabled`` it does neither."""
+
+    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
+        self.pool, self.enabled = pool, enabled
+
+    def reads_for(self, sequence: Sequence) -> bool:
+        """Whether cached blocks may be used: not for one that owes prompt logprobs, which take every position."""
+        return self.enabled and not sequence.owes_prompt_logprobs
+
+    def lookup(self, sequence: Sequence) -> list[int]:
+        """The blocks that hold the longest cached prefix of a waiting sequence.
+
+        The last known token is never among them: it must be computed to sample its successor.
+        """
+        if not self.reads_for(sequence):
+            return []
+        blocks: list[int] = []
+        for index in range((len(sequence.tokens) - 1) // self.pool.block_size):
+            block = self.pool.find(self._digest(sequence, sequence.tokens, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
+        """Make the logical blocks ``first`` to ``last`` - 1 findable; their keys and values must be in the cache.
+
+        ``tokens`` int32 and ``table`` int32 are the sequence's rows of the slots' arrays.
+        """
+        if not self.enabled:
+            return
+        for index in range(first, last):
+            self.pool.publish(int(table[index]), self._digest(sequence, tokens, index))
+
+    def _digest(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
+        """Digest of logical block ``index``. Remembered: the known tokens of a sequence only grow."""
+        digests, size = sequence.digests, self.pool.block_size
+        while len(digests) <= index:
+            done = len(digests)
+            parent = digests[-1] if digests else chain_root(sequence.request)
+            content = parent + tokens[done * size : (done + 1) * size].tobytes()
+            digests.append(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
+        return digests[index]

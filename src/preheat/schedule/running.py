@@ -1,0 +1,99 @@
+"""The running sequences: who owns which slot and which blocks. Every block reference is taken and dropped here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from preheat.schedule.blocks import BlockPool
+from preheat.schedule.sequence import Sequence
+from preheat.schedule.slots import NO_LOGPROBS, Slots
+
+
+class Running:
+    """``order`` int32 lists the running slots by arrival: sequences start in that order and the last is preempted.
+
+    ``ids`` int64 [slots] are their request ids. Nobody waiting arrived before anybody running.
+    """
+
+    def __init__(self, slots: Slots, pool: BlockPool) -> None:
+        self.slots, self.pool = slots, pool
+        self.order = np.zeros(0, np.int32)
+        self.ids = np.zeros(slots.num_slots, np.int64)
+        self.sequences: list[Sequence | None] = [None] * slots.num_slots
+        self._slot_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def slot_of(self, request_id: int) -> int | None:
+        """The slot of a running request."""
+        return self._slot_of.get(request_id)
+
+    def sequence(self, slot: int) -> Sequence:
+        """The sequence in an occupied ``slot``."""
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} is empty"
+        return sequence
+
+    def start(self, sequence: Sequence, cached: list[int]) -> int:
+        """Give ``sequence`` a slot that begins with the ``cached`` blocks, which become shared."""
+        slots = self.slots
+        slot = slots.take(sequence.request, sequence.tokens)
+        self.pool.share(cached)
+        slots.block_table[slot, : len(cached)] = cached
+        slots.num_blocks[slot] = len(cached)
+        slots.cached_len[slot] = len(cached) * slots.block_size
+        if not sequence.owes_prompt_logprobs:
+            slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence computes its prompt without them
+        self.sequences[slot] = sequence
+        self.ids[slot] = sequence.request.id
+        self._slot_of[sequence.request.id] = slot
+        self.order = np.append(self.order, np.int32(slot))
+        return slot
+
+    def blocks_lacking(self, slot: int, length: int) -> int:
+        """Blocks to allocate before the first ``length`` tokens of the sequence have a place (not below 0)."""
+        return max(-(-length // self.slots.block_size) - int(self.slots.num_blocks[slot]), 0)
+
+    def grow(self, slot: int, length: int) -> None:
+        """Give the first ``length`` tokens a place; enough blocks must be free."""
+        lacking = self.blocks_lacking(slot, length)
+        if lacking:
+            held = int(self.slots.num_blocks[slot])
+            self.slots.block_table[slot, held : held + lacking] = self.pool.allocate(lacking)
+            self.slots.num_blocks[slot] = held + lacking
+
+    def blocks_promised(self) -> int:
+        """Blocks that the running sequences still lack for the tokens they already know."""
+        slots = self.slots
+        wanted = -(-slots.device_len[self.order] // slots.block_size)
+        return int(np.maximum(wanted - slots.num_blocks[self.order], 0).sum())
+
+    def stop(self, stopped: list[int]) -> None:
+        """Take back these slots and their blocks."""
+        for slot in stopped:
+            self.pool.release(self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist())
+            self.slots.give_back(slot)
+            del self._slot_of[int(self.ids[slot])]
+            self.sequences[slot] = None
+        if stopped:
+            self.order = self.order[~np.isin(self.order, stopped)]
+
+    def preempt_last(self) -> tuple[int, Sequence]:
+        """Stop the latest arrival, keeping all that is known of it; returns the slot it left."""
+        slot = int(self.order[-1])
+        sequence = self.sequence(slot)
+        sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])
+        self.stop([slot])
+        return slot, sequence
+
+    def check(self) -> None:
+        """Prove that the pool's references are exactly the blocks in the running rows' tables (none when idle)."""
+        slots = self.slots
+        held = np.arange(slots.max_blocks) < slots.num_blocks[:, None]
+        counts = np.bincount(slots.block_table[held], minlength=self.pool.num_blocks)
+        self.pool.check(counts.astype(np.int32))
+        if sorted(self.order.tolist()) != sorted(self._slot_of.values()):
+            raise RuntimeError("running order and slots disagree")
+        if slots.num_free + len(self) != slots.num_slots:
+            raise RuntimeError("a slot was lost")

@@ -1,0 +1,292 @@
+"""The scheduler: which rows run in the next step, and what their outcome means for everyone else.
+
+A step is mixed. First every decoding row, one token each, so that nobody's stream stutters; then, with what is left of
+the budget, the next chunk of prompts already begun; then waiting sequences, strictly by arrival. The budget counts
+*padded* tokens: what the step will cost once it has the shape that the device runs (source: the padding-aware
+scheduling of vLLM on Gaudi).
+
+When a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
+returns to the front of the queue and is later computed again up to where it was. The earliest arrival therefore
+always advances, and so, in their turn, do all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from preheat.core import Delta, Request, Schedule, Stats, StepResult
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.limits import Limits
+from preheat.schedule import settle
+from preheat.schedule.blocks import BlockPool
+from preheat.schedule.prefix import PrefixCache
+from preheat.schedule.queue import WaitingQueue
+from preheat.schedule.running import Running
+from preheat.schedule.sequence import Sequence
+from preheat.schedule.slots import Slots
+
+WATERMARK = 0.01
+"""The share of blocks that stay free when a sequence is admitted, lest the running ones be preempted at once."""
+
+Padded = Callable[[int, int, int], int]
+"""(rows, tokens, longest row) of a step -> the tokens it is padded to; grows with each of the three."""
+
+
+def unpadded(rows: int, tokens: int, longest: int) -> int:
+    """A flat batch that is not padded."""
+    return tokens
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step in the making: ``decode`` slots, then the ``prefill`` slots with their ``chunks``."""
+
+    decode: np.ndarray
+    prefill: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    prefill_tokens: int = 0
+    longest: int = 1
+    started: dict[int, int] = field(default_factory=dict)
+    preempted: bool = False
+
+    def with_row(self, chunk: int) -> tuple[int, int, int]:
+        """Rows, tokens and longest row of the step with one more row of ``chunk`` tokens."""
+        decode = len(self.decode)
+        return decode + len(self.prefill) + 1, decode + self.prefill_tokens + chunk, max(self.longest, chunk)
+
+    def add(self, slot: int, chunk: int) -> None:
+        """Append a prefill row."""
+        self.prefill.append(slot)
+        self.chunks.append(chunk)
+        self.prefill_tokens += chunk
+        self.longest = max(self.longest, chunk)
+
+
+class Scheduler:
+    """Continuous batching within ``limits``. One step at a time: each :meth:`schedule` is followed by :meth:`settle`
+    or :meth:`fail`; requests are added and cancelled between steps.
+
+    ``padded`` says what a step costs (see :data:`Padded`). Raises SettingsError, naming the options, for limits under
+    which some sequence could never run.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        padded: Padded = unpadded,
+    ) -> None:
+        _check_limits(limits, padded)
+        self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
+        self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self.prefix = PrefixCache(self.pool, enable_prefix_caching)
+        self.running = Running(self.slots, self.pool)
+        self.waiting = WaitingQueue()
+        self._watermark = int(WATERMARK * self.pool.num_usable)
+        self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
+        self._totals = Stats(blocks_total=self.pool.num_usable)
+        self._in_flight: Schedule | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.running and not self.waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest for one that could never run; the front door refuses those before."""
+        length = len(request.prompt)
+        if request.id in self.waiting or self.running.slot_of(request.id) is not None:
+            raise InvalidRequest(f"request {request.id} is already here")
+        if not length or request.max_tokens < 1 or length + request.max_tokens > self.limits.max_model_len:
+            raise InvalidRequest(
+                f"a prompt of {length} tokens and max_tokens of {request.max_tokens} must both be positive and fit "
+                f"max_model_len ({self.limits.max_model_len}) together"
+            )
+        if not self.chunked and not self._fits_alone(length):
+            raise InvalidRequest(
+                f"a prompt of {length} tokens does not fit max_num_batched_tokens "
+                f"({self.limits.max_num_batched_tokens}) in one step: raise it or enable chunked prefill"
+            )
+        self.waiting.append(Sequence(request))
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a request and free what it holds, at once; False if it is not here (any more)."""
+        self._between_steps()
+        slot = self.running.slot_of(request_id)
+        if slot is None:
+            return self.waiting.remove(request_id)
+        self.running.stop([slot])
+        return True
+
+    def cancel_all(self) -> None:
+        """Forget everyone."""
+        self._between_steps()
+        self.waiting.clear()
+        self.running.stop(self.running.order.tolist())
+
+    def schedule(self) -> Schedule | None:
+        """The next step, its blocks allocated; None exactly when :attr:`idle`."""
+        self._between_steps()
+        step = self._decoding()
+        self._continue_prefills(step)
+        self._admit(step)
+        decode = len(step.decode)
+        if not decode + len(step.prefill):
+            return None
+        slots = np.concatenate((step.decode, np.array(step.prefill, np.int32)))
+        extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
+        samples = self.slots.cached_len[slots] + extend == self.slots.device_len[slots]
+        self._totals.steps += 1
+        self._in_flight = Schedule(slots, extend, samples, decode, step.started)
+        return self._in_flight
+
+    def settle(self, schedule: Schedule, result: StepResult) -> Delta:
+        """Book what the device computed for ``schedule``; see :func:`preheat.schedule.settle.settle`."""
+        self._must_be_in_flight(schedule)
+        delta = settle.settle(self.running, self.prefix, schedule, result, self._totals)
+        self._in_flight = None
+        return delta
+
+    def fail(self, schedule: Schedule, message: str) -> Delta:
+        """The step failed: end its requests with an error and free what they hold; the others go on."""
+        self._must_be_in_flight(schedule)
+        self._in_flight = None
+        return settle.fail(self.running, schedule, message)
+
+    def stats(self) -> Stats:
+        """Counters since the start and gauges of this moment, a new object each time.
+
+        Prefix queries and hits are prompt tokens of sequences as they start; prompt tokens count with the first
+        token generated.
+        """
+        totals = self._totals
+        totals.running, totals.waiting, totals.blocks_used = len(self.running), len(self.waiting), self.pool.num_used
+        return copy(totals)
+
+    def check(self) -> None:
+        """Prove that blocks and slots are exactly those of the running sequences. RuntimeError if not."""
+        self.running.check()
+
+    def _decoding(self) -> _Step:
+        """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
+        slots, order = self.slots, self.running.order
+        step = _Step(order[slots.device_len[order] - slots.cached_len[order] == 1])
+        at_edge = slots.cached_len[step.decode] == slots.num_blocks[step.decode] * slots.block_size
+        for slot in step.decode[at_edge].tolist():
+            if not self._make_room(step, slot):
+                break  # preempted itself, and with it all that arrived later
+            self.running.grow(slot, int(slots.cached_len[slot]) + 1)
+        return step
+
+    def _continue_prefills(self, step: _Step) -> None:
+        """Add the next chunk of the prompts already begun, earliest first."""
+        slots, order = self.slots, self.running.order
+        for slot in order[slots.device_len[order] - slots.cached_len[order] > 1].tolist():
+            if len(step.prefill) == self._max_prefills or not self._make_room(step, slot):
+                return
+            cached = int(slots.cached_len[slot])
+            space = (int(slots.num_blocks[slot]) + self.pool.num_free) * slots.block_size - cached
+            chunk = self._chunk(step, min(int(slots.device_len[slot]) - cached, space))
+            if not chunk:
+                return
+            self._add_prefill(step, slot, chunk)
+
+    def _admit(self, step: _Step) -> None:
+        """Start waiting sequences, in order, while slots, budget and blocks last."""
+        while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
+            sequence = self.waiting.first()
+            cached = self.prefix.lookup(sequence)
+            extend = len(sequence.tokens) - len(cached) * self.pool.block_size
+            chunk = self._chunk(step, extend)
+            whole = self.chunked or chunk == extend or not self._fits_alone(extend)
+            if not chunk or not whole or not self._blocks_last(sequence, cached):
+                return
+            self.waiting.remove(sequence.request.id)
+            self._count_start(step, sequence, len(cached) * self.pool.block_size)
+            self._add_prefill(step, self.running.start(sequence, cached), chunk)
+
+    def _add_prefill(self, step: _Step, slot: int, chunk: int) -> None:
+        self.running.grow(slot, int(self.slots.cached_len[slot]) + chunk)
+        step.add(slot, chunk)
+
+    def _count_start(self, step: _Step, sequence: Sequence, cached_tokens: int) -> None:
+        if sequence.started:
+            return
+        sequence.started = True
+        step.started[sequence.request.id] = cached_tokens
+        if self.prefix.reads_for(sequence):
+            self._totals.prefix_queries += len(sequence.tokens)
+            self._totals.prefix_hits += cached_tokens
+
+    def _chunk(self, step: _Step, wanted: int) -> int:
+        """The most tokens, up to ``wanted``, that one more row may have within the budget."""
+        budget = self.limits.max_num_batched_tokens
+        if self.padded(*step.with_row(wanted)) <= budget:
+            return wanted
+        fits, too_many = 0, wanted
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.padded(*step.with_row(middle)) <= budget:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether all that is known of ``sequence`` has a place besides what the running ones still need.
+
+        Asking for the whole of it, not just the first chunk, keeps a long prompt from being begun, preempted and
+        begun again. Someone alone always has a place.
+        """
+        if not self.running:
+            return True
+        needed = -(-len(sequence.tokens) // self.pool.block_size) - len(cached) + self.pool.count_cached(cached)
+        return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
+
+    def _make_room(self, step: _Step, slot: int) -> bool:
+        """See that ``slot`` can take one more token, preempting from the end; False if it was preempted itself."""
+        while self.running.sequences[slot] is not None:
+            if self.pool.num_free or not self.running.blocks_lacking(slot, int(self.slots.cached_len[slot]) + 1):
+                return True
+            left, sequence = self.running.preempt_last()
+            self.waiting.return_to_front(sequence)
+            step.decode = step.decode[step.decode != left]
+            step.preempted = True
+            self._totals.preemptions += 1
+        return False
+
+    def _fits_alone(self, tokens: int) -> bool:
+        return self.padded(1, tokens, tokens) <= self.limits.max_num_batched_tokens
+
+    def _between_steps(self) -> None:
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight: settle it or let it fail first")
+
+    def _must_be_in_flight(self, schedule: Schedule) -> None:
+        if schedule is not self._in_flight:
+            raise RuntimeError("this step is not in flight: it was settled before, or never scheduled here")
+
+
+def _check_limits(limits: Limits, padded: Padded) -> None:
+    """Every sequence must be able to run alone, and every slot to advance by a token in one step."""
+    if limits.num_blocks - 1 < limits.max_blocks_per_seq:
+        raise SettingsError(
+            f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "
+            f"tokens, but the cache has {limits.num_blocks - 1}: lower max_model_len or give the cache more memory "
+            f"(gpu_memory_utilization, kv_cache_memory_bytes, num_gpu_blocks_override)"
+        )
+    seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
+    if padded(seqs, seqs, 1) > budget:
+        raise SettingsError(
+            f"max_num_batched_tokens {budget} is too few for a token of each of max_num_seqs {seqs} sequences, which "
+            f"take {padded(seqs, seqs, 1)} with padding: raise the one or lower the other"
+        )
+    if limits.max_num_prefill_seqs is not None and limits.max_num_prefill_seqs < 1:
+        raise SettingsError(f"max_num_prefill_seqs must be 1 or more, or unset; got {limits.max_num_prefill_seqs}")

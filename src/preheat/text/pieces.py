@@ -1,0 +1,112 @@
+"""What each token id contributes to the text, for the decoders whose output is a sum of such pieces.
+
+Two families cover the models that we run. A *byte-level* decoder joins the tokens' bytes and reads them as UTF-8. A
+*SentencePiece-like* decoder replaces a marker by a space, reads runs of byte tokens (``<0x0A>``) as UTF-8, and may
+strip spaces from the front. Every rule is that of the ``tokenizers`` library, so that pieces and its ``decode`` agree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The 256 printable characters that stand for bytes in byte-level BPE (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+@dataclass(frozen=True)
+class PieceRules:
+    """The steps of a SentencePiece-like decoder: replacements, then byte runs, then ``strip`` at the front."""
+
+    replace: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    strip: str = ""
+    max_strip: int = 0
+
+
+def decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+    """The decoder's steps as data, in order; empty without a decoder."""
+    if backend.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def is_byte_level(steps: list[dict[str, Any]]) -> bool:
+    return [step["type"] for step in steps] == ["ByteLevel"]
+
+
+def piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
+    """The rules of a SentencePiece-like decoder, or None when ``steps`` are something else."""
+    replace: list[tuple[str, str]] = []
+    remaining = [step for step in steps if step["type"] != "Fuse"]
+    fused = len(remaining) < len(steps)
+    while remaining and remaining[0]["type"] == "Replace" and "String" in remaining[0]["pattern"]:
+        step = remaining.pop(0)
+        replace.append((step["pattern"]["String"], step["content"]))
+    byte_fallback = bool(remaining) and remaining[0]["type"] == "ByteFallback"
+    remaining = remaining[byte_fallback:]
+    strip, max_strip = "", 0
+    if fused and len(remaining) == 1 and remaining[0]["type"] == "Strip" and remaining[0]["stop"] == 0:
+        step = remaining.pop()
+        strip, max_strip = step["content"], step["start"]
+    if remaining or not fused or steps[len(replace) + byte_fallback]["type"] != "Fuse":
+        return None
+    return PieceRules(tuple(replace), byte_fallback, strip, max_strip)
+
+
+class BytePieces(dict[int, bytes]):
+    """id -> the bytes it adds, filled as ids are met; ``hidden`` ids and ids without a token add nothing."""
+
+    def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
+        super().__init__((id, b"") for id in hidden)
+        self._backend = backend
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._backend.id_to_token(id) or ""
+        try:
+            piece = bytes([_BYTE_OF[char] for char in token])
+        except KeyError:  # an added token with a character outside the alphabet is taken as it stands
+            piece = token.encode()
+        self[id] = piece
+        return piece
+
+
+class TextPieces(dict[int, str | int | None]):
+    """id -> the text it adds, or the byte of a byte token, or None where nothing is added (hidden, or no token)."""
+
+    def __init__(self, backend: Backend, rules: PieceRules, hidden: Iterable[int] = ()) -> None:
+        super().__init__((id, None) for id in hidden)
+        self._backend, self._rules = backend, rules
+
+    def __missing__(self, id: int) -> str | int | None:
+        piece: str | int | None = self._backend.id_to_token(id)
+        if isinstance(piece, str):
+            for old, new in self._rules.replace:
+                piece = piece.replace(old, new)
+            if self._rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+                piece = int(byte[1], 16)
+        self[id] = piece
+        return piece
+
+
+def visible(pieces: BytePieces | TextPieces, ids: list[int]) -> Iterator[bytes | str | int]:
+    """The pieces of ``ids`` that add something, last first."""
+    for id in reversed(ids):
+        piece = pieces[id]
+        if piece is not None and piece != b"" and piece != "":
+            yield piece

@@ -1,0 +1,133 @@
+"""Token counts follow their sequence through steps, hand-overs of the slot, preemption and resumption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.batch.sampling import PenaltyRows, SamplingBatch
+from preheat.core import Request, SamplingParams
+from preheat.execute.sampler import Sampler, TokenCounts
+from preheat.schedule.slots import Slots
+
+VOCAB = 12
+PARAMS = SamplingParams(temperature=0.9, presence_penalty=0.4, frequency_penalty=0.9, repetition_penalty=1.4)
+OTHER = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+
+
+def logits_of(request: Request, position: int) -> torch.Tensor:
+    """Any logits that depend on the request and the position alone."""
+    values = np.random.default_rng([request.id, position]).standard_normal((1, VOCAB))
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def a_request(id: int, params: SamplingParams) -> Request:
+    return Request(id, prompt=[id % VOCAB, 2, 2], params=params, seed=id, max_tokens=60)
+
+
+def step(slots: Slots, sampler: Sampler, chosen: list[int]) -> None:
+    """One decode step of the sequences in ``chosen``, as the engine does it."""
+    logits = [logits_of(request, int(slots.device_len[s])) for s in chosen if (request := slots.request[s])]
+    tokens = sampler.sample(torch.cat(logits), SamplingBatch.build(slots, np.array(chosen)))
+    slots.tokens[chosen, slots.device_len[chosen]] = tokens.numpy()
+    slots.device_len[chosen] += 1
+
+
+def known(slots: Slots, slot: int) -> np.ndarray:
+    return slots.tokens[slot, : slots.device_len[slot]].copy()
+
+
+def straight() -> list[int]:
+    """Request 5 from start to end, alone."""
+    slots, sampler = Slots(1, 64, 16), Sampler(1, VOCAB)
+    slots.take(a_request(5, PARAMS), np.array(a_request(5, PARAMS).prompt))
+    for _ in range(40):
+        step(slots, sampler, [0])
+    return known(slots, 0).tolist()
+
+
+def preempted() -> list[int]:
+    """Request 5 with company; preempted, its slot taken over, resumed in another slot and then in its first one."""
+    slots, sampler = Slots(3, 64, 16), Sampler(3, VOCAB)
+    five, other, third = a_request(5, PARAMS), a_request(6, OTHER), a_request(7, PARAMS)
+    assert slots.take(five, np.array(five.prompt)) == 0
+    assert slots.take(other, np.array(other.prompt)) == 1
+    for _ in range(10):
+        step(slots, sampler, [1, 0])
+    tokens = known(slots, 0)
+    slots.give_back(0)
+    assert slots.take(third, np.array(third.prompt)) == 0
+    for _ in range(5):
+        step(slots, sampler, [0, 1])
+    assert slots.take(five, tokens) == 2
+    for _ in range(10):
+        step(slots, sampler, [2, 0, 1])
+    tokens = known(slots, 2)
+    slots.give_back(2)
+    slots.give_back(0)
+    assert slots.take(five, tokens) == 0
+    for _ in range(20):
+        step(slots, sampler, [0])
+    return known(slots, 0).tolist()
+
+
+def test_preemption_changes_no_token() -> None:
+    assert preempted() == straight()
+
+
+def test_counts_that_are_not_rebuilt_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a slot that keeps its former owner's counts gives other tokens."""
+    right = straight()
+    monkeypatch.setattr(TokenCounts, "reset", lambda self, slot, prompt, output: None)
+    assert preempted() != right
+
+
+def recount(tokens: list[int], prompt_len: int) -> tuple[list[int], list[bool]]:
+    return [tokens[prompt_len:].count(t) for t in range(VOCAB)], [t in tokens for t in range(VOCAB)]
+
+
+def test_follow() -> None:
+    """Counts equal a plain recount after any growth, a shrunk sequence, another owner and no change at all."""
+    counts = TokenCounts(4, VOCAB)
+    rng = np.random.default_rng(0)
+    for owner, length in ((1, 3), (1, 4), (1, 9), (1, 9), (1, 5), (2, 5), (2, 30)):
+        histories = [np.random.default_rng([owner, row]).integers(0, VOCAB, length).astype(np.int32) for row in (0, 1)]
+        slots, nothing = np.array([3, 1]), np.zeros(2, np.float32)
+        owners = np.array([owner, owner + 100])
+        counts.follow(PenaltyRows(np.arange(2), slots, owners, np.array([3, 2]), histories, nothing, nothing, nothing))
+        for slot, history, prompt_len in zip((3, 1), histories, (3, 2), strict=True):
+            output, seen = recount(history.tolist(), prompt_len)
+            assert counts.output[slot].tolist() == output
+            assert counts.seen[slot].tolist() == seen
+    assert not counts.output[[0, 2]].any() and not counts.seen[[0, 2]].any()
+    assert rng is not None
+
+
+def test_add_counts_repeats() -> None:
+    counts = TokenCounts(2, VOCAB)
+    counts.reset(1, np.array([4]), np.array([5, 5]))
+    counts.add(np.array([1, 1, 0]), np.array([5, 6, 5]))
+    assert counts.output[1, [4, 5, 6]].tolist() == [0, 3, 1]
+    assert counts.seen[1, [4, 5, 6]].all() and counts.output[0, 5] == 1
+
+
+def test_penalties_by_hand() -> None:
+    """Repetition on prompt and output by sign; frequency by count and presence once, on the output alone."""
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    slots, sampler = Slots(1, 16, 16), Sampler(1, 5)
+    slots.take(Request(1, [0, 1], params, 0, 9), np.array([0, 1, 1, 2, 2]))
+    logits = torch.tensor([[4.0, -4.0, 6.0, 1.0, -1.0]])
+    sampler.sample(logits, SamplingBatch.build(slots, np.array([0])))
+    assert logits.tolist() == [[2.0, -8.75, 1.75, 1.0, -1.0]]
+
+
+def test_memory_is_untouched_until_needed() -> None:
+    """A host's counts for 256 slots of a large vocabulary must not cost their whole size at start."""
+    with open("/proc/self/statm") as statm:
+        before = int(statm.read().split()[1])
+    counts = TokenCounts(256, 128_256)
+    with open("/proc/self/statm") as statm:
+        grown = (int(statm.read().split()[1]) - before) * 4096
+    assert counts.output.nbytes > 100 << 20
+    assert grown < 8 << 20

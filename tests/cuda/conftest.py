@@ -1,0 +1,17 @@
+"""Tests in this folder need an NVIDIA GPU; elsewhere they are skipped, and say so."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    mine = [item for item in items if here in item.path.parents]
+    if mine:
+        import torch
+
+        for item in mine:
+            item.add_marker("cuda")
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

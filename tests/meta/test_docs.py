@@ -1,0 +1,70 @@
+"""The documents tell the truth: settings are generated, paths and links exist, examples run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from preheat.settings import OPTIONS
+from tests.meta.source import PACKAGE, ROOT
+from tools.gen_settings_doc import render
+
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+RUNS = re.compile(r"<!-- run -->\n```(python|sh)\n(.*?)```", re.DOTALL)
+
+
+def blocks(path: Path, language: str) -> str:
+    """All blocks of ``language`` that are marked to run, one after the other."""
+    return "\n".join(code for kind, code in RUNS.findall(path.read_text()) if kind == language)
+
+
+def test_settings_are_documented_as_they_are():
+    assert (ROOT / "docs" / "settings.md").read_text() == render(), "run: python -m tools.gen_settings_doc"
+
+
+def test_options_in_prose_exist():
+    known = {opt.flag for opt in OPTIONS.values()} | {f"--no-{opt.flag[2:]}" for opt in OPTIONS.values()}
+    names = {name for opt in OPTIONS.values() for name in opt.env_names}
+    text = (ROOT / "docs" / "from-vllm.md").read_text()
+    ours = re.findall(r"^\|[^|]*\| `(--[a-z-]+)`", text, re.MULTILINE)
+    assert ours
+    assert set(ours) - known == set()
+    for path in DOCS:
+        found = set(re.findall(r"\bPREHEAT_[A-Z_]+\b", path.read_text())) - {"PREHEAT_"}
+        assert {name for name in found if not name.endswith("_")} - names == set(), path.name
+
+
+def test_stations_of_a_request_exist():
+    text = (ROOT / "docs" / "life-of-a-request.md").read_text()
+    stations = re.findall(r"`([a-z_/]+\.py)`", text)
+    assert len(stations) >= 10
+    assert [station for station in stations if not (PACKAGE / station).is_file()] == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)|src=\"([^\"]+)\"", path.read_text())
+    local = [a or b for a, b in links if not (a or b).startswith(("http:", "https:"))]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "python")], ids=lambda path: path.name)
+def test_python_examples_run(path, tmp_path):
+    run([sys.executable, "-c", blocks(path, "python")], tmp_path)
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "sh")], ids=lambda path: path.name)
+def test_shell_examples_run(path, tmp_path):
+    run(["sh", "-eu", "-c", blocks(path, "sh")], tmp_path)
+
+
+def run(command: list[str], folder: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, check=False, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

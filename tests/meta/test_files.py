@@ -1,0 +1,80 @@
+"""What the repository holds: no machine's paths, small files, the five scripts, one version, pinned dependencies."""
+
+import ast
+import re
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+
+import preheat
+from tests.meta.source import MODULES, ROOT, name_of, product_files
+
+# The brackets keep this file from containing what it looks for.
+FOREIGN = re.compile(r"/wor[k]/|\.\./share[d]|/roo[t]/|/hom[e]/[a-z]|/tm[p]/contract|/op[t]/(pypi|wheels)")
+SCRIPTS = {"install", "run", "test", "lint", "bench"}
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+
+def test_no_file_names_a_machine():
+    found = []
+    for path in product_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {match.group()}" for match in FOREIGN.finditer(text)]
+    assert found == []
+
+
+def test_the_check_for_machine_paths_can_fail():
+    assert FOREIGN.search("see /" + "work/main")
+    assert FOREIGN.search("from ../" + "shared/design.md")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert [f.name for f in functions if f.end_lineno - f.lineno + 1 > MAX_FUNCTION] == []
+
+
+def test_people_and_ci_share_five_scripts():
+    scripts = {path.name for path in (ROOT / "scripts").iterdir()}
+    assert scripts == SCRIPTS
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [name for name in SCRIPTS if f"scripts/{name}" not in contributing] == []
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "scripts/test" in ci
+    assert "scripts/lint" in ci
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_scripts_are_plain_shell(name):
+    path = ROOT / "scripts" / name
+    first, *rest = path.read_text().splitlines()
+    assert first == "#!/bin/sh"
+    assert "set -eu" in rest
+    assert path.stat().st_mode & 0o111
+    shell = shutil.which("dash") or "sh"
+    assert subprocess.run([shell, "-n", path], check=False).returncode == 0
+
+
+def test_changelog_has_the_version():
+    versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    assert preheat.__version__ in versions
+
+
+def test_every_declared_dependency_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    wanted = {_name(line) for line in project["dependencies"] + extras}
+    pinned = {_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert wanted - pinned == set()
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[<>=\[; ]", requirement)[0].lower().replace("_", "-")

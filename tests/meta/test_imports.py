@@ -1,0 +1,128 @@
+"""The import rule: who may know whom. Arrows point down, and nothing below knows anything above."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
+
+# These belong to nobody: every part may use them, and they may use only each other.
+BASE = {"core", "settings", "options", "limits", "errors", "metrics", "outputs"}
+
+# Every part, and the parts that it may import.
+RULE = {
+    "device": "",
+    "ops": "device",
+    "model": "ops device",
+    "plan": "",
+    "schedule": "plan",
+    "text": "",
+    "batch": "plan schedule model ops device",
+    "execute": "plan schedule batch model ops device parallel",
+    "parallel": "device",
+    "engine": "plan schedule batch execute text",
+    "warmup": "plan schedule batch execute model ops device engine",
+    "startup": "plan schedule batch execute model ops device engine text parallel warmup",
+    "server": "startup engine text warmup",
+    "llm": "startup engine text",
+    "cli": "startup llm server plan warmup",
+    "__init__": "llm",
+    "__main__": "cli",
+}
+
+# Nothing in the process that speaks HTTP may import torch, nor may planning and scheduling.
+WITHOUT_TORCH = (
+    "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
+    *(f"{name}." for name in sorted(BASE)), "cli",
+)  # fmt: skip
+
+
+def part_of(module: str) -> str:
+    return module.partition(".")[0] or "__init__"
+
+
+def ours(source: str) -> set[str]:
+    """The parts of preheat that ``source`` imports."""
+    names = [name.split(".") for name in imports(ast.parse(source))]
+    return {parts[1] for parts in names if parts[0] == "preheat" and len(parts) > 1} & (BASE | set(RULE))
+
+
+def forbidden(module: str, source: str) -> set[str]:
+    part = part_of(module)
+    allowed = BASE if part in BASE else BASE | set(RULE[part].split()) | {part}
+    return ours(source) - allowed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_import_only_what_the_rule_allows(path):
+    assert forbidden(name_of(path), path.read_text()) == set()
+
+
+def test_the_rule_can_fail():
+    assert forbidden("schedule.queue", "from preheat.execute.executor import Executor") == {"execute"}
+    assert forbidden("core", "import preheat.llm") == {"llm"}
+
+
+def test_the_rule_has_no_cycle():
+    order = []
+    remaining = {part: set(allowed.split()) for part, allowed in RULE.items()}
+    while remaining:
+        free = [part for part, allowed in remaining.items() if allowed <= set(order)]
+        assert free, f"a cycle among {sorted(remaining)}"
+        order += free
+        remaining = {part: allowed for part, allowed in remaining.items() if part not in free}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if f"{name_of(p)}.".startswith(WITHOUT_TORCH)], ids=name_of)
+def test_torch_free_modules_never_name_torch(path):
+    assert [name for name in imports(ast.parse(path.read_text())) if name.split(".")[0] == "torch"] == []
+
+
+def test_the_http_process_never_imports_torch():
+    modules = ["preheat.server.app", "preheat.engine.frontdoor", "preheat.cli"]
+    modules += [f"preheat.{name_of(path)}" for path in MODULES if f"{name_of(path)}.".startswith(WITHOUT_TORCH)]
+    code = f"import sys, importlib as i; [i.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "torch was imported"
+
+
+def test_the_torch_check_can_fail():
+    code = "import sys, preheat.ops.attention; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
+
+
+@pytest.mark.parametrize("part", ["schedule", "batch", "execute", "model", "ops"])
+def test_warm_up_is_not_a_mode_of_the_runner(part):
+    found = {f"{path.name}: {name}" for path in (PACKAGE / part).rglob("*.py") for name in warm_names(path.read_text())}
+    assert found == set()
+    assert [path for path in (PACKAGE / part).rglob("*") if "warm" in path.name.lower()] == []
+
+
+def warm_names(source: str) -> set[str]:
+    """Identifiers with "warm" in them."""
+    fields = ("id", "attr", "name", "arg", "asname", "module")
+    values = [getattr(node, field, None) for node in ast.walk(ast.parse(source)) for field in fields]
+    return {value for value in values if isinstance(value, str) and "warm" in value.lower()}
+
+
+def test_the_check_for_warm_names_can_fail():
+    assert warm_names("def run(self, warmup_mode=False): self.is_warm = 1") == {"warmup_mode", "is_warm"}
+
+
+def test_imported_packages_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {_normal(dependency) for dependency in project["dependencies"]}
+    used = {name.split(".")[0] for path in MODULES for name in imports(ast.parse(path.read_text()))}
+    third_party = {_PROJECTS.get(name, name) for name in used - sys.stdlib_module_names - {"preheat"}}
+    assert {_normal(name) for name in third_party} - declared == set()
+
+
+_PROJECTS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+
+
+def _normal(requirement: str) -> str:
+    return re.split(r"[<>=\[; ]", requirement.lower().replace("_", "-"))[0]

@@ -1,0 +1,418 @@
+"""The scheduler on a paper device: any batching, chunking, sharing and preemption gives the reference's tokens."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, deque
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from preheat.core import StepResult
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.schedule import prefix as prefix_module
+from preheat.schedule.blocks import BlockPool
+from preheat.schedule.prefix import PrefixCache
+from preheat.schedule.queue import WaitingQueue
+from preheat.schedule.running import Running
+from preheat.schedule.scheduler import Scheduler, unpadded
+from preheat.schedule.sequence import Sequence
+from tests.pure.paper import Harness, WrongCache, limits, reference, request
+
+
+def to_eights(rows: int, tokens: int, longest: int) -> int:
+    return -(-tokens // 8) * 8
+
+
+def rectangle(rows: int, tokens: int, longest: int) -> int:
+    return rows * longest
+
+
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=24),
+    st.integers(1, 24).map(lambda length: [index % 3 for index in range(length)]),
+)
+
+
+class Anything(RuleBasedStateMachine):
+    """Random requests, cancels and failing steps under random, mostly cramped, limits."""
+
+    @initialize(data=st.data())
+    def build(self, data) -> None:
+        size, length = data.draw(st.integers(1, 4)), data.draw(st.integers(26, 40))
+        seqs = data.draw(st.integers(1, 5))
+        padded = data.draw(st.sampled_from([unpadded, to_eights, rectangle]))
+        chunked = data.draw(st.booleans())
+        spare = data.draw(st.integers(0, 12)) if chunked else 24
+        self.harness = Harness(
+            limits(
+                max_model_len=length,
+                max_num_seqs=seqs,
+                max_num_batched_tokens=padded(seqs, seqs, 1) + spare,
+                max_num_prefill_seqs=data.draw(st.sampled_from([None, 1, 2])),
+                block_size=size,
+                num_blocks=1 + -(-length // size) + data.draw(st.integers(0, 12)),
+            ),
+            enable_prefix_caching=data.draw(st.booleans()),
+            enable_chunked_prefill=chunked,
+            padded=padded,
+        )
+        self.next_id = 0
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 14),
+        min_share=st.floats(0, 1),
+        stop_ids=st.one_of(
+            st.just([]), st.sets(st.integers(0, 6), max_size=1), st.sampled_from([[0, 3, 90, 91, 92, 93], [2, 2**31]])
+        ),
+        salt=st.sampled_from(["", "", "a"]),
+        logprobs=st.sampled_from([None, None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def add(self, prompt, max_tokens, min_share, stop_ids, salt, logprobs, prompt_logprobs) -> None:
+        max_tokens = min(max_tokens, self.harness.scheduler.limits.max_model_len - len(prompt))
+        params = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "min_tokens": int(max_tokens * min_share)}
+        self.harness.add(request(self.next_id, prompt, max_tokens, stop_ids=stop_ids, salt=salt, **params))
+        self.next_id += 1
+
+    @rule(steps=st.integers(1, 6))
+    def run(self, steps) -> None:
+        for _ in range(steps):
+            self.harness.step()
+
+    @rule(pick=st.floats(0, 1, exclude_max=True))
+    def cancel(self, pick) -> None:
+        if self.next_id:
+            number = int(pick * self.next_id)
+            was_here = self.harness.outcomes[number].finish is None and number not in self.harness.cancelled
+            assert self.harness.cancel(number) == was_here
+
+    @rule()
+    def fail(self) -> None:
+        self.harness.step(fail="out of paper")
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.run()
+            self.harness.verify()
+
+
+TestAnything = Anything.TestCase
+TestAnything.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+
+def crowded(preempting: bool = True, **options) -> Harness:
+    """Sequences that together outgrow the cache, so that some are preempted."""
+    harness = Harness(limits(num_blocks=17 if preempting else 65, max_model_len=64), **options)
+    harness.add(*(request(number, [number, 1, 2, 3, 4], 40) for number in range(4)))
+    harness.run()
+    return harness
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_preemption_changes_no_token(caching) -> None:
+    harness = crowded(enable_prefix_caching=caching)
+    harness.verify()
+    assert harness.scheduler.stats().preemptions > 0
+    assert crowded(preempting=False).scheduler.stats().preemptions == 0
+
+
+def test_control_a_token_lost_in_preemption_is_noticed(monkeypatch) -> None:
+    kept = Sequence.preempted
+    monkeypatch.setattr(Sequence, "preempted", lambda self, tokens: kept(self, tokens[:-1]))
+    with pytest.raises(AssertionError):
+        crowded().verify()
+
+
+def shared_prefix(second: list[int], salt: str = "") -> Harness:
+    harness = Harness(limits())
+    harness.add(request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    harness.run()
+    harness.add(request(1, second, salt=salt))
+    harness.run()
+    harness.verify()
+    return harness
+
+
+def test_a_cached_prefix_is_used_up_to_what_differs() -> None:
+    assert shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 3]).outcomes[1].starts == [8]
+    assert shared_prefix([1, 2, 3, 4, 9, 6, 7, 8, 9]).outcomes[1].starts == [4]
+    assert shared_prefix([9, 2, 3, 4, 5, 6, 7, 8, 9]).outcomes[1].starts == [0]
+    assert shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 9], salt="a").outcomes[1].starts == [0]
+
+
+def test_control_a_salt_left_out_of_the_hash_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(prefix_module, "chain_root", lambda request: b"")
+    with pytest.raises(WrongCache):
+        shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 9], salt="a")
+
+
+def test_control_a_block_hashed_without_its_parent_is_noticed(monkeypatch) -> None:
+    def digest(self, sequence, tokens, index):
+        return tokens[index * 4 : index * 4 + 4].tobytes()
+
+    monkeypatch.setattr(PrefixCache, "_digest", digest)
+    with pytest.raises(WrongCache):
+        shared_prefix([5, 6, 7, 8, 5, 6, 7, 8, 9])
+
+
+def test_control_a_block_shared_without_a_reference_is_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(BlockPool, "share", lambda self, blocks: None)
+    with pytest.raises(RuntimeError, match=r"block pool: .*differ"):
+        shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 3])
+
+
+def test_control_blocks_kept_by_a_stopped_sequence_are_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(BlockPool, "release", lambda self, blocks: None)
+    with pytest.raises(RuntimeError, match=r"block pool: .*differ"):
+        crowded(preempting=False)
+
+
+def test_a_full_hit_computes_the_last_token_again() -> None:
+    harness = Harness(limits())
+    harness.add(request(0, list(range(8))))
+    harness.run()
+    harness.add(request(1, list(range(8))))
+    schedule = harness.schedule()
+    assert schedule is not None
+    assert schedule.extend.tolist() == [4], "seven tokens may be read, one block of four is full"
+    assert schedule.started == {1: 4}
+
+
+def test_prompt_logprobs_read_no_block_but_leave_blocks() -> None:
+    harness = Harness(limits(max_num_batched_tokens=5))
+    harness.add(request(0, list(range(10)), prompt_logprobs=0))
+    harness.run()
+    harness.add(request(1, list(range(10)), prompt_logprobs=0), request(2, list(range(10))))
+    harness.run()
+    harness.verify()
+    assert [harness.outcomes[number].starts for number in range(3)] == [[0], [0], [8]]
+    stats = harness.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (10, 8)
+
+
+def test_decoding_rows_come_first_and_prompts_take_the_rest() -> None:
+    harness = Harness(limits(max_num_batched_tokens=8))
+    harness.add(request(0, [1, 2]), request(1, list(range(20))))
+    rows = [harness.step() for _ in range(4)]
+    assert [row.extend.tolist() for row in rows if row] == [[2, 6], [1, 7], [1, 7], [1, 1]]
+    assert [row.num_decode for row in rows if row] == [0, 1, 1, 2]
+
+
+def test_without_chunks_a_prompt_is_computed_whole() -> None:
+    harness = Harness(limits(max_num_batched_tokens=8), enable_chunked_prefill=False)
+    harness.add(request(0, [1, 2]), request(1, list(range(8))), request(2, [1]))
+    rows = [harness.step() for _ in range(9)]
+    assert [row.extend.tolist() for row in rows if row] == [[2]] + [[1]] * 7 + [[8]]
+    with pytest.raises(InvalidRequest, match="max_num_batched_tokens"):
+        harness.add(request(3, list(range(9))))
+
+
+def test_at_most_so_many_prompts_in_a_step() -> None:
+    harness = Harness(limits(max_num_prefill_seqs=1))
+    harness.add(*(request(number, [number, 1, 2]) for number in range(4)))
+    rows = [harness.step() for _ in range(4)]
+    assert [row.rows - row.num_decode for row in rows if row] == [1, 1, 1, 1]
+
+
+def test_the_budget_counts_padded_tokens() -> None:
+    harness = Harness(limits(max_num_batched_tokens=12), padded=rectangle)
+    harness.add(request(0, [1] * 3), request(1, [2] * 4), request(2, [3] * 5))
+    schedule = harness.step()
+    assert schedule is not None
+    assert schedule.extend.tolist() == [3, 4, 4], "a third row of five would make 3 x 5"
+
+
+def test_a_long_prompt_advances_while_others_come_and_go() -> None:
+    harness = Harness(limits(max_num_batched_tokens=4, num_blocks=200, max_model_len=64))
+    harness.add(*(request(number, [number], 30) for number in range(3)), request(3, [5] * 40, 2))
+    harness.step()
+    for number in range(4, 30):
+        harness.add(request(number, [1], 1))
+        schedule = harness.step()
+        assert schedule is not None
+        assert harness.scheduler.running.slot_of(3) in schedule.slots
+    harness.run()
+    harness.verify()
+
+
+def test_cancel_frees_at_once() -> None:
+    harness = Harness(limits(max_num_seqs=1))
+    harness.add(request(0, [1] * 9), request(1, [2] * 9))
+    harness.step()
+    assert harness.scheduler.pool.num_used == 3
+    assert harness.cancel(1)
+    assert harness.cancel(0)
+    assert harness.scheduler.idle
+    assert harness.scheduler.pool.num_used == 0
+    assert not harness.cancel(0)
+    harness.add(request(2, [3], 30), request(3, [4]))
+    harness.step()
+    harness.scheduler.cancel_all()
+    assert harness.scheduler.idle
+    harness.scheduler.check()
+
+
+def test_a_failing_step_fails_its_requests_alone() -> None:
+    harness = Harness(limits(max_num_seqs=2))
+    harness.add(*(request(number, [number + 1, 2]) for number in range(3)))
+    harness.step()
+    harness.step(fail="boom")
+    harness.run()
+    harness.verify()
+    finishes = [harness.outcomes[number].finish for number in range(3)]
+    assert [finish.reason for finish in finishes if finish] == ["error", "error", "length"]
+    assert finishes[0] is not None
+    assert finishes[0].message == "boom"
+
+
+@pytest.mark.parametrize("more", [[], [90, 91, 92, 93, 94]])
+def test_stop_ids_wait_for_min_tokens(more) -> None:
+    said = reference(request(0, [1, 2, 3], 12)).tokens
+    stop = said[0]
+    again = said.index(stop, 1)
+    harness = Harness(limits())
+    harness.add(
+        request(0, [1, 2, 3], 12, stop_ids=[stop, *more]),
+        request(1, [1, 2, 3], 12, stop_ids=[stop, *more], min_tokens=1),
+    )
+    harness.run()
+    harness.verify()
+    assert [len(harness.outcomes[number].tokens) for number in range(2)] == [1, again + 1]
+    finish = harness.outcomes[1].finish
+    assert finish is not None
+    assert (finish.reason, finish.stop_id) == ("stop", stop)
+
+
+def test_one_step_is_in_flight_at_a_time() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request(0, [1]))
+    schedule = scheduler.schedule()
+    assert schedule is not None
+    for forbidden in (scheduler.schedule, scheduler.cancel_all, lambda: scheduler.cancel(0)):
+        with pytest.raises(RuntimeError, match="in flight"):
+            forbidden()
+    with pytest.raises(ValueError, match="tokens"):
+        scheduler.settle(schedule, StepResult(np.zeros(2, np.int32)))
+    scheduler.fail(schedule, "wrong result")
+    with pytest.raises(RuntimeError, match="not in flight"):
+        scheduler.settle(schedule, StepResult(np.zeros(1, np.int32)))
+    assert scheduler.idle
+
+
+def test_limits_under_which_someone_could_never_run_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"max_model_len 64 needs 16 blocks.*num_gpu_blocks_override"):
+        Scheduler(limits(num_blocks=16))
+    with pytest.raises(SettingsError, match="max_num_seqs"):
+        Scheduler(limits(max_num_batched_tokens=3))
+    with pytest.raises(SettingsError, match="max_num_prefill_seqs"):
+        Scheduler(limits(max_num_prefill_seqs=0))
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 4), ([1] * 60, 5), ([1], 0)])
+def test_what_could_never_run_is_not_queued(prompt, max_tokens) -> None:
+    scheduler = Scheduler(limits())
+    bad = request(0, prompt)
+    bad.max_tokens = max_tokens
+    with pytest.raises(InvalidRequest, match="max_model_len"):
+        scheduler.add(bad)
+    scheduler.add(request(1, [1]))
+    with pytest.raises(InvalidRequest, match="already"):
+        scheduler.add(request(1, [1]))
+
+
+def test_stats_count_each_token_once_despite_preemption() -> None:
+    harness = crowded()
+    stats = harness.scheduler.stats()
+    assert (stats.prompt_tokens, stats.generation_tokens) == (20, 160)
+    assert (stats.running, stats.waiting, stats.blocks_used, stats.blocks_total) == (0, 0, 0, 16)
+    assert stats.steps == harness.steps
+
+
+class DequeQueue(WaitingQueue):
+    """The obvious queue, which scans when someone leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._line: deque[Sequence] = deque()
+
+    def append(self, sequence) -> None:
+        super().append(sequence)
+        self._line.append(sequence)
+
+    def remove(self, request_id) -> bool:
+        self._line.remove(self._sequences[request_id])
+        return super().remove(request_id)
+
+
+def comparisons(monkeypatch, queue: WaitingQueue, count: int) -> int:
+    """How often two sequences are compared while ``count`` of them are queued and leave in random order."""
+    seen = 0
+
+    def equal(self, other) -> bool:
+        nonlocal seen
+        seen += 1
+        return self is other
+
+    monkeypatch.setattr(Sequence, "__eq__", equal)
+    scheduler = Scheduler(limits())
+    scheduler.waiting = queue
+    for number in range(count):
+        scheduler.add(request(number, [1]))
+    ids = list(range(count))
+    random.Random(0).shuffle(ids)
+    assert all(scheduler.cancel(number) for number in ids)
+    assert isinstance(queue._sequences, OrderedDict)
+    return seen
+
+
+def test_leaving_the_queue_compares_nobody(monkeypatch) -> None:
+    assert comparisons(monkeypatch, WaitingQueue(), 20_000) == 0
+    assert comparisons(monkeypatch, DequeQueue(), 300) > 300 * 20, "the control must scan"
+
+
+def calls_of_a_step(waiting: int) -> int:
+    """Function calls, built-in ones too, that a step makes with so many requests waiting behind a full house."""
+    scheduler = Scheduler(limits())
+    for number in range(waiting):
+        scheduler.add(request(number, [1, 2, 3]))
+    count = 0
+
+    def counting(frame, event, argument) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(counting)
+    try:
+        schedule = scheduler.schedule()
+        assert schedule is not None
+        scheduler.settle(schedule, StepResult(np.zeros(4, np.int32)))
+        scheduler.schedule()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_step_costs_the_same_whoever_waits() -> None:
+    assert calls_of_a_step(20_000) == calls_of_a_step(20)
+
+
+def test_running_rows_own_what_their_tables_say() -> None:
+    harness = Harness(limits())
+    harness.add(request(0, [1] * 9))
+    harness.step()
+    running: Running = harness.scheduler.running
+    running.slots.block_table[0, 0] = 7
+    with pytest.raises(RuntimeError, match="differ"):
+        harness.scheduler.check()

@@ -1,0 +1,213 @@
+"""Text in and out: tokenizer, detokenizer, stop strings, chat templates, against the libraries' own answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from preheat.errors import InvalidRequest, ModelError
+from preheat.text.stop import StopChecker, StopStrings
+from preheat.text.template import ChatTemplate
+from preheat.text.tokenizer import Tokenizer
+
+TEXT = ["def add(a, b):\n    return a + b\n", "Grüße 你好 😀👩‍👩‍👧 naïve café", "<|im_start|>user hello  world<|im_end|>"] * 5
+SPECIAL = ["<s>", "</s>", "<|im_start|>"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(TEXT, trainer)
+    backend.add_tokens([AddedToken("<tool name>"), AddedToken("｜é｜")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return backend
+
+
+def sentencepiece(strip: bool = True, metaspace: bool = False) -> Backend:
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += list("▁abcdefghijklmnopqrstuvwxyz.,!()\n") + ["▁the", "▁▁", "▁a", "he", "▁he", "😀", "<0x4g>", "▁"]
+    vocabulary = {piece: id for id, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("h", "e")], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ["<unk>", *SPECIAL]])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    if metaspace:
+        backend.decoder = decoders.Metaspace()
+    return backend
+
+
+def saved(folder: Path, backend: Backend, **config: Any) -> Tokenizer:
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | config))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    backends = {"bytes": byte_level(), "pieces": sentencepiece(), "unstripped": sentencepiece(strip=False)}
+    backends["metaspace"] = sentencepiece(metaspace=True)
+    return {name: saved(root / name, backend) for name, backend in backends.items()}
+
+
+ids = st.lists(st.integers(0, 420), max_size=40)
+
+
+@pytest.mark.parametrize("name", ["bytes", "pieces", "unstripped"])
+@settings(max_examples=300, deadline=None)
+@given(ids=ids, skip=st.booleans())
+def test_deltas_join_to_the_whole_decode(tokenizers: dict[str, Tokenizer], name: str, ids: list[int], skip: bool) -> None:
+    tokenizer = tokenizers[name]
+    detokenizer = tokenizer.detokenizer([], skip)
+    deltas = [detokenizer.push(id) for id in ids]
+    assert "".join(deltas) + detokenizer.finish() == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("name", ["bytes", "pieces"])
+@pytest.mark.parametrize("text", ["hello the 🦜👩‍👩‍👧 ñ", "a 漢字 b"])
+def test_characters_are_never_split(tokenizers: dict[str, Tokenizer], name: str, text: str) -> None:
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode(text.replace(" ", "▁") if name == "pieces" else text)
+    detokenizer = tokenizer.detokenizer([])
+    deltas = [*(detokenizer.push(id) for id in ids), detokenizer.finish()]
+    assert "".join(deltas) == text and not any("\ufffd" in delta for delta in deltas)
+    assert "".join(tokenizer.decode([id]) for id in ids) != text  # the control: token by token does split them
+
+
+def test_other_decoders_go_through_a_window(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["metaspace"]
+    ids = tokenizer.encode("the▁▁he▁a.▁b", False)
+    detokenizer = tokenizer.detokenizer([])
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == tokenizer.decode(ids) == "the  he a. b"
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=ids, output=ids)
+def test_text_after_a_prompt_keeps_its_leading_space(
+    tokenizers: dict[str, Tokenizer], prompt: list[int], output: list[int]
+) -> None:
+    tokenizer = tokenizers["pieces"]
+    closed = [*prompt, tokenizer.encode("h", False)[0]]  # a prompt that does not end inside a character
+    detokenizer = tokenizer.detokenizer(closed)
+    text = "".join(map(detokenizer.push, output)) + detokenizer.finish()
+    assert tokenizer.decode(closed) + text == tokenizer.decode(closed + output)
+
+
+def test_special_tokens_and_ends(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    tokenizer = tokenizers["bytes"]
+    assert tokenizer.encode("hi")[0] == tokenizer.bos_id == 0 and tokenizer.encode("hi", False)[0] != 0
+    assert tokenizer.eos_ids == [1] and {0, 1, 2} <= tokenizer.special_ids
+    assert tokenizer.token_bytes(2) == b"<|im_start|>" and tokenizer.token_bytes(10**6) == b""
+    saved(tmp_path, byte_level())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.5}')
+    (tmp_path / "config.json").write_text('{"vocab_size": 512, "eos_token_id": 5}')
+    loaded = Tokenizer(tmp_path)
+    assert loaded.eos_ids == [1, 2] and loaded.vocab_size == 512 and loaded.generation["temperature"] == 0.5
+    with pytest.raises(InvalidRequest, match="character 1"):
+        tokenizer.encode("a\ud800")
+
+
+def test_transformers_agrees(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = saved(tmp_path, byte_level(), chat_template=TEMPLATE, tokenizer_class="PreTrainedTokenizerFast")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    for text in TEXT:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    messages = [{"role": "user", "content": "<b> & 'x'"}, {"role": "assistant", "content": "y"}]
+    for flag in (True, False):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=flag)
+        assert ChatTemplate(ours).render(messages, add_generation_prompt=flag) == expected
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def _template(tokenizers: dict[str, Tokenizer], source: str) -> ChatTemplate:
+    return ChatTemplate(tokenizers["bytes"], source)
+
+
+def test_templates(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    template = _template(tokenizers, "{{ bos_token }}{{ messages[0].content }}{{ flag | tojson }}")
+    rendered = template.render([{"role": "user", "content": parts}], variables={"flag": "<é>"})
+    assert rendered == '<s>a\nb"<é>"'
+    (tmp_path / "t.jinja").write_text("  {% generation %}\nx{% endgeneration %}\n{{ strftime_now('%Y') | length }}")
+    assert _template(tokenizers, str(tmp_path / "t.jinja")).render([]) == "x4"
+    with pytest.raises(InvalidRequest, match="--chat-template"):
+        ChatTemplate(tokenizers["bytes"]).render([])
+    with pytest.raises(InvalidRequest, match="no tools here"):
+        _template(tokenizers, "{{ raise_exception('no tools here') }}").render([])
+    with pytest.raises(InvalidRequest, match="image_url"):
+        template.render([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    with pytest.raises(InvalidRequest, match="cannot be set"):
+        template.render([], variables={"messages": []})
+    with pytest.raises(InvalidRequest):  # the sandbox
+        _template(tokenizers, "{{ ''.__class__.__mro__[1].__subclasses__()[:1] }}").render([])
+    with pytest.raises(ModelError, match=r"nowhere\.jinja"):
+        _template(tokenizers, "nowhere.jinja")
+
+
+def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """The definition: the match with the first end, the longest of those."""
+    matches = [
+        (start + len(stop), -len(stop), stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start)
+    ]
+    if not matches:
+        return text, None
+    end, length, stop = min(matches)
+    return text[: end if include else end + length], stop
+
+
+letters = st.text("ab", min_size=1, max_size=4)
+
+
+@settings(max_examples=500, deadline=None)
+@given(deltas=st.lists(st.text("abc", max_size=4), max_size=10), stops=st.lists(letters, min_size=1, max_size=4), include=st.booleans())
+def test_stop_strings_do_not_depend_on_the_cuts(deltas: list[str], stops: list[str], include: bool) -> None:
+    checker, shown = StopChecker(StopStrings(stops, include)), ""
+    for delta in deltas:
+        shown += checker.push(delta)
+        whole, _ = naive_stop("".join(deltas), stops, include)
+        assert whole.startswith(shown)  # nothing shown is ever taken back
+        if checker.found:
+            break
+    shown += checker.finish() if not checker.found else ""
+    assert (shown, checker.found) == naive_stop("".join(deltas), stops, include)
+
+
+@settings(max_examples=300, deadline=None)
+@given(before=st.text("ab", max_size=8), after=st.lists(st.text("ab", max_size=3), max_size=5), stops=st.lists(letters, min_size=1, max_size=3))
+def test_unarmed_text_ends_nothing(before: str, after: list[str], stops: list[str]) -> None:
+    checker = StopChecker(StopStrings(stops))
+    shown = checker.push(before, armed=False)
+    assert checker.found is None
+    for delta in after:
+        shown += checker.push(delta)
+        if checker.found:
+            break
+    text = before + "".join(after)
+    ends = [e for e in range(len(before) + 1, len(text) + 1) if any(text[:e].endswith(s) for s in stops)]
+    if ends:
+        stop = max((s for s in stops if text[: ends[0]].endswith(s)), key=len)
+        assert checker.found == stop and len(shown) <= max(len(before), ends[0] - len(stop))
+    else:
+        assert checker.found is None and shown + checker.finish() == text
