@@ -15,7 +15,9 @@ import msgspec
 
 from preheat import __version__
 from preheat.core import SamplingParams
+from preheat.engine.frontdoor import check_params
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.metrics import set_up_logging
 from preheat.options import add_flags, did_you_mean
 from preheat.settings import OPTIONS, Settings
 
@@ -111,10 +113,18 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             (item,) = typing.get_args(kind)
             more |= {"type": item, "action": "extend", "nargs": "+", "metavar": item.__name__.upper()}
         elif typing.get_origin(kind) is dict:
-            more |= {"type": json.loads, "metavar": "JSON"}
+            more |= {"type": _bias, "metavar": "JSON"}
         else:
             more |= {"type": kind, "metavar": kind.__name__.upper()}
         group.add_argument(_flag(field.name), **more)
+
+
+def _bias(text: str) -> dict[int, float]:
+    """``{"42": -5}``; argparse reports a ValueError."""
+    return {int(token): float(bias) for token, bias in dict(json.loads(text)).items()}
+
+
+_bias.__name__ = "JSON object of token ids and numbers"  # what argparse calls it
 
 
 def _flag(name: str) -> str:
@@ -141,7 +151,8 @@ def _serve(values: dict[str, Any]) -> int:
 
 def curl(settings: Settings) -> str:
     """A command that asks the server of these settings for a completion, to paste into a shell."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    host = f"[{host}]" if ":" in host else host
     scheme = "https" if settings.ssl_certfile else "http"
     key = ' -H "Authorization: Bearer $PREHEAT_API_KEY"' if settings.api_key else ""
     body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0})
@@ -154,13 +165,14 @@ def curl(settings: Settings) -> str:
 def _generate(values: dict[str, Any]) -> int:
     as_json, chat = values.pop("json"), values.pop("chat")
     prompts = list(_prompts(values.pop("prompt"), values.pop("prompts")))
-    try:
-        params = SamplingParams(**{name: values.pop(name) for name in SAMPLING_HELP if name in values})
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+    sampling = {"max_tokens": SamplingParams().max_tokens}
+    sampling |= {name: values.pop(name) for name in SAMPLING_HELP if name in values}
+    check_params(sampling)  # before anything is loaded
+    set_up_logging(Settings.load(values).log_level)
     from preheat.llm import LLM
 
     llm = LLM(**values)
+    params = llm.frontdoor.params(**sampling)  # what is not given, the checkpoint may recommend
     bar = sys.stderr.isatty()
     if chat:
         results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)

@@ -63,6 +63,11 @@ class FrontDoor:
         """Some choice is not finished."""
         return bool(self._choices)
 
+    @property
+    def num_running(self) -> int:
+        """Choices that are not finished, waiting ones included."""
+        return len(self._choices)
+
     def params(self, **given: Any) -> SamplingParams:
         """Sampling parameters from what a client gave; the checkpoint's recommendations, then our defaults, fill in.
 
@@ -145,10 +150,11 @@ class FrontDoor:
             ids = [operator.index(id) for id in prompt]
         except TypeError as error:
             raise InvalidRequest("A prompt of token ids must hold whole numbers only", param="prompt") from error
-        self._check_vocabulary(ids, "prompt")
+        self.check_vocabulary(ids, "prompt")
         return ids
 
-    def _check_vocabulary(self, ids: Iterable[int], param: str) -> None:
+    def check_vocabulary(self, ids: Iterable[int], param: str) -> None:
+        """Raise InvalidRequest, naming ``param``, for the first id that the model does not know."""
         size = self.tokenizer.vocab_size
         bad = next((id for id in ids if not 0 <= id < size), None)
         if bad is not None:
@@ -161,8 +167,8 @@ class FrontDoor:
                     f"{name} is {getattr(params, name)}, but at most {self._max_logprobs} are allowed (--max-logprobs)",
                     param=name,
                 )
-        self._check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
-        self._check_vocabulary(params.logit_bias or (), "logit_bias")
+        self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
+        self.check_vocabulary(params.logit_bias or (), "logit_bias")
         stops = params.stop_strings
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(

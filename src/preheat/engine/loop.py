@@ -12,7 +12,8 @@ import logging
 from typing import Protocol
 
 from preheat.batch.pack import Packer
-from preheat.core import Cancel, Delta, Drain, FromEngine, Request, Schedule, ToEngine
+from preheat.core import Cancel, Delta, Drain, Finish, FromEngine, Request, Schedule, ToEngine
+from preheat.errors import PreheatError
 from preheat.execute.executor import Executor
 from preheat.schedule.scheduler import Scheduler
 
@@ -62,13 +63,22 @@ class Loop:
 
     def take(self, timeout: float | None) -> None:
         """Book what arrived through the mailbox."""
-        for message in self.mailbox.take(timeout):
+        messages = self.mailbox.take(timeout)
+        for message in messages:
             match message:
                 case Request():
-                    self.scheduler.add(message)
+                    self._add(message)
                 case Cancel():
                     self.scheduler.cancel(message.id)
                 case Drain():
                     self.draining = True
                     if message.now:
                         self.scheduler.cancel_all()
+        if messages and self.scheduler.idle:  # no step will tell that the last ones are gone
+            self.mailbox.put(Delta(stats=self.scheduler.stats()))
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request)
+        except PreheatError as error:  # the front door refuses these; one that slips through must not stop the loop
+            self.mailbox.put(Delta(finished={request.id: Finish("error", message=error.message)}))

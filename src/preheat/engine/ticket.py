@@ -16,11 +16,12 @@ from preheat.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class News:
-    """What became known of a choice since the last time it was asked."""
+    """What became known of a choice since the last time it was asked; ``begins``: it was never asked before."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    begins: bool
 
 
 class Choice:
@@ -28,7 +29,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer", "_given", "_given_parts", "_stop", "finish_reason", "id", "index", "last_token_at",
-        "logprobs", "parts", "started", "stop_reason", "ticket", "token_ids",
+        "logprobs", "parts", "started", "stop_reason", "ticket", "token_ids", "told", "told_end",
     )  # fmt: skip
 
     def __init__(self, ticket: Ticket, index: int, id: int, detokenizer: Detokenizer, stop: StopChecker | None) -> None:
@@ -41,6 +42,7 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.started = False
         self.last_token_at = 0.0
+        self.told = self.told_end = False
         self._given = self._given_parts = 0
 
     def push(self, token: int, logprobs: TokenLogprobs | None, hidden: bool) -> bool:
@@ -67,15 +69,25 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """There is text to hand over, or the end of it."""
-        return len(self.parts) > self._given_parts or self.finish_reason is not None
+        """There is text to hand over, or the end of it; an error is the ticket's to tell.
+
+        Where the prompt's logprobs are asked for, they come first: nothing is news before them.
+        """
+        ticket = self.ticket
+        if self.told_end or (ticket.params.prompt_logprobs is not None and not ticket.prompt_logprobs):
+            return False
+        if self.finish_reason is not None:
+            return self.finish_reason != "error"
+        return len(self.parts) > self._given_parts
 
     def news(self) -> News:
         """What was not handed over yet; the caller hands it over now."""
         parts, ids, first = self.parts[self._given_parts :], self.token_ids[self._given :], self._given
         self._given_parts, self._given = len(self.parts), len(self.token_ids)
+        begins, self.told = not self.told, True
+        self.told_end = self.finish_reason is not None
         text = parts[0] if len(parts) == 1 else "".join(parts)
-        return News(text, ids, None if self.logprobs is None else self.logprobs[first:])
+        return News(text, ids, None if self.logprobs is None else self.logprobs[first:], begins)
 
     def _show(self, text: str) -> bool:
         if self._stop is not None:

@@ -1,0 +1,1 @@
+"""Operations: one file each, with its contract in words, its reference and its kernels."""

@@ -1,8 +1,8 @@
 """The gated activation of the feed-forward block, SwiGLU.
 
-Contract. silu(gate) is rounded to the dtype, then multiplied by up. In bfloat16 torch computes silu in fp32 and rounds, the
-same for every element whether or not it falls into a vector register; in fp32 it does not, so there silu is composed of
-operations that do: gate / (1 + exp(-gate)).
+Contract. silu(gate) is rounded to the dtype, then multiplied by up. In bfloat16 torch computes silu in fp32 and rounds,
+the same for every element wherever it lies in memory; in fp32 the last few elements of a run go another way than the
+rest, so there silu is composed of operations that treat all alike: gate / (1 + exp(-gate)).
 """
 
 from __future__ import annotations

@@ -12,11 +12,13 @@ take another matrix product), which the tiles are padded to, and where it reads 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.ops.tiles import Tiles
+from preheat.ops.tiles import SPLIT, Call, Tiles
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -45,9 +47,9 @@ class PagedAttention:
         self.calls = [
             (
                 torch.from_numpy(call.tile),
-                torch.from_numpy(call.blocks.reshape(-1).astype(np.int64)),
+                torch.from_numpy(call.blocks.reshape(-1)),
                 call.span,
-                None if call.visible is None else self._mask(call.visible, dtype),
+                self._mask(call, dtype) if call.masked else None,
             )
             for call in tiles.calls
         ]
@@ -104,9 +106,21 @@ class PagedAttention:
             norm = norm + weight[:, i]
         return (total / norm).to(dtype)
 
-    def _mask(self, visible: np.ndarray, dtype: torch.dtype) -> Tensor:
-        """Additive mask [pairs, 1, rows or 1, span]: 0 where visible, -inf elsewhere."""
-        mask = torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf))).to(dtype)[:, None]
+    def _mask(self, call: Call, dtype: torch.dtype) -> Tensor:
+        """Additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""
+        before, after = _bounds(dtype)
+        mask = after[:, : call.span].index_select(0, torch.from_numpy(call.end.reshape(-1)))
+        if call.begin is not None:
+            mask += before[:, : call.span].index_select(0, torch.from_numpy(call.begin.reshape(-1)))
+        mask = mask.view(len(call.tile), 1, self.width, call.span)
         if self.width == 1:
             return mask
         return torch.nn.functional.pad(mask.repeat(1, 1, self.group, 1), (0, 0, 0, self.pad_rows))
+
+
+@functools.cache
+def _bounds(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Row n of the first hides the keys before the n-th, row n of the second those from the n-th on."""
+    hidden = torch.arange(SPLIT) < torch.arange(SPLIT + 1)[:, None]
+    zero, hide = torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype)
+    return torch.where(hidden, hide, zero), torch.where(hidden, zero, hide)

@@ -1,9 +1,10 @@
 """Root-mean-square norm, alone or with the residual addition before it.
 
-Contract. Per row, in fp32: the mean of the squares (one reduction over the row, whose order depends on its length alone), plus
-eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. A residual is added before that,
-rounded to the dtype. The order of the sum is that of torch's reduction over the last dimension, which does not depend on
-the number of rows.
+Contract. Per row, in fp32: the sum of the squares (one reduction over the row, in an order fixed by its length alone),
+times 1 / length, plus eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. A
+residual is added before that, rounded to the dtype. Every step is correctly rounded, apart from the sum, which is
+torch's over the last dimension and does not depend on the number of rows, and fp32 ``rsqrt``, which treats all
+elements alike.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm of ``x`` [..., size] over its last dimension; ``weight`` broadcasts against x and has its dtype."""
-    wide = x.float()
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
+class RMSNorm:
+    """The norm of rows of ``weight.shape[-1]`` numbers."""
 
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """``weight`` [size], or [heads, size] for a norm of its own for each head, in the dtype of what is normed."""
+        self._weight = weight
+        # Scalars are held as tensors: torch takes longer to wrap a Python number than to run these operations.
+        self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
+        self._share = torch.tensor(1.0 / weight.shape[-1], dtype=torch.float32, device=weight.device)
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to ``residual`` in place; returns the norm of the sum, and the sum (which is ``residual``)."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps), residual
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
+        wide = x.float()
+        scale = (wide * wide).sum(-1, True).mul_(self._share).add_(self._eps).rsqrt_()
+        return (wide * scale).type_as(x).mul_(self._weight)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place, then the norm of the sum."""
+        return self(residual.add_(x))

@@ -1,8 +1,8 @@
 """Rotary position embedding, in place.
 
 Contract. x' = x * cos + swap(x) * sin, where swap exchanges the halves of the last dimension and the sines of the first
-half carry the minus sign. Three operations, each rounded to the dtype of x: product, product, sum. Every element
-depends on its own head and position alone, and no operation is fused with another, so no row's bits depend on any other.
+half carry the minus sign. Three operations, each rounded to the dtype of x: product, product, sum. No two are fused,
+and every element depends on its own head and position alone, so no row's bits depend on another row.
 """
 
 from __future__ import annotations

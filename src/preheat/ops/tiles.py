@@ -31,15 +31,17 @@ FEW_PAIRS = 8
 class Call:
     """Pairs that read equally many keys, run by one kernel call.
 
-    Pair p is tile ``tile[p]`` against ``span`` keys from position ``start[p]`` on, held by the physical blocks
-    ``blocks[p]``. ``visible`` [pairs, width, span] says which query sees which key; None: all see all.
+    Pair p is tile ``tile[p]`` against ``span`` keys held by the physical blocks ``blocks[p]``. Its query q sees the keys
+    from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
+    no layer limits how far back a query sees.
     """
 
     tile: np.ndarray
-    start: np.ndarray
     blocks: np.ndarray
     span: int
-    visible: np.ndarray | None
+    masked: bool
+    begin: np.ndarray | None
+    end: np.ndarray
 
 
 @dataclass(slots=True)
@@ -96,19 +98,25 @@ def plan_tiles(
         full[:] = full.all()
         spans[:] = spans.max()
 
-    calls, number = [], np.empty(len(tile), np.int64)
     order = np.lexsort((spans, ~full))
-    at = 0
-    while at < len(order):
-        span, is_full = int(spans[order[at]]), bool(full[order[at]])
-        same = order[at : at + max(1, max_keys // span)]
-        pairs = same[(spans[same] == span) & (full[same] == is_full)]
-        columns = start[pairs][:, None] // block_size + np.arange(span // block_size)
-        blocks = block_tables[row[tile[pairs]][:, None], np.minimum(columns, block_tables.shape[1] - 1)]
-        visible = None if is_full else _visible(position[tile[pairs]], start[pairs], span, window)
-        calls.append(Call(tile[pairs], start[pairs], blocks, span, visible))
-        number[pairs] = np.arange(at, at + len(pairs))
-        at += len(pairs)
+    number = np.empty(len(tile), np.int64)
+    number[order] = np.arange(len(tile))
+    tile_of, start_of, span_of, full_of = tile[order], start[order], spans[order], full[order]
+    columns = start_of[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
+    blocks = block_tables[row[tile_of][:, None], np.minimum(columns, block_tables.shape[1] - 1)].astype(np.int64)
+    query = position[tile_of] - start_of[:, None]
+    end = np.minimum(np.maximum(query + 1, 0), SPLIT)
+    begin = np.minimum(np.maximum(query - window + 1, 0), SPLIT) if window else None
+    calls = []
+    edges = np.flatnonzero((np.diff(span_of) != 0) | (np.diff(full_of) != 0)) + 1
+    for at, to in zip([0, *edges.tolist()], [*edges.tolist(), len(order)], strict=True):
+        span, step = int(span_of[at]), max(1, max_keys // int(span_of[at]))
+        for i in range(at, to, step):
+            some = slice(i, min(i + step, to))
+            seen_from = None if begin is None else begin[some]
+            calls.append(
+                Call(tile_of[some], blocks[some, : span // block_size], span, not full_of[at], seen_from, end[some])
+            )
 
     pair_of = np.full((len(row), int(splits.max())), len(tile), np.int64)
     pair_of[tile, nth] = number
@@ -118,14 +126,6 @@ def plan_tiles(
         seen &= (split_start + SPLIT)[:, :, None] > position[:, None, :] - window + 1
     queries = np.where(valid, (first_query[row] + offset)[:, None] + np.arange(width), 0)
     return Tiles(queries, valid, calls, pair_of, seen, len(tile))
-
-
-def _visible(position: np.ndarray, start: np.ndarray, span: int, window: int | None) -> np.ndarray:
-    """bool [pairs, width, span]: may the query at this position (-1: none) see this key?"""
-    query = position[:, :, None]
-    key = start[:, None, None] + np.arange(span)
-    seen = key <= query
-    return seen & (key > query - window) if window else seen
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

@@ -1,0 +1,58 @@
+"""Write docs/settings.md from the registry of options: ``python -m tools.gen_settings_doc``."""
+
+from itertools import groupby
+from pathlib import Path
+
+from preheat.options import Option
+from preheat.settings import OPTIONS
+
+HEAD = """# Settings
+
+<!-- Written by tools/gen_settings_doc.py from src/preheat/settings.py: change it there. -->
+
+Every option can be given in four ways. The first of these that is present counts:
+
+1. a flag of `preheat serve` and `preheat generate`, or a keyword of `LLM(...)`: `--max-num-seqs 64`, `max_num_seqs=64`;
+2. an environment variable: `PREHEAT_` and the name in capitals, else the variable in the table (the names that vLLM
+   and its Gaudi fork use);
+3. a key in the YAML file that `--config` names, with dashes or underscores: `max-num-seqs: 64`;
+4. the default.
+
+Yes-or-no options are flags with a twin (`--enable-prefix-caching`, `--no-enable-prefix-caching`); elsewhere write
+1/0, true/false or yes/no. Lists are `a,b` or a JSON list in the environment, several words after a flag, lists in YAML.
+An unknown flag, keyword or key is an error; an unknown variable that begins with `VLLM_` or `PREHEAT_` is warned about.
+What comes in a later version is listed here too, and refused, with the reason, for any value but the default.
+`HF_TOKEN` and `HF_HOME` are read by the Hugging Face library.
+"""
+
+
+def render() -> str:
+    """The text of docs/settings.md."""
+    parts = [HEAD]
+    for group, options in groupby(OPTIONS.values(), key=lambda opt: opt.group):
+        parts.append(f"\n## {group}\n\n{_table(list(options))}")
+    return "".join(parts)
+
+
+def _table(options: list[Option]) -> str:
+    reasons = {opt.later if isinstance(opt.later, str) else None for opt in options}
+    shared = reasons.pop() if len(reasons) == 1 else None  # all of the group comes later, for one reason
+    note = f"_Not yet: {shared}._\n\n" if shared else ""
+    rows = "".join(_row(opt, "" if shared else _later(opt)) for opt in options)
+    return f"{note}| Flag | Variable | Default | Meaning |\n| --- | --- | --- | --- |\n{rows}"
+
+
+def _row(opt: Option, later: str) -> str:
+    variable = f"`{opt.env}`" if opt.env else ""
+    choices = f" One of {', '.join(f'`{choice}`' for choice in opt.choices)}." if opt.choices else ""
+    return f"| `{opt.flag}` | {variable} | {opt.shown_default} | {opt.help}{choices}{later} |\n"
+
+
+def _later(opt: Option) -> str:
+    if isinstance(opt.later, str):
+        return f" _Not yet: {opt.later}._"
+    return "".join(f" _`{value}` not yet: {reason}._" for value, reason in (opt.later or {}).items())
+
+
+if __name__ == "__main__":
+    Path(__file__).parents[1].joinpath("docs", "settings.md").write_text(render(), encoding="utf-8")
