@@ -1,0 +1,209 @@
+"""The whole engine on the bundled model: right against transformers, and one set of bits on every path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import preheat
+from preheat import LLM, SamplingParams
+from preheat.model.files import BUNDLED_PATH
+from preheat.outputs import RequestOutput
+
+THREADS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """200 pieces of Python, 1 to 400 tokens long, some with common beginnings."""
+    rng = random.Random(0)
+    text = "\n".join(path.read_text() for path in sorted(Path(preheat.__file__).parent.rglob("*.py")))
+    llm = LLM(max_num_seqs=1, max_model_len=64)
+    ids = llm.frontdoor.tokenizer.encode(text[:400_000], add_special_tokens=False)
+    found = []
+    for i in range(200):
+        length = 1 + int(rng.expovariate(1 / 60)) % 400
+        start = 1000 * (i % 20) if i % 3 == 0 else rng.randrange(len(ids) - length)
+        found.append(ids[start : start + length])
+    return found
+
+
+@pytest.fixture(params=THREADS)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def reference(dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(BUNDLED_PATH, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def test_float32_gives_the_reference_tokens(prompts: list[list[int]]) -> None:
+    """Greedy: each of 64 tokens is what transformers finds most likely after everything before it."""
+    outputs = LLM(dtype="float32").generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+    model = reference(torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+
+
+@torch.inference_mode()
+def test_bfloat16_agrees_wherever_the_reference_is_clear(prompts: list[list[int]]) -> None:
+    """Teacher-forced: the same best token at every position where the reference's two best are four errors apart."""
+    llm, model = LLM(dtype="bfloat16", max_logprobs=4096), reference(torch.bfloat16)
+    clear = differ = 0
+    params = SamplingParams(max_tokens=1, prompt_logprobs=4096)
+    for prompt in prompts[:40]:
+        entries = llm.generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
+        assert entries is not None
+        if len(prompt) < 2:
+            continue
+        ours = torch.empty(len(prompt) - 1, 4096)
+        for position, entry in enumerate(entries[1:]):
+            assert entry is not None
+            ours[position, list(entry)] = torch.tensor([value.logprob for value in entry.values()])
+        theirs = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        error = (ours - theirs).abs().max(-1).values
+        top = theirs.topk(2, -1).values
+        certain = top[:, 0] - top[:, 1] > 4 * error
+        clear += int(certain.sum())
+        differ += int((ours.argmax(-1) != theirs.argmax(-1))[certain].sum())
+    assert clear > 1000  # the comparison is about something
+    assert differ == 0
+
+
+def observed(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]]:
+    """Tokens, and the logprobs of tokens and alternatives as exact floats."""
+    seen = []
+    for output in outputs:
+        choice = output.outputs[0]
+        assert choice.logprobs is not None
+        seen.append((choice.token_ids, [v.logprob for entry in choice.logprobs for v in entry.values()]))
+    return seen
+
+
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24, logprobs=3, ignore_eos=True),
+    "seeded": SamplingParams(
+        temperature=0.9, top_p=0.95, top_k=200, seed=7, max_tokens=24, logprobs=3, ignore_eos=True,
+        presence_penalty=0.3, repetition_penalty=1.1,
+    ),
+}  # fmt: skip
+
+
+def everywhere(prompts: list[list[int]], params: SamplingParams, **options: Any) -> list[tuple[list[int], list[float]]]:
+    llm = LLM(**options)
+    seen = observed(llm.generate(prompts, params, use_tqdm=False))
+    llm.loop.scheduler.check()
+    assert llm.loop.scheduler.stats().blocks_used == 0
+    return seen
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_path_gives_the_same_bits(prompts: list[list[int]], setting: str, dtype: str, threads: int) -> None:
+    some, params = prompts[:40], SETTINGS[setting]
+    together = everywhere(some, params, dtype=dtype)
+
+    llm = LLM(dtype=dtype)
+    assert [observed(llm.generate([p], params, use_tqdm=False))[0] for p in some[:12]] == together[:12]  # alone
+    assert observed(llm.generate(some, params, use_tqdm=False)) == together  # beside others, prefixes now cached
+    assert llm.loop.scheduler.stats().prefix_hits > 0
+
+    tight = LLM(
+        dtype=dtype, max_num_batched_tokens=33, max_num_seqs=32, max_num_prefill_seqs=2, enable_prefix_caching=False,
+        max_model_len=512, num_gpu_blocks_override=34, block_size=16,
+    )  # fmt: skip
+    assert observed(tight.generate(some, params, use_tqdm=False)) == together  # ragged chunks and preemption
+    assert tight.loop.scheduler.stats().preemptions > 0
+
+
+def test_one_and_two_threads_give_the_same_bits(prompts: list[list[int]]) -> None:
+    params = SETTINGS["greedy"]
+    assert everywhere(prompts[:30], params, num_threads=1) == everywhere(prompts[:30], params, num_threads=2)
+
+
+def test_an_operation_that_looks_at_its_batch_is_found(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparisons above can fail: here one operation's rounding depends on the number of rows."""
+    from preheat.model import decoder
+
+    right = decoder.silu_and_mul
+    alone = [everywhere([p], SETTINGS["greedy"])[0] for p in prompts[:3]]
+    monkeypatch.setattr(decoder, "silu_and_mul", lambda x: right(x) * (1 + 2**-7 * (len(x) % 2)))
+    assert everywhere(prompts[:3], SETTINGS["greedy"]) != alone
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks_or_the_cache(prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+    some = [p for p in prompts if len(p) > 70][:8]
+    warm = LLM()
+    warm.generate(some, SamplingParams(max_tokens=1), use_tqdm=False)
+    results = [
+        [out.prompt_logprobs for out in llm.generate(some, params, use_tqdm=False)]
+        for llm in (warm, LLM(max_num_batched_tokens=48, max_num_seqs=8))
+    ]
+    assert results[0] == results[1]
+    for prompt, entries in zip(some, results[0], strict=True):
+        assert entries is not None and len(entries) == len(prompt) and entries[0] is None
+        assert all(token in entry for token, entry in zip(prompt[1:], entries[1:], strict=True) if entry is not None)
+
+
+def test_seeded_choices_differ_from_each_other_but_not_from_run_to_run(prompts: list[list[int]]) -> None:
+    llm, params = LLM(), SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=16, ignore_eos=True)
+    first = [choice.token_ids for choice in llm.generate(prompts[5], params, use_tqdm=False)[0].outputs]
+    again = [choice.token_ids for choice in llm.generate(prompts[:9], params, use_tqdm=False)[5].outputs]
+    assert first == again
+    assert len({tuple(tokens) for tokens in first}) == 4
+
+
+def test_a_step_that_fails_harms_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_num_seqs=2)
+    right = llm.loop.executor.execute
+
+    def broken(batch: Any) -> Any:
+        raise RuntimeError("no more of this")
+
+    monkeypatch.setattr(llm.loop.executor, "execute", broken)
+    with pytest.raises(preheat.PreheatError, match="no more of this"):
+        llm.generate(["def f():"], use_tqdm=False)
+    monkeypatch.setattr(llm.loop.executor, "execute", right)
+    assert llm.generate(["def f():"], use_tqdm=False)[0].finished
+    llm.loop.scheduler.check()
+
+
+def test_an_interrupted_call_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM()
+    right, calls = llm.loop.step, []
+
+    def interrupted() -> bool:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return right()
+
+    monkeypatch.setattr(llm.loop, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["def f():", "class A:"], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+    monkeypatch.setattr(llm.loop, "step", right)
+    assert llm.loop.scheduler.idle
+    llm.loop.scheduler.check()
+    assert len(llm.generate("def f():", use_tqdm=False)) == 1
+
+
+def test_the_best_known_function() -> None:
+    out = LLM().generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
+    assert out.text.strip() == "return a + b"
+    assert out.finish_reason == "stop"
