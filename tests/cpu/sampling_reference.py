@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,8 +43,8 @@ class Row:
     seed: int = 0
     choice: int = 0
 
-    def request(self, id: int) -> Request:
-        return Request(id, self.prompt, self.params, self.seed, 64, choice=self.choice, stop_ids=self.stop_ids)
+    def request(self, number: int) -> Request:
+        return Request(number, self.prompt, self.params, self.seed, 64, choice=self.choice, stop_ids=self.stop_ids)
 
 
 def fill(rows: list[Row], max_len: int = 128) -> Slots:
@@ -91,7 +92,7 @@ def answer(row: Row, duplicates: bool = False) -> Answer:
     """Survivors in order and the token, in the documented order of filters."""
     params, logits = row.params, edited(row)
     order = sorted((t for t in range(len(logits)) if logits[t] > -math.inf), key=lambda t: (-logits[t], t))
-    gaps = (logits[a] - logits[b] for a, b in zip(order, order[1:], strict=False))
+    gaps = (logits[a] - logits[b] for a, b in pairwise(order))
     clear = all(gap == 0 or gap > 1e-4 for gap in gaps)
     if np.float32(params.temperature) == 0:
         return Answer(order[:1], order[0], clear)

@@ -36,8 +36,8 @@ def survivors_of(row: Row, duplicates: bool) -> list[int]:
     logits = np.array([edited(row)], np.float32)
     peak = logits.max(-1)
     if random.ordered(logits.shape[1])[0]:
-        ((_, found),) = keep_ordered(logits, peak, random, duplicates)
-        return sorted(found.ids.tolist())
+        groups = keep_ordered(logits, peak, random, duplicates)
+        return sorted(token for _, found in groups for token in found.ids.tolist())
     keep = deficits(logits, peak, random.temperature) <= furthest(random.min_p)[:, None]
     return np.flatnonzero(keep[0]).tolist()
 
@@ -73,7 +73,7 @@ def a_row(draw: st.DrawFn, vocab: int) -> Row:
     )
 
 
-@given(data=st.data(), vocab=st.integers(2, 24), window=st.sampled_from([1, 2, 128]), duplicates=st.booleans())
+@given(data=st.data(), vocab=st.integers(2, 24), window=st.sampled_from([1, 2, 5, 128]), duplicates=st.booleans())
 @settings(max_examples=600, deadline=None)
 def test_equals_the_reference(data: st.DataObject, vocab: int, window: int, duplicates: bool) -> None:
     rows = data.draw(st.lists(a_row(vocab), min_size=1, max_size=4))
@@ -85,9 +85,9 @@ def test_equals_the_reference(data: st.DataObject, vocab: int, window: int, dupl
         patch.setattr(survivors, "WINDOW", window)
         got = sample([row for row, _ in clear], duplicates)
         assert got == [right.token for _, right in clear]
-    for row, right in clear:
-        if np.float32(row.params.temperature) > 0:
-            assert survivors_of(row, duplicates) == sorted(right.survivors)
+        for row, right in clear:
+            if np.float32(row.params.temperature) > 0:
+                assert survivors_of(row, duplicates) == sorted(right.survivors)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
@@ -105,6 +105,15 @@ def test_equals_the_reference_over_a_large_vocabulary(params: dict[str, float], 
     ]
     expected = [answer(row) for row in rows]
     assert sample(rows) == [right.token for right in expected]
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
+def test_top_p_is_of_what_min_p_leaves(top_p: float) -> None:
+    """Also where min_p leaves more tokens than are sorted at first, so that the total is summed apart."""
+    row = Row(np.arange(0, -30, -0.01, dtype=np.float32), SamplingParams(top_p=top_p, min_p=float(np.exp(-2.005))))
+    right = answer(row)
+    assert right.clear
+    assert survivors_of(row, duplicates=False) == sorted(right.survivors)
 
 
 def test_levels() -> None:
@@ -193,10 +202,10 @@ def test_extreme_penalties_do_not_crash() -> None:
 
 
 def test_min_tokens_ends() -> None:
-    """A stop id may be drawn from the position that ``min_tokens`` names; one beyond the vocabulary harms nothing."""
+    """A stop id may be drawn from the position that ``min_tokens`` names; one out of range harms nothing."""
     params = SamplingParams(temperature=0, min_tokens=2)
     logits = np.array([0, 1, 9], np.float32)
-    rows = [Row(logits, params, [0], output, stop_ids=[2, 999]) for output in ([], [1], [1, 1])]
+    rows = [Row(logits, params, [0], output, stop_ids=[2, 999, -1]) for output in ([], [1], [1, 1])]
     assert sample(rows) == [1, 1, 2]
 
 

@@ -28,7 +28,7 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
     {"repetition_penalty": 1.3, "top_k": 20},
     {"logit_bias": {5: 4.0, 17: -100.0}, "top_p": 0.95},
-    {"min_tokens": 30, "temperature": 1.1},
+    {"min_tokens": 30, "max_tokens": 64, "temperature": 1.1},
 ]
 VOCAB = 1999
 

@@ -22,8 +22,8 @@ def logits_of(request: Request, position: int) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
-def a_request(id: int, params: SamplingParams) -> Request:
-    return Request(id, prompt=[id % VOCAB, 2, 2], params=params, seed=id, max_tokens=60)
+def a_request(number: int, params: SamplingParams) -> Request:
+    return Request(number, prompt=[number % VOCAB, 2, 2], params=params, seed=number, max_tokens=60)
 
 
 def step(slots: Slots, sampler: Sampler, chosen: list[int]) -> None:
@@ -90,7 +90,6 @@ def recount(tokens: list[int], prompt_len: int) -> tuple[list[int], list[bool]]:
 def test_follow() -> None:
     """Counts equal a plain recount after any growth, a shrunk sequence, another owner and no change at all."""
     counts = TokenCounts(4, VOCAB)
-    rng = np.random.default_rng(0)
     for owner, length in ((1, 3), (1, 4), (1, 9), (1, 9), (1, 5), (2, 5), (2, 30)):
         histories = [np.random.default_rng([owner, row]).integers(0, VOCAB, length).astype(np.int32) for row in (0, 1)]
         slots, nothing = np.array([3, 1]), np.zeros(2, np.float32)
@@ -100,8 +99,8 @@ def test_follow() -> None:
             output, seen = recount(history.tolist(), prompt_len)
             assert counts.output[slot].tolist() == output
             assert counts.seen[slot].tolist() == seen
-    assert not counts.output[[0, 2]].any() and not counts.seen[[0, 2]].any()
-    assert rng is not None
+    assert not counts.output[[0, 2]].any()
+    assert not counts.seen[[0, 2]].any()
 
 
 def test_add_counts_repeats() -> None:
@@ -109,7 +108,8 @@ def test_add_counts_repeats() -> None:
     counts.reset(1, np.array([4]), np.array([5, 5]))
     counts.add(np.array([1, 1, 0]), np.array([5, 6, 5]))
     assert counts.output[1, [4, 5, 6]].tolist() == [0, 3, 1]
-    assert counts.seen[1, [4, 5, 6]].all() and counts.output[0, 5] == 1
+    assert counts.seen[1, [4, 5, 6]].all()
+    assert counts.output[0, 5] == 1
 
 
 def test_penalties_by_hand() -> None:

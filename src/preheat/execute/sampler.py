@@ -119,9 +119,9 @@ class Sampler:
 
 
 def _edit(logits: np.ndarray, edits: LogitEdits) -> None:
-    """Add logit_bias and ban stop ids; one beyond the vocabulary cannot be drawn anyway."""
+    """Add logit_bias and ban stop ids; a checkpoint's end-of-sequence id may lie outside of its vocabulary."""
     logits[edits.bias_row, edits.bias_id] += edits.bias
-    inside = edits.ban_id < logits.shape[1]
+    inside = (edits.ban_id >= 0) & (edits.ban_id < logits.shape[1])
     logits[edits.ban_row[inside], edits.ban_id[inside]] = -np.inf
 
 

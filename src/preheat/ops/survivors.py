@@ -93,8 +93,9 @@ def keep_ordered(
     pending, width = np.arange(len(logits)), min(WINDOW, logits.shape[1])
     while len(pending):
         keep, ids, deficit, settled = _keep_first(logits[pending], peak[pending], how.take(pending), width, duplicates)
-        keep, ids, deficit = keep[settled], ids[settled], deficit[settled]
-        yield pending[settled], Survivors(np.nonzero(keep)[0], ids[keep], deficit[keep])
+        if settled.any():
+            keep, ids, deficit = keep[settled], ids[settled], deficit[settled]
+            yield pending[settled], Survivors(np.nonzero(keep)[0], ids[keep], deficit[keep])
         pending, width = pending[~settled], min(width * _WIDEN, logits.shape[1])
 
 

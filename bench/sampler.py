@@ -1,0 +1,95 @@
+"""What sampling costs a step: microseconds by rows, vocabulary and kind of request, packing and drawing apart.
+
+    python bench/sampler.py [--rows 1 32 256] [--vocab 4096 128256] [--repeats 9]
+
+Logits are normal with a standard deviation of 3; prompts have 500 tokens. "logprobs" asks for 5 alternatives. Medians;
+copying the logits, which the sampler may overwrite, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from _common import report
+
+from preheat.batch.sampling import SamplingBatch
+from preheat.core import Request, SamplingParams
+from preheat.execute.logprobs import token_logprobs
+from preheat.execute.sampler import Sampler
+from preheat.ops.philox import gumbel_rows
+from preheat.schedule.slots import Slots
+
+KINDS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature 1": SamplingParams(),
+    "min_p 0.05": SamplingParams(min_p=0.05),
+    "0.7/0.9/top-k 50": SamplingParams(temperature=0.7, top_p=0.9, top_k=50),
+    "0.8/0.9": SamplingParams(temperature=0.8, top_p=0.9),
+    "3.0/0.99": SamplingParams(temperature=3.0, top_p=0.99),
+    "greedy, penalties": SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.1),
+}
+PROMPT = 500
+
+
+def median(prepare: Callable[[], None], run: Callable[[], object], repeats: int) -> float:
+    """Median microseconds of ``run`` after ``prepare``, the first time left out."""
+    spent = []
+    for _ in range(repeats + 1):
+        prepare()
+        begin = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - begin)
+    return round(statistics.median(spent[1:]) * 1e6, 1)
+
+
+def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Figures of each kind, for a step in which all rows are of that kind."""
+    rng, places = np.random.default_rng(0), np.arange(rows)
+    fresh = torch.from_numpy((rng.standard_normal((rows, vocab)) * 3).astype(np.float32))
+    logits, figures = fresh.clone(), {}
+
+    def nothing() -> None:
+        pass
+
+    def renew() -> None:
+        logits.copy_(fresh)
+
+    for name, params in KINDS.items():
+        slots, sampler = Slots(rows, 1024, 64), Sampler(rows, vocab)
+        for number in range(rows):
+            prompt = rng.integers(0, min(vocab, 4096), PROMPT)
+            slots.take(Request(number, prompt.tolist(), params, number, 100), prompt)
+        batch = SamplingBatch.build(slots, places)
+        figures[name] = {
+            "pack": median(nothing, lambda slots=slots: SamplingBatch.build(slots, places), repeats),  # type: ignore[misc]
+            "draw": median(renew, lambda s=sampler, b=batch: s.sample(logits, b), repeats),  # type: ignore[misc]
+        }
+    zeros, five = np.zeros(rows, np.int64), np.full(rows, 5)
+    figures["logprobs"] = {"compute": median(nothing, lambda: token_logprobs(fresh, zeros, five), repeats)}
+    seeds = places.astype(np.uint64)
+    figures["noise of whole rows"] = {
+        "compute": median(nothing, lambda: gumbel_rows(seeds, zeros, zeros, vocab), repeats)
+    }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 128_256])
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = {f"{rows} x {vocab}": measure(rows, vocab, args.repeats) for vocab in args.vocab for rows in args.rows}
+    print(json.dumps({"microseconds": figures}, indent=1))
+    report("sampler", {"microseconds": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The memory budget of device graphs.
+
+Source: vLLM on Gaudi. A share of the usable memory is kept from the cache for graphs and divided between the phase that
+prefills and decode. Each phase's queue is gone through in order: what is expected to fit is captured, its memory is
+measured, and what does not fit is passed over. What one completed phase leaves goes to the other.
+
+Nothing here touches a device: ``capture`` is called for each shape and says how many bytes it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from preheat.errors import SettingsError
+from preheat.plan.shape import Phase, Shape
+
+Strategy = Literal["min_tokens", "max_bs"]
+Capture = Callable[[Phase, Shape, int], int]
+"""Captures a shape, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError passes it over."""
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """What the free memory is for, in bytes. ``num_blocks`` fit into ``cache``; the pad block is one of them."""
+
+    free: int
+    usable: int
+    graphs: int
+    cache: int
+    num_blocks: int
+
+
+def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reserved: float = 0.1) -> MemorySplit:
+    """Divide ``free`` bytes: ``utilization`` of them are usable, ``reserved`` of those are kept for graphs.
+
+    Raises SettingsError where not even two blocks fit into the rest.
+    """
+    usable = int(free * utilization)
+    graphs = int(usable * reserved)
+    cache = usable - graphs
+    num_blocks = cache // block_bytes
+    if num_blocks < 2:
+        raise SettingsError(
+            f"{cache:,} bytes remain for the KV cache and a block takes {block_bytes:,}: free memory on the device, "
+            "raise --gpu-memory-utilization or lower --graph-reserved-mem"
+        )
+    return MemorySplit(free, usable, graphs, cache, num_blocks)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A shape that was not captured and runs without a graph; ``failed``: it was tried."""
+
+    shape: Shape
+    reason: str
+    failed: bool = False
+
+
+@dataclass
+class PhaseCaptures:
+    """What became of one phase: ``captured`` in order, with bytes; ``notes`` tell of shares that were exceeded."""
+
+    phase: Phase
+    total: int
+    captured: dict[Shape, int] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        return sum(self.captured.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether more memory would be of no use: every shape was tried."""
+        return len(self.captured) + sum(skipped.failed for skipped in self.skipped) == self.total
+
+
+def capture_order(shapes: Sequence[Shape], strategy: Strategy) -> list[Shape]:
+    """``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer."""
+    if strategy == "min_tokens":
+        return sorted(shapes, key=lambda shape: (_area(shape), _length(shape), shape.rows))
+    return sorted(shapes, key=lambda shape: (-shape.rows, _length(shape)))
+
+
+def graph_shares(pool: int, prefill: Phase, decode: Phase, prompt_ratio: float = 0.3) -> dict[Phase, int]:
+    """The bytes of ``pool`` that either phase may take at first."""
+    share = int(pool * prompt_ratio)
+    return {prefill: share, decode: pool - share}
+
+
+def capture_graphs(
+    pool: int,
+    queues: Mapping[Phase, Sequence[Shape]],
+    capture: Capture,
+    *,
+    expected: Mapping[Shape, int],
+    prompt_ratio: float = 0.3,
+) -> dict[Phase, PhaseCaptures]:
+    """Capture what fits into ``pool`` bytes, from two queues: the phase that prefills and decode, in this order.
+
+    ``prompt_ratio`` of the pool is the first queue's. ``expected`` bytes come from the plan and are used until
+    something of the phase was measured; from then on the measured bytes a token (decode: a row) are. If just one phase
+    is then complete, the other tries again with all that is left. A share is exceeded only by as much as an estimate
+    was wrong, and where that happens a note says so.
+    """
+    first, second = queues
+    done = {phase: PhaseCaptures(phase, len(queue)) for phase, queue in queues.items()}
+    for phase, share in graph_shares(pool, first, second, prompt_ratio).items():
+        _run(done[phase], queues[phase], share, capture, expected)
+    left = pool - done[first].used - done[second].used
+    if done[first].complete != done[second].complete and left > 0:
+        again = second if done[first].complete else first
+        done[again].skipped = [skipped for skipped in done[again].skipped if skipped.failed]
+        _run(done[again], queues[again], left, capture, expected)
+    return done
+
+
+def _run(
+    done: PhaseCaptures, queue: Sequence[Shape], available: int, capture: Capture, expected: Mapping[Shape, int]
+) -> None:
+    """One pass over a queue with ``available`` bytes; shapes that were tried already are passed by."""
+    tried = {*done.captured, *(skipped.shape for skipped in done.skipped)}
+    for number, shape in enumerate(queue, 1):
+        if shape in tried:
+            continue
+        estimate = _estimate(done, shape, expected)
+        if estimate >= available:
+            done.skipped.append(Skipped(shape, f"{estimate:,} bytes are expected, {max(available, 0):,} are left"))
+            continue
+        try:
+            used = capture(done.phase, shape, number)
+        except MemoryError as error:
+            done.skipped.append(Skipped(shape, f"out of memory: {error}", failed=True))
+            continue
+        done.captured[shape] = used
+        available -= used
+        if available < 0:
+            done.notes.append(
+                f"{shape} took {used:,} bytes where {estimate:,} were expected: {-available:,} over the share"
+            )
+
+
+def _estimate(done: PhaseCaptures, shape: Shape, expected: Mapping[Shape, int]) -> int:
+    """Measured bytes in proportion to weight; the plan's estimate while nothing was measured."""
+    weight = sum(captured.tokens for captured in done.captured)
+    return shape.tokens * done.used // weight if done.used else expected[shape]
+
+
+def _area(shape: Shape) -> int:
+    return shape.rows * _length(shape) if shape.phase == "decode" else shape.tokens
+
+
+def _length(shape: Shape) -> int:
+    return shape.longest or shape.blocks or (shape.tokens if shape.phase == "mixed" else 1)

@@ -1,0 +1,92 @@
+"""How much a plan pads, over the needs that traffic brings: rows evenly, lengths evenly on a logarithmic scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from preheat.plan.needs import DecodeByBlocks, DecodeByLength, Region
+from preheat.plan.shape import Need, Shape, padded_work
+from preheat.plan.table import Table
+
+SHORTEST = 16
+"""Prompts shorter than this are not counted: next to nothing is paid for them, whatever they are padded to."""
+SAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Work added by padding, in proportion to what the needs ask for: the mean and the worst of ``needs`` samples."""
+
+    mean: float
+    worst: float
+    worst_need: str
+    needs: int
+    spread: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "mean": round(self.mean, 6),
+            "worst": round(self.worst, 6),
+            "worst_need": self.worst_need,
+            "needs": self.needs,
+            "spread": self.spread,
+        }
+
+
+def padding_by_phase(table: Table) -> dict[str, Padding]:
+    """The padding of each phase of ``table``, fallbacks included."""
+    found: dict[str, Padding] = {}
+    for phase, part in table.phases.items():
+        needs, spread = _needs(part.region)
+        found[phase] = _measure(table, needs, spread)
+    return found
+
+
+def _measure(table: Table, needs: Iterable[Need], spread: str) -> Padding:
+    extra, worst, worst_need, count = 0.0, -1.0, "", 0
+    for need in needs:
+        asked = padded_work(_exact(need))
+        added = padded_work(table.peek(need)) / asked - 1
+        extra, count = extra + added, count + 1
+        if added > worst:
+            worst, worst_need = added, str(need)
+    return Padding(extra / count, worst, worst_need, count, spread)
+
+
+def _exact(need: Need) -> Shape:
+    if need.phase == "prompt":
+        return Shape.prompt(need.rows, need.longest)
+    if need.phase == "mixed":
+        return Shape.mixed(need.tokens, need.rows)
+    return Shape.decode(need.rows, longest=need.longest, blocks=need.blocks)
+
+
+def _needs(region: Region) -> tuple[Iterator[Need], str]:
+    a, b = region.bounds
+    if region.phase == "mixed":
+        lengths = _log_spaced(SHORTEST, a)
+        return (Need("mixed", 1, tokens) for tokens in lengths), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+    if region.phase == "prompt":
+        lengths = _log_spaced(SHORTEST, b)
+        return (region.need(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+    rows_evenly = sorted({int(row) for row in np.linspace(1, a, min(a, SAMPLES))})
+    if isinstance(region, DecodeByBlocks | DecodeByLength):
+        return _decode_needs(region, rows_evenly), f"rows uniform over 1-{a}, contexts log-uniform"
+    return (region.need(row, 0) for row in rows_evenly), f"rows uniform over 1-{a}"
+
+
+def _decode_needs(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[Need]:
+    for row in rows[:: max(1, len(rows) // 128)]:
+        top = int(region.top(np.asarray(row)))
+        low = row if isinstance(region, DecodeByBlocks) else SHORTEST
+        for value in _log_spaced(low, top, 16):
+            yield region.need(row, value)
+
+
+def _log_spaced(low: int, high: int, samples: int = SAMPLES) -> list[int]:
+    return [int(value) for value in np.rint(np.geomspace(min(low, high), high, samples))]

@@ -1,0 +1,134 @@
+import dataclasses
+
+import msgspec
+import pytest
+
+from preheat.core import SamplingParams
+from preheat.plan import lines
+from preheat.plan.items import (
+    BRANCH_SETTINGS,
+    GAUDI_SETTINGS,
+    NOT_SAMPLED,
+    SAMPLER_SETTINGS,
+    SamplerKey,
+    level,
+    sampler_keys,
+    sampler_sizes,
+)
+from preheat.plan.shape import Need, Shape, padded_work
+
+DEFAULTS = SamplingParams()
+
+
+def uncovered(settings) -> set[str]:
+    """Fields of SamplingParams that no setting moves from the default and that nobody declares out of scope."""
+    moved = {
+        field.name
+        for params in settings
+        for field in msgspec.structs.fields(SamplingParams)
+        if getattr(params, field.name) != getattr(DEFAULTS, field.name)
+    }
+    return {field.name for field in msgspec.structs.fields(SamplingParams)} - moved - set(NOT_SAMPLED)
+
+
+def test_every_field_that_the_sampler_looks_at_is_in_a_setting():
+    assert uncovered(SAMPLER_SETTINGS.values()) == set()
+
+
+def test_the_cover_of_sampler_fields_can_fail():
+    assert uncovered(GAUDI_SETTINGS.values()) >= {"min_p", "seed", "logprobs", "logit_bias", "min_tokens"}
+
+
+def test_nothing_is_declared_out_of_scope_that_does_not_exist():
+    assert set(NOT_SAMPLED) <= {field.name for field in msgspec.structs.fields(SamplingParams)}
+
+
+def test_the_twelve_settings_are_logged_in_order():
+    keys = [key for key in sampler_keys([138]) if key.setting in GAUDI_SETTINGS]
+    text = lines.sampler_start([0, 1, 138], [(key.setting, key.batch_changed) for key in keys])
+    assert text == [
+        "Warming up sampler with batch sizes: [0, 1, 138] and following configs:",
+        "temp=0.0, top_p=1.0, top_k=0, batch_changed=True",
+        "temp=1.0, top_p=1.0, top_k=0, batch_changed=True",
+        "temp=0.7, top_p=0.9, top_k=50, batch_changed=True",
+        "temp=0.3, top_p=0.95, top_k=20, batch_changed=True",
+        "temp=1.2, top_p=0.8, top_k=100, batch_changed=True",
+        "temp=0.8, top_p=0.85, top_k=0, batch_changed=True",
+        "temp=0.0, top_p=1.0, top_k=0, batch_changed=False",
+        "temp=1.0, top_p=1.0, top_k=0, batch_changed=False",
+        "temp=0.7, top_p=0.9, top_k=50, batch_changed=False",
+        "temp=0.3, top_p=0.95, top_k=20, batch_changed=False",
+        "temp=1.2, top_p=0.8, top_k=100, batch_changed=False",
+        "temp=0.8, top_p=0.85, top_k=0, batch_changed=False",
+        "Starting sampler warmup...",
+    ]
+    assert lines.sampler_finished() == "Sampler warmup completed successfully"
+
+
+def test_sizes_are_zero_one_and_the_decode_batches():
+    shapes = [Shape.decode(138), Shape.decode(1), Shape.decode(138, blocks=9)]
+    assert sampler_sizes(shapes, 138) == (0, 1, 138)
+    assert sampler_sizes(shapes, 140) == (0, 1, 138, 140)
+
+
+def test_each_size_runs_each_setting_changed_and_unchanged():
+    keys = sampler_keys([0, 4])
+    assert len(keys) == len(set(keys)) == 2 * 2 * len(SAMPLER_SETTINGS)
+    assert keys[:12] == [SamplerKey(0, name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
+    assert keys[12:14] == [SamplerKey(0, name, True) for name in list(BRANCH_SETTINGS)[:2]]
+
+
+def test_levels():
+    assert level(SAMPLER_SETTINGS["temp=0.0, top_p=1.0, top_k=0"]) == "greedy"
+    assert level(SAMPLER_SETTINGS["min_p"]) == level(SAMPLER_SETTINGS["seed"]) == "filtered"
+    assert {level(BRANCH_SETTINGS[name]) for name in ("penalties", "logit_bias", "min_tokens", "everything")} == {
+        "full"
+    }
+
+
+def test_the_defragmenters_lines():
+    assert lines.defragmenter_start([8, 16]) == "Warming up defragmenter with thresholds: [8, 16]"
+    assert lines.defragmenter_finished() == "Defragmenter warmup completed successfully"
+    assert lines.defragmenter_skipped(1) == "Skipping defragmenter warmup, insufficient blocks (1)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "dims"),
+    [
+        (Shape.prompt(4, 512), "(prompt, 4, 512)", {"rows": 4, "longest": 512}),
+        (Shape.decode(4), "(decode, 4)", {"rows": 4}),
+        (Shape.decode(4, blocks=64), "(decode, 4, 64)", {"rows": 4, "blocks": 64}),
+        (Shape.decode(4, longest=640), "(decode, 4, 640)", {"rows": 4, "longest": 640}),
+        (Shape.mixed(512, 16), "(mixed, 512, 16)", {"tokens": 512, "rows": 16}),
+    ],
+)
+def test_shapes_name_themselves(shape, text, dims):
+    assert str(shape) == text
+    assert shape.named_dims() == dims
+    assert shape.dims == tuple(dims.values())
+
+
+def test_what_holds_what():
+    need = Need("prompt", 3, 900, 400)
+    assert Shape.prompt(4, 512).holds(need)
+    assert Shape.mixed(1024, 4).holds(need)
+    assert not Shape.mixed(512, 4).holds(need)
+    assert not Shape.prompt(2, 512).holds(need)
+    assert not Shape.prompt(4, 384).holds(need)
+    assert not Shape.decode(1024, longest=512).holds(need)
+    assert not Shape.decode(4, blocks=8).holds(Need("decode", 4, 4, blocks=9))
+
+
+def test_padded_work():
+    assert padded_work(Shape.prompt(4, 512)) == 2048
+    assert padded_work(Shape.mixed(512, 16)) == 512
+    assert padded_work(Shape.decode(8)) == 8
+    assert padded_work(Shape.decode(8, longest=64)) == 512
+    assert padded_work(Shape.decode(8, blocks=64)) == 72
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(TypeError):
+        SAMPLER_SETTINGS["more"] = DEFAULTS
+    with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
+        SAMPLER_SETTINGS["min_p"].min_p = 0.5

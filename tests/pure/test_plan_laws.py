@@ -1,0 +1,225 @@
+"""The laws of a plan: cover, round trip, account as far as a plan goes, closed. Without any engine."""
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from preheat.errors import SettingsError
+from preheat.limits import Limits
+from preheat.plan.needs import DecodeByBlocks, MixedNeeds, PromptNeeds
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.plan.policy import candidates
+from preheat.plan.shape import Need, Shape, padded_work
+from preheat.plan.table import NeedOutsideLimits, Table, WarnOnce, build_phase
+
+STRATEGIES = ("linear", "exponential", "padding_aware")
+
+limits = st.builds(
+    Limits,
+    max_model_len=st.integers(1, 3000),
+    max_num_seqs=st.integers(1, 70),
+    max_num_batched_tokens=st.integers(1, 3000),
+    max_num_prefill_seqs=st.none() | st.integers(1, 40),
+    block_size=st.sampled_from([1, 16, 64]),
+    num_blocks=st.integers(2, 4000),
+)
+
+
+@st.composite
+def options(draw):
+    """Any policy and strategy, with some ranges set: low maxima leave gaps that the fallback must fill."""
+    policy = draw(st.sampled_from(["unified", "split"]))
+    names = ["prompt_bs", "prompt_seq", "decode_bs"]
+    if policy == "split":
+        names.append(draw(st.sampled_from(["decode_block", "decode_seq"])))
+    asked = {}
+    for name in names:
+        if draw(st.booleans()):
+            low, high = sorted([draw(st.integers(1, 300)), draw(st.integers(1, 2000))])
+            asked |= {f"{name}_bucket_min": low, f"{name}_bucket_max": high}
+            asked |= {f"{name}_bucket_step": max(high // 12, draw(st.integers(1, 64)))}
+    return PlanOptions(
+        bucketing_policy=policy,
+        enable_prefix_caching=draw(st.booleans()),
+        bucketing_strategy=draw(st.sampled_from(STRATEGIES)),
+        allow_large_plan=True,
+        **asked,
+    )
+
+
+def draw_need(data, phase, at: Limits, sharing: bool) -> Need:
+    """Any need that a step within the limits can have, found without the plan's own idea of what those are."""
+    pool = at.num_blocks - 1
+    blocks_of = lambda tokens: -(-tokens // at.block_size)  # noqa: E731
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    if phase == "decode":
+        rows = draw(1, min(at.max_num_seqs, at.max_num_batched_tokens, pool))
+        longest = draw(1, min(at.max_model_len, (pool - rows + 1) * at.block_size))
+        most = rows * blocks_of(longest)
+        blocks = draw(blocks_of(longest) + rows - 1, most if sharing else min(pool, most))
+        return Need(phase, rows, rows, longest, blocks)
+    rows = at.max_num_seqs if phase == "mixed" else min(at.max_num_seqs, at.max_num_prefill_seqs or at.max_num_seqs)
+    rows = draw(1, min(rows, at.max_num_batched_tokens))
+    longest = draw(1, min(at.max_model_len, at.max_num_batched_tokens - rows + 1))
+    tokens = draw(longest + rows - 1, min(rows * longest, at.max_num_batched_tokens))
+    return Need(phase, rows, tokens, longest)
+
+
+def within_budgets(shape: Shape, at: Limits) -> bool:
+    return (
+        shape.tokens <= at.max_num_batched_tokens
+        and shape.rows <= at.max_num_seqs
+        and shape.longest <= at.max_model_len
+        and shape.blocks <= at.max_num_seqs * at.max_blocks_per_seq
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(limits, options(), st.data())
+def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, how, data):
+    try:
+        plan = make_plan(at, how)
+    except SettingsError:
+        assume(False)
+    for phase in plan.table.phases:
+        for _ in range(4):
+            need = draw_need(data, phase, at, how.enable_prefix_caching)
+            shape = plan.fit(need)
+            assert shape.holds(need)
+            assert within_budgets(shape, at)
+            assert str(shape) in plan.by_name
+
+
+@settings(max_examples=100, deadline=None)
+@given(limits, options(), st.data())
+def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how, data):
+    misses = []
+    try:
+        plan = make_plan(at, how, on_miss=lambda need, shape: misses.append((need, shape)))
+    except SettingsError:
+        assume(False)
+    before = plan.table.shapes
+    for phase, part in plan.table.phases.items():
+        need = draw_need(data, phase, at, how.enable_prefix_caching)
+        shape = plan.fit(need)
+        choices = [padded_work(s) for s in part.shapes if s.holds(need)]
+        if choices:
+            assert padded_work(shape) == min(choices)
+            assert misses == []
+        else:
+            assert shape == part.fallback
+            assert misses == [(need, shape)]
+            misses.clear()
+    assert plan.table.shapes == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(limits, options())
+def test_round_trip_every_shape_is_the_fit_of_its_example(at, how):
+    try:
+        plan = make_plan(at, how)
+    except SettingsError:
+        assume(False)
+    for shape in plan.table.shapes:
+        assert plan.fit(plan.table.example(shape)) == shape
+
+
+@settings(max_examples=100, deadline=None)
+@given(limits, options())
+def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
+    try:
+        plan = make_plan(at, how)
+    except SettingsError:
+        assume(False)
+    names = [item.name for item in plan.items]
+    assert len(names) == len(set(names))
+    dropped = {entry.key for entry in plan.dropped}
+    items = {item.key for item in plan.items if isinstance(item.key, Shape)}
+    assert not dropped & items
+    wanted = {shape for phase in plan.phases for shape in (*phase.shapes, *(shape for shape, _ in phase.over))}
+    assert wanted == (dropped | items) - {item.key for item in plan.items if item.fallback}
+    assert all(entry.reason for entry in plan.dropped)
+
+
+@settings(max_examples=60, deadline=None)
+@given(limits, options(), st.data())
+def test_what_is_shadowed_is_never_missed(at, how, data):
+    """With the shadowed shapes put back, no need gets another shape."""
+    try:
+        phases = candidates(at, how)
+    except SettingsError:
+        assume(False)
+    for phase in phases:
+        part = build_phase(phase.region, phase.shapes, phase.fallback)
+        need = draw_need(data, phase.phase, at, how.enable_prefix_caching)
+        choices = [shape for shape in phase.shapes if shape.holds(need)]
+        cheapest = min((padded_work(shape) for shape in choices), default=None)
+        found = Table([part]).find(need)
+        assert (padded_work(found) if found else None) == cheapest
+
+
+def test_the_cover_law_can_fail():
+    """A ladder without its maximum, and no fallback, leaves needs out."""
+    region = MixedNeeds(100, 4, 100)
+    table = Table([dataclasses.replace(build_phase(region, [Shape.mixed(64, 4)], Shape.mixed(100, 4)), fallback=None)])
+    with pytest.raises(NeedOutsideLimits, match=r"\(mixed, 65, 1\)"):
+        table.fit(Need("mixed", 1, 65))
+
+
+def test_cheapest_is_not_first_in_order():
+    """The first shape in order that holds (1, 100) would be (1, 2048); two rows of 128 cost less."""
+    region = PromptNeeds(8, 2048, 8192)
+    shapes = [Shape.prompt(1, 64), Shape.prompt(1, 2048), Shape.prompt(2, 128)]
+    table = Table([build_phase(region, shapes, Shape.mixed(8192, 8))])
+    assert table.fit(Need("prompt", 1, 100, 100)) == Shape.prompt(2, 128)
+
+
+def test_an_equally_large_cheaper_shape_shadows_and_is_named():
+    region = DecodeByBlocks(4, 2, 100)
+    shapes = [Shape.decode(4, blocks=8), Shape.decode(4, blocks=64), Shape.decode(2, blocks=8)]
+    part = build_phase(region, shapes, Shape.decode(4, blocks=8))
+    assert part.shapes == (Shape.decode(2, blocks=8), Shape.decode(4, blocks=8))
+    assert part.shadowed == ((Shape.decode(4, blocks=64), None),)
+    assert part.fallback is None
+
+
+def test_a_need_outside_the_limits_is_an_error():
+    part = build_phase(PromptNeeds(4, 64, 256), [Shape.prompt(4, 64)], Shape.mixed(256, 4))
+    with pytest.raises(NeedOutsideLimits):
+        Table([part]).fit(Need("prompt", 5, 5, 1))
+
+
+def test_a_frozen_plan_cannot_grow():
+    plan = make_plan(Limits(
+        max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
+        num_blocks=17,
+    ), PlanOptions())  # fmt: skip
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.items = ()
+    with pytest.raises(AttributeError):
+        plan.table._phases = {}
+    with pytest.raises(AttributeError):
+        plan.table.more = 1
+    with pytest.raises(TypeError):
+        plan.table.phases["prompt"] = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.items[0].stage = "last"
+    with pytest.raises(TypeError):
+        plan.by_name["x"] = None
+
+
+def test_a_miss_is_warned_of_once_and_counted(caplog):
+    watch = WarnOnce()
+    part = build_phase(PromptNeeds(8, 1024, 8192), [Shape.prompt(4, 512)], Shape.mixed(8192, 8))
+    table = Table([part], watch)
+    need = Need("prompt", 5, 3000, 700)
+    assert [table.fit(need) for _ in range(3)] == [Shape.mixed(8192, 8)] * 3
+    assert [record.getMessage() for record in caplog.records] == ["Configuration: (prompt, 5, 700) was not warmed-up!"]
+    assert watch.count == 3
+    for length in range(513, 1025):
+        table.fit(Need("prompt", 1, length, length))
+    assert len(caplog.records) == 100
+    assert watch.count == 515

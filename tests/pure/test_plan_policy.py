@@ -1,0 +1,202 @@
+import pytest
+
+from preheat.errors import SettingsError
+from preheat.limits import Limits
+from preheat.plan import lines
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.plan.policy import candidates
+from preheat.plan.shape import Need, Shape
+
+# The logged example: 4 sequences of up to 2,048 tokens, blocks of 128.
+LIMITS = Limits(
+    max_model_len=2048,
+    max_num_seqs=4,
+    max_num_batched_tokens=8192,
+    max_num_prefill_seqs=None,
+    block_size=128,
+    num_blocks=1520,
+)
+LOGGED = PlanOptions(
+    bucketing_policy="split",
+    bucketing_strategy="linear",
+    prompt_bs_bucket_min=1,
+    prompt_bs_bucket_step=32,
+    prompt_bs_bucket_max=4,
+    prompt_seq_bucket_max=1024,
+    decode_bs_bucket_step=128,
+    decode_seq_bucket_min=128,
+    decode_seq_bucket_step=128,
+    decode_seq_bucket_max=2048,
+)
+PROMPTS = [(rows, seq) for rows in (1, 2, 4) for seq in range(128, 1025, 128)]
+DECODES = [(rows, seq) for rows in (1, 2, 4) for seq in range(128, 2049, 128)]
+
+
+def test_the_logged_buckets_come_out_line_by_line():
+    prompt, decode = candidates(LIMITS, LOGGED)
+    plan = make_plan(LIMITS, LOGGED)
+    assert (
+        lines.bucket_config(prompt)
+        == "Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]"
+    )
+    assert (
+        lines.bucket_config(decode)
+        == "Decode bucket config (min, step, max_warmup) bs:[1, 128, 4], seq:[128, 128, 2048]"
+    )
+    assert lines.generated("prompt", plan.table.phases["prompt"].shapes) == f"Generated 24 prompt buckets: {PROMPTS}"
+    assert lines.generated("decode", plan.table.phases["decode"].shapes) == f"Generated 48 decode buckets: {DECODES}"
+    assert not plan.dropped
+
+
+def test_the_story_of_three_sequences():
+    """412 tokens each: padded to (4, 512), until one leaves or one grows beyond."""
+    plan = make_plan(LIMITS, LOGGED)
+    assert plan.fit(Need("prompt", 3, 3 * 412, 412)) == Shape.prompt(4, 512)
+    assert plan.fit(Need("decode", 3, 3, 413)) == Shape.decode(4, longest=512)
+    assert plan.fit(Need("decode", 2, 2, 500)) == Shape.decode(2, longest=512)
+    assert plan.fit(Need("decode", 3, 3, 513)) == Shape.decode(4, longest=640)
+
+
+def test_warm_up_runs_the_largest_first_as_logged():
+    plan = make_plan(LIMITS, LOGGED)
+    for phase in ("prompt", "decode"):
+        shapes = [item.key for item in plan.items if item.kind == phase]
+        text = [lines.running(phase, s, i, len(shapes), 59517685432) for i, s in enumerate(shapes, 1)]
+        if phase == "prompt":
+            assert text[:3] == [
+                f"[Warmup][Prompt][{i}/24] batch_size:4 seq_len:{n} free_mem:55.43 GiB"
+                for i, n in ((1, 1024), (2, 896), (3, 768))
+            ]
+            assert text[-1] == "[Warmup][Prompt][24/24] batch_size:1 seq_len:128 free_mem:55.43 GiB"
+        else:
+            assert text[2] == "[Warmup][Decode][3/48] batch_size:4 seq_len:1792 free_mem:55.43 GiB"
+            assert text[-2:] == [
+                "[Warmup][Decode][47/48] batch_size:2 seq_len:128 free_mem:55.43 GiB",
+                "[Warmup][Decode][48/48] batch_size:1 seq_len:128 free_mem:55.43 GiB",
+            ]
+
+
+@pytest.mark.parametrize(("seqs", "length", "block"), [(256, 4096, 64), (16, 2048, 128), (4, 100, 16)])
+def test_the_defaults_of_the_twelve_variables(seqs, length, block):
+    limits = Limits(
+        max_model_len=length,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=1 << 20,
+        max_num_prefill_seqs=None,
+        block_size=block,
+        num_blocks=1 << 20,
+    )
+    prompt, decode = candidates(limits, PlanOptions(bucketing_policy="split", bucketing_strategy="linear"))
+    spans = [(axis.low, axis.step, axis.high) for axis in (*prompt.axes, *decode.axes)]
+    most = -(-length // block) * seqs  # no step can need more blocks than this
+    asked = max(128, seqs * -(-length // block))
+    assert spans == [
+        (1, min(seqs, 32), min(seqs, 64)),
+        (block, block, length),
+        (1, min(seqs, 32), seqs),
+        (min(block, most), block, min(asked, most)),
+    ]
+
+
+def test_no_bucket_is_above_what_a_step_can_need():
+    small = Limits(
+        max_model_len=300,
+        max_num_seqs=8,
+        max_num_batched_tokens=200,
+        max_num_prefill_seqs=2,
+        block_size=16,
+        num_blocks=51,
+    )
+    split = {"bucketing_policy": "split", "bucketing_strategy": "linear"}
+    plan = make_plan(small, PlanOptions(**split, enable_prefix_caching=False))
+    prompts, decodes = plan.table.phases["prompt"].shapes, plan.table.phases["decode"].shapes
+    assert max(shape.rows for shape in prompts) == 2
+    assert max(shape.tokens for shape in prompts) <= 200
+    assert max(shape.blocks for shape in decodes) == 50
+    assert plan.table.phases["decode"].fallback is None
+    shared = make_plan(small, PlanOptions(**split)).table.phases["decode"]
+    assert max(shape.blocks for shape in shared.shapes) == 8 * 19  # a shared block counts once for each row
+    assert shared.fallback is None
+
+
+def test_over_budget_buckets_are_listed():
+    plan = make_plan(LIMITS, PlanOptions(bucketing_policy="split", bucketing_strategy="linear", prompt_bs_bucket_max=4))
+    assert not [entry for entry in plan.dropped if "over budget" in entry.reason]
+    tight = make_plan(
+        Limits(
+            max_model_len=2048,
+            max_num_seqs=4,
+            max_num_batched_tokens=4096,
+            max_num_prefill_seqs=None,
+            block_size=128,
+            num_blocks=1520,
+        ),
+        PlanOptions(bucketing_policy="split", bucketing_strategy="linear"),
+    )
+    assert "over budget: 4,608 tokens exceed --max-num-batched-tokens 4,096" in {d.reason for d in tight.dropped}
+
+
+def test_beyond_the_ladders_a_named_fallback_is_planned():
+    plan = make_plan(LIMITS, LOGGED)
+    shape = plan.fit(Need("prompt", 3, 3600, 1200))
+    assert shape == Shape.mixed(8192, 4)
+    assert plan.by_name[str(shape)].fallback
+    low = PlanOptions(decode_bs_bucket_max=2)
+    assert make_plan(LIMITS, low).fit(Need("decode", 3, 3)) == Shape.decode(4)
+
+
+def test_unified_has_one_key_for_all_contexts():
+    plan = make_plan(LIMITS, PlanOptions())
+    assert set(plan.table.phases) == {"mixed", "decode"}
+    assert plan.fit(Need("decode", 3, 3, longest=2000)) == plan.fit(Need("decode", 3, 3, longest=4)) == Shape.decode(4)
+    assert plan.fit(Need("mixed", 2, 20)) == Shape.mixed(24, 4)
+    assert all(part.fallback is None for part in plan.table.phases.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"bucketing_policy": "both"}, "bucketing_policy must be one of"),
+        ({"bucketing_strategy": "cubic"}, "strategy must be one of"),
+        ({"decode_block_bucket_max": 4}, "VLLM_DECODE_BLOCK_BUCKET_. needs --bucketing-policy split"),
+        ({"bucketing_policy": "split", "decode_block_bucket_max": 64, "decode_seq_bucket_max": 64}, "either"),
+        ({"prompt_seq_bucket_min": 9, "prompt_seq_bucket_max": 8}, "VLLM_PROMPT_SEQ_BUCKET_.*min .9. must not exceed"),
+        ({"decode_bs_bucket_step": 0}, "VLLM_DECODE_BS_BUCKET_.*step must be at least 1"),
+        ({"bucketing_strategy": "file"}, "belong together"),
+        ({"bucketing_from_file": "x"}, "belong together"),
+        ({"bucketing_strategy": "file", "bucketing_from_file": "/nowhere"}, "/nowhere cannot be read"),
+        ({"bucket_pad_max": 4}, "belong to the padding_aware strategy"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(more, message):
+    with pytest.raises(SettingsError, match=message):
+        make_plan(LIMITS, PlanOptions(**more))
+
+
+def test_a_file_replaces_both_ladders(tmp_path):
+    path = tmp_path / "buckets.txt"
+    path.write_text(
+        "([1, 2], 256, [0, 8])  # context is no part of a prompt's program\n(4, 1, range(16, 65, 16))\n(9, 64)\n"
+    )
+    options = PlanOptions(bucketing_policy="split", bucketing_strategy="file", bucketing_from_file=str(path))
+    plan = make_plan(LIMITS, options)
+    assert plan.table.phases["prompt"].shapes == (Shape.prompt(1, 256), Shape.prompt(2, 256))
+    assert [shape.blocks for shape in plan.table.phases["decode"].shapes] == [16, 32, 48, 64]
+    assert [entry.reason for entry in plan.dropped] == ["over budget: 9 rows exceed --max-num-seqs 4"]
+    assert plan.fit(Need("decode", 4, 4, blocks=60)).blocks == 64
+    path.write_text("(4, [64, 512])\n([2, 4], 1)\n")
+    plan = make_plan(LIMITS, PlanOptions(bucketing_strategy="file", bucketing_from_file=str(path)))
+    assert plan.fit(Need("mixed", 3, 65)) == Shape.mixed(512, 4)
+    assert plan.fit(Need("decode", 1, 1)) == Shape.decode(2)
+    assert plan.fit(Need("mixed", 3, 600)) == Shape.mixed(8192, 4)
+
+
+@pytest.mark.parametrize("line", ["(0, 5)", "(1, 1)", "(1, 1, 0)"])
+def test_a_bucket_that_its_policy_cannot_run_is_refused(tmp_path, line):
+    path = tmp_path / "buckets.txt"
+    path.write_text(line)
+    with pytest.raises(SettingsError, match="bucket"):
+        make_plan(
+            LIMITS, PlanOptions(bucketing_policy="split", bucketing_strategy="file", bucketing_from_file=str(path))
+        )
