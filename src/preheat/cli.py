@@ -146,7 +146,7 @@ def _serve(values: dict[str, Any]) -> int:
 
     if settings.port:
         print(f"When ready, try:\n\n{curl(settings)}\n", file=sys.stderr, flush=True)
-    return run_server(settings) or 0
+    return run_server(settings)
 
 
 def curl(settings: Settings) -> str:

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from preheat.errors import SettingsError
@@ -27,8 +27,8 @@ _schedule = partial(option, group="Scheduling")
 _run = partial(option, group="Execution and numerics")
 _server = partial(option, group="Server")
 _general = partial(option, group="General")
-_bucket = partial(option, group="Buckets", later="buckets come with warm-up, in a later version", low=1)
-_bucketing = partial(option, group="Buckets", later="buckets come with warm-up, in a later version")
+_bucket = partial(option, group="Buckets", low=1)
+_bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up", later="warm-up comes in a later version; nothing is warmed up in this one")
 _graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
 _defrag = partial(option, group="Defragmenter", later="the defragmenter comes in a later version")
@@ -75,7 +75,7 @@ class Settings:
     gpu_memory_utilization: float = _memory(
         0.9, "Share of the memory that is free after loading the model which preheat may use.", low=0.01, high=1
     )
-    block_size: int = _memory(64, "Tokens in a block of the KV cache.", low=1, high=1024)
+    block_size: int = _memory(64, "Tokens in a block of the KV cache; a power of two.", low=16, high=256)
     num_gpu_blocks_override: int | None = _memory(None, "Blocks of the KV cache, in place of a measured number.", low=2)
     kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, in place of a measured number.", low=1)
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
@@ -150,6 +150,10 @@ class Settings:
     )
     bucketing_from_file: str | None = _bucketing(None, "File of buckets.", env="VLLM_BUCKETING_FROM_FILE")
     allow_large_plan: bool = _bucketing(False, "Boot even when the plan has more than 2,000 programs.")
+    bucket_pad_max: int | None = _bucket(None, "Most tokens or rows that `padding_aware` buckets pad by.")
+    bucket_pad_percent: int | None = _bucketing(
+        None, "Most percent that `padding_aware` buckets pad by.", low=0, high=50
+    )
     prompt_bs_bucket_min: int | None = _bucket(None, "Smallest prompt batch.", env="VLLM_PROMPT_BS_BUCKET_MIN")
     prompt_bs_bucket_step: int | None = _bucket(None, "Step of prompt batches.", env="VLLM_PROMPT_BS_BUCKET_STEP")
     prompt_bs_bucket_max: int | None = _bucket(None, "Largest prompt batch.", env="VLLM_PROMPT_BS_BUCKET_MAX")
@@ -302,8 +306,14 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
             values[opt.name] = opt.convert(env[name], name)
     for name in sorted(env):
         if name.startswith(("VLLM_", "PREHEAT_")) and name not in known:
-            logger.warning("Unknown environment variable %s is ignored%s", name, did_you_mean(name, known))
+            _warn(f"Unknown environment variable {name} is ignored{did_you_mean(name, known)}")
     return values
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log a warning, once for each process."""
+    logger.warning(message)
 
 
 def _from_file(path: str) -> dict[str, Any]:

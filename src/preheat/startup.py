@@ -18,6 +18,8 @@ from preheat.limits import Limits
 from preheat.metrics import Metrics, set_up_logging
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
 from preheat.settings import Settings
 from preheat.text.template import ChatTemplate
 from preheat.text.tokenizer import Tokenizer
@@ -77,15 +79,17 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
     bytes_per_block = KVCache.bytes_per_block(spec, settings.block_size, dtype)
     limits = resolve_limits(settings, spec, platform, bytes_per_block)
+    plan = make_plan(limits, PlanOptions.of(settings))
     scheduler = Scheduler(
         limits,
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
+        padded=plan.padded,
     )
     cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
     executor = Executor(Decoder(spec, weights, limits.max_model_len), cache, sampler)
-    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype), executor)
+    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype, plan), executor)
     seconds = time.monotonic() - started
     logger.info(
         "%s on %s in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",

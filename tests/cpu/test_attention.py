@@ -22,7 +22,7 @@ class Pages:
         self.lengths, self.dim, self.block_size, self.dtype = lengths, dim, block_size, dtype
         blocks = [-(-n // block_size) for n in lengths]
         order = torch.randperm(sum(blocks), generator=generator).numpy() + 1
-        self.cache = torch.zeros(sum(blocks) + 1, block_size, 2, KV_HEADS, dim, dtype=dtype)
+        self.cache = torch.zeros(sum(blocks) + 1, 2, KV_HEADS, block_size, dim, dtype=dtype)
         self.tables = np.zeros((len(lengths), max(blocks)), np.int32)
         self.q, self.kv = [], []
         at = 0
@@ -31,9 +31,13 @@ class Pages:
             at += blocks[row]
             self.q.append(torch.randn(n, HEADS, dim, generator=generator).to(dtype))
             kv = torch.randn(n, 2, KV_HEADS, dim, generator=generator).to(dtype)
-            position = np.arange(n)
-            self.cache[self.tables[row, position // block_size], position % block_size] = kv
+            self.store(row, kv)
             self.kv.append(kv)
+
+    def store(self, row: int, kv: torch.Tensor) -> None:
+        """Write keys and values [tokens, 2, kv heads, dim] into the row's blocks."""
+        position = np.arange(len(kv))
+        self.cache[self.tables[row, position // self.block_size], :, :, position % self.block_size] = kv
 
     def attend(self, work: list[tuple[int, int, int]], window: int | None = None) -> list[torch.Tensor]:
         """Attention of (row, first position, queries) for each of ``work``, all in one step."""
@@ -43,7 +47,7 @@ class Pages:
         cut = plan_tiles(starts, first, extend, self.tables[[row for row, _, _ in work]], self.block_size, window, self.max_keys)
         q = torch.cat([self.q[row][position : position + count] for row, position, count in work])
         out = torch.full_like(q, torch.nan)
-        PagedAttention(cut, HEADS, KV_HEADS, self.dtype)(q, self.cache, self.dim**-0.5, out)
+        PagedAttention(cut, HEADS, KV_HEADS, self.dim, self.dtype)(q, self.cache, self.dim**-0.5, out)
         return list(out.split(extend.tolist()))
 
     def exact(self, row: int, window: int | None = None) -> torch.Tensor:
@@ -102,9 +106,8 @@ def test_bits_do_not_depend_on_the_block_size(block_size: int) -> None:
     lengths = [700, 90]
     ours, reference = (Pages(lengths, 64, size, torch.bfloat16) for size in (block_size, 64))
     ours.q, ours.kv = reference.q, reference.kv
-    for row, n in enumerate(lengths):
-        position = np.arange(n)
-        ours.cache[ours.tables[row, position // block_size], position % block_size] = ours.kv[row]
+    for row, kv in enumerate(ours.kv):
+        ours.store(row, kv)
     work = [(0, 0, 700), (1, 0, 90)]
     for out, expected in zip(ours.attend(work), reference.attend(work), strict=True):
         assert torch.equal(out, expected)

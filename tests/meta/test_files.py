@@ -9,6 +9,7 @@ import tomllib
 import pytest
 
 import preheat
+from preheat.settings import OPTIONS
 from tests.meta.source import MODULES, ROOT, name_of, product_files
 
 # The brackets keep this file from containing what it looks for.
@@ -39,6 +40,14 @@ def test_files_and_functions_stay_small(path):
     assert text.count("\n") <= MAX_FILE
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert [f.name for f in functions if f.end_lineno - f.lineno + 1 > MAX_FUNCTION] == []
+
+
+def test_every_option_is_used():
+    """An option that can be set and that no code reads would be accepted and ignored."""
+    text = "".join(path.read_text() for path in MODULES if name_of(path) != "settings")
+    active = [opt.name for opt in OPTIONS.values() if not isinstance(opt.later, str)]
+    unused = {name for name in active if not re.search(rf"settings\.{name}\b", text)}
+    assert unused - {"config", "enforce_eager"} == set()  # read by the settings; the only mode on a CPU
 
 
 def test_people_and_ci_share_five_scripts():

@@ -146,6 +146,7 @@ def test_determinism_iterations_never_fail_to_parse(text):
         ({"gpu_memory_utilization": float("nan")}, "between 0.01 and 1"),
         ({"dtype": "bfloat"}, "is not one of"),
         ({"block_size": 48}, "power of two"),
+        ({"block_size": 8}, "between 16 and 256"),
         ({"ssl_keyfile": "key.pem"}, "ssl_certfile"),
         ({"device": "cuda"}, "not supported yet"),
         ({"model": None}, "model: None is not text"),

@@ -9,42 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from preheat.errors import InvalidRequest, ModelError
 from preheat.text.stop import StopChecker, StopStrings
 from preheat.text.template import ChatTemplate
 from preheat.text.tokenizer import Tokenizer
+from tests.tokenizers import TEXT, byte_level, sentencepiece
 
-TEXT = ["def add(a, b):\n    return a + b\n", "Grüße 你好 😀👩‍👩‍👧 naïve café", "<|im_start|>user hello  world<|im_end|>"] * 5
-SPECIAL = ["<s>", "</s>", "<|im_start|>"]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-
-
-def byte_level() -> Backend:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(TEXT, trainer)
-    backend.add_tokens([AddedToken("<tool name>"), AddedToken("｜é｜")])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return backend
-
-
-def sentencepiece(strip: bool = True, metaspace: bool = False) -> Backend:
-    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += list("▁abcdefghijklmnopqrstuvwxyz.,!()\n") + ["▁the", "▁▁", "▁a", "he", "▁he", "😀", "<0x4g>", "▁"]
-    vocabulary = {piece: id for id, piece in enumerate(dict.fromkeys(pieces))}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("h", "e")], unk_token="<unk>", byte_fallback=True))
-    backend.add_special_tokens([AddedToken(token, special=True) for token in ["<unk>", *SPECIAL]])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    if metaspace:
-        backend.decoder = decoders.Metaspace()
-    return backend
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 def saved(folder: Path, backend: Backend, **config: Any) -> Tokenizer:
@@ -68,7 +43,9 @@ ids = st.lists(st.integers(0, 420), max_size=40)
 @pytest.mark.parametrize("name", ["bytes", "pieces", "unstripped"])
 @settings(max_examples=300, deadline=None)
 @given(ids=ids, skip=st.booleans())
-def test_deltas_join_to_the_whole_decode(tokenizers: dict[str, Tokenizer], name: str, ids: list[int], skip: bool) -> None:
+def test_deltas_join_to_the_whole_decode(
+    tokenizers: dict[str, Tokenizer], name: str, ids: list[int], skip: bool
+) -> None:
     tokenizer = tokenizers[name]
     detokenizer = tokenizer.detokenizer([], skip)
     deltas = [detokenizer.push(id) for id in ids]
@@ -181,7 +158,11 @@ letters = st.text("ab", min_size=1, max_size=4)
 
 
 @settings(max_examples=500, deadline=None)
-@given(deltas=st.lists(st.text("abc", max_size=4), max_size=10), stops=st.lists(letters, min_size=1, max_size=4), include=st.booleans())
+@given(
+    deltas=st.lists(st.text("abc", max_size=4), max_size=10),
+    stops=st.lists(letters, min_size=1, max_size=4),
+    include=st.booleans(),
+)
 def test_stop_strings_do_not_depend_on_the_cuts(deltas: list[str], stops: list[str], include: bool) -> None:
     checker, shown = StopChecker(StopStrings(stops, include)), ""
     for delta in deltas:
@@ -195,7 +176,11 @@ def test_stop_strings_do_not_depend_on_the_cuts(deltas: list[str], stops: list[s
 
 
 @settings(max_examples=300, deadline=None)
-@given(before=st.text("ab", max_size=8), after=st.lists(st.text("ab", max_size=3), max_size=5), stops=st.lists(letters, min_size=1, max_size=3))
+@given(
+    before=st.text("ab", max_size=8),
+    after=st.lists(st.text("ab", max_size=3), max_size=5),
+    stops=st.lists(letters, min_size=1, max_size=3),
+)
 def test_unarmed_text_ends_nothing(before: str, after: list[str], stops: list[str]) -> None:
     checker = StopChecker(StopStrings(stops))
     shown = checker.push(before, armed=False)

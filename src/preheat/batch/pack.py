@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.batch.need import need_of
 from preheat.batch.sampling import SamplingBatch
 from preheat.core import Schedule
 from preheat.model.spec import ModelSpec
 from preheat.ops.attention import PagedAttention, max_keys
 from preheat.ops.tiles import plan_tiles
+from preheat.plan.plan import Plan
+from preheat.plan.shape import Shape
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 
@@ -31,20 +34,23 @@ class PromptRow:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's input. T tokens, of which the first belong to rows in row order and the rest pad.
+    """One step's input, padded to ``shape``. T tokens, of which the first belong to rows in row order and the rest pad:
+    they are token 0 at position 0, their keys and values go to the pad block, and no query of theirs attends.
 
-    ``attention[window]`` holds the groups of tiles for layers with that sliding window. ``sampled`` [sampling rows]
-    are the tokens whose logits are wanted, ``sampling`` says what to do with them and ``logprobs`` how many
+    ``attention[window]`` holds the groups of tiles for layers with that sliding window. ``sampled`` [sampling size]
+    are the tokens whose logits are wanted (padded with the first), ``sampling`` says what to do with them and ``logprobs`` how many
     alternatives each of them reports (-1: none).
     """
 
+    shape: Shape
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    kv_slots: Tensor  # int64 [T], where keys and values go: block * block_size + offset
+    kv_rows: Tensor  # int64 [T * 2 * kv heads], where keys and values go
     attention: dict[int | None, list[PagedAttention]]
-    sampled: Tensor  # int64 [sampling rows]
+    sampled: Tensor  # int64 [sampling_size]
     sampling: SamplingBatch
     sampled_rows: np.ndarray  # int [sampling rows], the schedule's row of each
+    sampling_size: int  # rows that the logits are padded to
     logprobs: np.ndarray  # int32 [sampling rows]
     prompt_rows: list[PromptRow]
 
@@ -52,30 +58,40 @@ class Batch:
 class Packer:
     """Builds batches for a model. Host work is a few numpy gathers, whatever the number of rows."""
 
-    def __init__(self, slots: Slots, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self.slots, self.spec, self.dtype = slots, spec, dtype
+    def __init__(self, slots: Slots, spec: ModelSpec, dtype: torch.dtype, plan: Plan) -> None:
+        self.slots, self.spec, self.dtype, self.plan = slots, spec, dtype, plan
         self.max_keys = max_keys(spec.num_kv_heads, spec.head_dim, dtype)
         self.windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
 
     def pack(self, schedule: Schedule) -> Batch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots, rows = self.slots, schedule.slots
+        shape = self.plan.fit(need_of(schedule, slots, self.plan.options.bucketing_policy))
         ends = np.cumsum(schedule.extend)
         starts = ends - schedule.extend
         row = np.repeat(np.arange(len(rows)), schedule.extend)
         first = slots.cached_len[rows].astype(np.int64)
-        position = first[row] + np.arange(ends[-1]) - starts[row]
+        tokens, positions, blocks = np.zeros((3, shape.tokens), np.int64)
+        count = int(ends[-1])
+        position = positions[:count]
+        position[:] = first[row] + np.arange(count) - starts[row]
         slot = rows[row]
-        block = slots.block_table[slot, position // slots.block_size].astype(np.int64)
+        tokens[:count] = slots.tokens[slot, position]
+        blocks[:count] = slots.block_table[slot, position // slots.block_size]
         sampled_rows = np.flatnonzero(schedule.samples)
+        sampling_size = self.plan.sampler_rows(len(sampled_rows))
+        sampled = np.zeros(sampling_size, np.int64)
+        sampled[: len(sampled_rows)] = ends[sampled_rows] - 1
         return Batch(
-            tokens=torch.from_numpy(slots.tokens[slot, position].astype(np.int64)),
-            positions=torch.from_numpy(position),
-            kv_slots=torch.from_numpy(block * slots.block_size + position % slots.block_size),
+            shape=shape,
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            kv_rows=torch.from_numpy(self._kv_rows(blocks, positions % slots.block_size)),
             attention={window: self._attention(schedule, starts, first, window) for window in self.windows},
-            sampled=torch.from_numpy(ends[sampled_rows] - 1),
+            sampled=torch.from_numpy(sampled),
             sampling=SamplingBatch.build(slots, rows[sampled_rows]),
             sampled_rows=sampled_rows,
+            sampling_size=sampling_size,
             logprobs=slots.logprobs[rows[sampled_rows]],
             prompt_rows=self._prompt_rows(schedule, starts),
         )
@@ -83,7 +99,7 @@ class Packer:
     def _attention(
         self, schedule: Schedule, starts: np.ndarray, first: np.ndarray, window: int | None
     ) -> list[PagedAttention]:
-        groups = []
+        groups, spec = [], self.spec
         for part in (slice(0, schedule.num_decode), slice(schedule.num_decode, None)):
             rows = schedule.slots[part]
             if not len(rows):
@@ -92,8 +108,13 @@ class Packer:
             blocks = -(-int((first[part] + extend).max()) // self.slots.block_size)
             tables = self.slots.block_table[rows, :blocks]
             tiles = plan_tiles(starts[part], first[part], extend, tables, self.slots.block_size, window, self.max_keys)
-            groups.append(PagedAttention(tiles, self.spec.num_heads, self.spec.num_kv_heads, self.dtype))
+            groups.append(PagedAttention(tiles, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.dtype))
         return groups
+
+    def _kv_rows(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """Each token's rows of the cache: for every head its key, then for every head its value."""
+        heads = np.arange(2 * self.spec.num_kv_heads)
+        return ((block[:, None] * len(heads) + heads) * self.slots.block_size + offset[:, None]).reshape(-1)
 
     def _prompt_rows(self, schedule: Schedule, starts: np.ndarray) -> list[PromptRow]:
         """The prefilling rows that want prompt logprobs; a chunk's last token may end the prompt and has no successor."""

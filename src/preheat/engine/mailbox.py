@@ -15,7 +15,9 @@ import zmq
 
 from preheat.core import Delta, Died, FromEngine, Ready, Request, ToEngine
 
+_SCHEME = "ipc://"
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, on some systems 104
+_RETRY_MS = 20  # between attempts to connect to an end that is not there yet
 _LINGER_MS = 1000  # how long a closing end waits for its last message to leave
 
 
@@ -58,7 +60,7 @@ class ProcessMailbox:
         self._context = zmq.Context()
         self._in = _socket(self._context, zmq.PULL)
         self._out = _socket(self._context, zmq.PUSH)
-        self._in.connect(_to_engine(address))
+        self._in.bind(_to_engine(address))
         self._out.connect(_to_front(address))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -89,13 +91,12 @@ class FrontMailbox:
     """
 
     def __init__(self) -> None:
-        self._folder = _private_folder()
-        self.address = f"ipc://{self._folder}/"
+        self.address = f"{_SCHEME}{_private_folder()}/"
         self._context = zmq.Context()
         self._in = _socket(self._context, zmq.PULL)
         self._out = _socket(self._context, zmq.PUSH)
         self._in.bind(_to_front(self.address))
-        self._out.bind(_to_engine(self.address))
+        self._out.connect(_to_engine(self.address))  # this end connects, for then it keeps what is sent too early
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Delta | Ready | Died | Taken)
         self.untaken = 0
@@ -105,11 +106,8 @@ class FrontMailbox:
         return int(self._in.FD)
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. A message to an engine that has gone is dropped: its end is reported by other means."""
-        try:
-            self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return
+        """Never blocks; what an engine that has gone does not take is dropped in :meth:`close`."""
+        self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
         self.untaken += isinstance(message, Request)
 
     def receive(self) -> list[FromEngine]:
@@ -124,8 +122,13 @@ class FrontMailbox:
         return messages
 
     def close(self) -> None:
-        self._context.destroy(linger=_LINGER_MS)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._context.destroy(linger=0)
+        remove_sockets(self.address)
+
+
+def remove_sockets(address: str) -> None:
+    """Remove the folder behind ``address``, where nobody is left to talk."""
+    shutil.rmtree(address.removeprefix(_SCHEME), ignore_errors=True)
 
 
 def _to_engine(address: str) -> str:
@@ -139,6 +142,7 @@ def _to_front(address: str) -> str:
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.set_hwm(0)  # the scheduler and the queue limit bound what is under way, not the socket
+    socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
     return socket
 
 

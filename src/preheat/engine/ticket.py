@@ -141,7 +141,7 @@ class Ticket:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
-            prompt_logprobs=[p and self.position(p) for p in self.prompt_logprobs] if wanted else None,
+            prompt_logprobs=[None if p is None else self.position(p) for p in self.prompt_logprobs] if wanted else None,
             outputs=[self._completion(choice) for choice in self.choices],
             finished=self.finished,
             num_cached_tokens=self.cached_tokens,

@@ -31,17 +31,24 @@ class Executor:
     def execute(self, batch: Batch) -> StepResult:
         """Forward, logits of the sampling rows, one token for each of them."""
         hidden = self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
-        result = StepResult(tokens=np.empty(0, np.int64))
-        if len(batch.sampled):
-            logits = self.decoder.logits(hidden.index_select(0, batch.sampled))
-            wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
-            raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
-            result.tokens = self.sampler.sample(logits, batch.sampling).numpy()
-            if raw is not None:
-                entries = token_logprobs(raw, result.tokens[wanted], batch.logprobs[wanted])
-                result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
+        result = self.sample(hidden.index_select(0, batch.sampled), batch)
         for row in batch.prompt_rows:
             result.prompt_logprobs[row.row] = self._prompt_logprobs(hidden, row)
+        return result
+
+    @torch.inference_mode()
+    def sample(self, hidden: Tensor, batch: Batch) -> StepResult:
+        """One token for each sampling row, from ``hidden`` [sampling_size, hidden], of which the last rows may pad."""
+        rows = len(batch.sampled_rows)
+        if not rows:
+            return StepResult(tokens=np.empty(0, np.int64))
+        logits = self.decoder.logits(hidden)[:rows]
+        wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
+        raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
+        result = StepResult(tokens=self.sampler.sample(logits, batch.sampling).numpy())
+        if raw is not None:
+            entries = token_logprobs(raw, result.tokens[wanted], batch.logprobs[wanted])
+            result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
         return result
 
     def _attention(self, batch: Batch) -> Attention:
@@ -50,8 +57,8 @@ class Executor:
         heads, dim, scale = self._heads, self._head_dim, self._scale
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            cache.write(layer, batch.kv_slots, qkv[:, heads:])
-            out = qkv.new_empty(len(qkv), heads, dim)
+            cache.write(layer, batch.kv_rows, qkv[:, heads:])
+            out = qkv.new_zeros(len(qkv), heads, dim)  # rows that pad stay zero
             for group in groups_of[windows[layer]]:
                 group(qkv[:, :heads], cache.layers[layer], scale, out)
             return out.view(len(qkv), heads * dim)

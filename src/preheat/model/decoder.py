@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from preheat.model.rope import rope_table
@@ -12,7 +11,7 @@ from preheat.model.spec import ModelSpec
 from preheat.model.weights import Weights
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
-from preheat.ops.norm import add_rms_norm, rms_norm
+from preheat.ops.linear import MIN_ROWS
 from preheat.ops.rotary import apply_rope_
 
 Attention = Callable[[int, Tensor], Tensor]
@@ -27,27 +26,33 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype
         self._rope = rope_table(spec.rope, spec.head_dim, max_model_len, self.dtype)
-        self._turned = spec.num_heads + spec.num_kv_heads  # heads that rope turns: queries, then keys
         self._norms_after = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        self._turned = spec.num_heads + spec.num_kv_heads  # heads that rope turns: queries, then keys
         self._heads = (self._turned + spec.num_kv_heads, spec.head_dim)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens]."""
-        eps = self.spec.rms_norm_eps
+        if len(tokens) < MIN_ROWS:  # padded once here rather than in every linear map
+            return self._forward_one(tokens, positions, attention)
         cos, sin = self._rope.index_select(0, positions).unbind(1)
         residual = embed(tokens, self.weights.embedding)
-        normed = rms_norm(residual, self.weights.layers[0].input_norm, eps)
+        normed = self.weights.layers[0].input_norm(residual)
         for index, layer in enumerate(self.weights.layers):
             qkv = layer.qkv(normed).view(-1, *self._heads)
             turned = qkv[:, : self._turned]
             if layer.qk_norm is not None:
-                turned.copy_(rms_norm(turned, layer.qk_norm, eps))
+                turned.copy_(layer.qk_norm(turned))
             apply_rope_(turned, cos, sin)
-            normed, residual = add_rms_norm(layer.o(attention(index, qkv)), residual, layer.post_norm, eps)
-            out = layer.down(silu_and_mul(layer.gate_up(normed)))
-            normed, residual = add_rms_norm(out, residual, self._norms_after[index], eps)
+            normed = layer.post_norm.add(layer.o(attention(index, qkv)), residual)
+            normed = self._norms_after[index].add(layer.down(silu_and_mul(layer.gate_up(normed))), residual)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocab] for ``hidden`` [rows, hidden]."""
-        return self.weights.head(hidden).to(torch.float32)
+        return self.weights.head(hidden).float()
+
+    def _forward_one(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return attention(layer, qkv[:1]).expand(MIN_ROWS, -1)
+
+        return self.forward(tokens.expand(MIN_ROWS), positions.expand(MIN_ROWS), attend)[:1]

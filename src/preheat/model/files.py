@@ -1,4 +1,4 @@
-"""A checkpoint's files: where they are, and what the small ones say. No torch here; the front door reads from this too."""
+"""A checkpoint's files: where they are, and what the small ones say. No torch here: the front door reads them too."""
 
 from __future__ import annotations
 

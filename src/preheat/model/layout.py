@@ -5,6 +5,7 @@ Only sizes and names: no torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from preheat.model.spec import ModelSpec
@@ -76,7 +77,10 @@ def head_layout(spec: ModelSpec) -> Matrix:
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this model must have."""
-    found: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size), FINAL_NORM: (spec.hidden_size,)}
+    found: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (spec.vocab_size, spec.hidden_size),
+        FINAL_NORM: (spec.hidden_size,),
+    }
     if not spec.tie_word_embeddings:
         found |= head_layout(spec).tensors()
     for index in range(spec.num_layers):
@@ -90,10 +94,4 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def num_parameters(spec: ModelSpec) -> int:
     """How many numbers the model has."""
-    total = 0
-    for shape in expected_tensors(spec).values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())

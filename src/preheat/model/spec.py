@@ -14,6 +14,7 @@ from preheat.model.registry import FAMILIES, Family, Flag
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+RunDtype = Literal["float32", "bfloat16"]
 
 _ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 _DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
@@ -43,7 +44,8 @@ class RopeSpec:
 class ModelSpec:
     """A decoder-only transformer. ``layer_windows[i]`` is layer i's sliding window in tokens, None for full attention.
 
-    ``dtype`` is the checkpoint's. ``eos_ids`` end a sequence; ``bos_id`` begins one where the tokenizer says so.
+    ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
+    ``eos_ids`` end a sequence; ``bos_id`` begins one where the tokenizer says so.
     """
 
     architecture: str
@@ -88,6 +90,7 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     _refuse_unsupported(fields)
     num_layers, num_heads = _size(fields, "num_hidden_layers"), _size(fields, "num_attention_heads")
     hidden_size = _size(fields, "hidden_size")
+    rope = _rope(fields)
     spec = ModelSpec(
         architecture=architecture,
         vocab_size=_size(fields, "vocab_size"),
@@ -98,14 +101,14 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
         num_kv_heads=_size(fields, "num_key_value_heads", num_heads),
         head_dim=_size(fields, "head_dim", hidden_size // num_heads),
         rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope=_rope(fields),
+        rope=rope,
         layer_windows=_layer_windows(family, fields, num_layers),
         qkv_bias=_flag(family.qkv_bias, fields),
         o_bias=_flag(family.o_bias, fields),
         mlp_bias=_flag(family.mlp_bias, fields),
         qk_norm=family.qk_norm,
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        max_position_embeddings=_size(fields, "max_position_embeddings"),
+        max_position_embeddings=_longest(rope, _size(fields, "max_position_embeddings")),
         eos_ids=token_ids(fields.get("eos_token_id")),
         bos_id=next(iter(token_ids(fields.get("bos_token_id"))), None),
         dtype=_dtype(fields),
@@ -114,7 +117,7 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[Literal["float32", "bfloat16"], str | None]:
+def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[RunDtype, str | None]:
     """The dtype to compute in for ``--dtype asked``, and a sentence to log where it is not simply what was asked.
 
     ``auto`` is the checkpoint's dtype, except that float32 replaces bfloat16 where the device has no native bfloat16.
@@ -190,6 +193,13 @@ def _rope(fields: Mapping[str, Any]) -> RopeSpec:
     given |= {"kind": kind, "theta": float(params.get("rope_theta", fields.get("rope_theta", 10000.0)))}
     length = params.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
     return RopeSpec(**given, original_length=length or _size(fields, "max_position_embeddings"))
+
+
+def _longest(rope: RopeSpec, stated: int) -> int:
+    """The longest sequence: configs state the length before linear or yarn scaling, or the one after it."""
+    if rope.kind in ("linear", "yarn"):
+        return max(stated, int(rope.original_length * rope.factor))
+    return stated
 
 
 def _layer_windows(family: Family, fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -21,37 +21,39 @@ from preheat.model.layout import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    Layer,
     Matrix,
     expected_tensors,
     head_layout,
     layer_layout,
 )
 from preheat.model.spec import ModelSpec
-from preheat.ops.linear import Linear
+from preheat.ops.linear import Linear, make_linear
+from preheat.ops.norm import RMSNorm
 
 _NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. ``qk_norm`` [heads + kv heads, head_dim] is the norm of each query and key head, None without."""
+    """One layer. ``qk_norm`` norms each query and key head by itself; None without."""
 
-    input_norm: Tensor
+    input_norm: RMSNorm
     qkv: Linear
-    qk_norm: Tensor | None
+    qk_norm: RMSNorm | None
     o: Linear
-    post_norm: Tensor
+    post_norm: RMSNorm
     gate_up: Linear
     down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm [hidden] and the output head."""
+    """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head."""
 
     embedding: Tensor
     layers: list[LayerWeights]
-    final_norm: Tensor
+    final_norm: RMSNorm
     head: Linear
 
 
@@ -62,15 +64,18 @@ class Source(Protocol):
         """Write tensor ``name`` into ``out``, which has its shape, converting to the dtype of ``out``."""
 
 
-def load_weights(spec: ModelSpec, directory: Path, dtype: torch.dtype, load_format: str = "auto", seed: int = 0) -> Weights:
-    """The weights of ``spec`` in ``dtype``. ``load_format`` auto and safetensors read ``directory``, dummy draws by ``seed``.
+def load_weights(
+    spec: ModelSpec, directory: Path, dtype: torch.dtype, load_format: str = "auto", seed: int = 0
+) -> Weights:
+    """The weights of ``spec`` in ``dtype``, read from ``directory`` or, for ``load_format`` dummy, drawn by ``seed``.
 
     Raises ModelError, naming the tensors, if the checkpoint lacks one, has one too many or one of another shape.
     """
     if load_format == "dummy":
         return _build(spec, DummyTensors(seed), dtype)
     if load_format not in ("auto", "safetensors"):
-        raise ModelError(f"load format {load_format!r} is not supported; use auto, safetensors or dummy", param="load_format")
+        message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
+        raise ModelError(message, param="load_format")
     return _build(spec, SafetensorsFiles(spec, directory), dtype)
 
 
@@ -78,11 +83,11 @@ class SafetensorsFiles:
     """The files of a checkpoint, opened and found to hold exactly the tensors that the spec asks for."""
 
     def __init__(self, spec: ModelSpec, directory: Path) -> None:
-        self._files = {}
+        self._files: dict[str, Any] = {}  # safetensors' handles, by tensor name
         shapes: dict[str, tuple[int, ...]] = {}
         for path in weight_files(directory):
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
             except Exception as error:  # a truncated or foreign file; the library has no error class of its own for it
                 raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
             for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -108,7 +113,7 @@ class DummyTensors:
         self._seed = seed
 
     def fill(self, name: str, out: Tensor) -> None:
-        generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode()) + (self._seed << 32))
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if name.endswith(".bias"):
             out.normal_(std=0.1, generator=generator)
         elif out.dim() == 1:
@@ -147,33 +152,35 @@ def _some(items: list[str]) -> str:
 
 
 def _build(spec: ModelSpec, source: Source, dtype: torch.dtype) -> Weights:
-    def vector(name: str, size: int) -> Tensor:
-        out = torch.empty(size, dtype=dtype)
-        source.fill(name, out)
-        return out
-
     embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype)
     source.fill(EMBEDDING, embedding)
-    layers = []
-    for index in range(spec.num_layers):
-        layout = layer_layout(spec, index)
-        qk_norm = None
-        if layout.q_norm and layout.k_norm:
-            q, k = vector(layout.q_norm, spec.head_dim), vector(layout.k_norm, spec.head_dim)
-            qk_norm = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
-        layers.append(
-            LayerWeights(
-                input_norm=vector(layout.input_norm, spec.hidden_size),
-                qkv=_linear(layout.qkv, source, dtype),
-                qk_norm=qk_norm,
-                o=_linear(layout.o, source, dtype),
-                post_norm=vector(layout.post_norm, spec.hidden_size),
-                gate_up=_linear(layout.gate_up, source, dtype),
-                down=_linear(layout.down, source, dtype),
-            )
-        )
-    head = Linear(embedding) if spec.tie_word_embeddings else _linear(head_layout(spec), source, dtype)
-    return Weights(embedding, layers, vector(FINAL_NORM, spec.hidden_size), head)
+    layers = [_layer(spec, layer_layout(spec, index), source, dtype) for index in range(spec.num_layers)]
+    final_norm = RMSNorm(_vector(FINAL_NORM, spec.hidden_size, source, dtype), spec.rms_norm_eps)
+    head = make_linear(embedding) if spec.tie_word_embeddings else _linear(head_layout(spec), source, dtype)
+    return Weights(embedding, layers, final_norm, head)
+
+
+def _layer(spec: ModelSpec, layout: Layer, source: Source, dtype: torch.dtype) -> LayerWeights:
+    qk_norm = None
+    if layout.q_norm and layout.k_norm:
+        q, k = (_vector(name, spec.head_dim, source, dtype) for name in (layout.q_norm, layout.k_norm))
+        weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+        qk_norm = RMSNorm(weight, spec.rms_norm_eps)
+    return LayerWeights(
+        input_norm=RMSNorm(_vector(layout.input_norm, spec.hidden_size, source, dtype), spec.rms_norm_eps),
+        qkv=_linear(layout.qkv, source, dtype),
+        qk_norm=qk_norm,
+        o=_linear(layout.o, source, dtype),
+        post_norm=RMSNorm(_vector(layout.post_norm, spec.hidden_size, source, dtype), spec.rms_norm_eps),
+        gate_up=_linear(layout.gate_up, source, dtype),
+        down=_linear(layout.down, source, dtype),
+    )
+
+
+def _vector(name: str, size: int, source: Source, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(size, dtype=dtype)
+    source.fill(name, out)
+    return out
 
 
 def _linear(matrix: Matrix, source: Source, dtype: torch.dtype) -> Linear:
@@ -186,4 +193,4 @@ def _linear(matrix: Matrix, source: Source, dtype: torch.dtype) -> Linear:
         if bias is not None:
             source.fill(f"{name}.bias", bias[start : start + rows])
         start += rows
-    return Linear(weight, bias)
+    return make_linear(weight, bias)

@@ -28,7 +28,7 @@ from preheat.plan.items import (
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Candidates, candidates, coarser
-from preheat.plan.shape import Need, Shape
+from preheat.plan.shape import Need, Phase, Shape
 from preheat.plan.table import OnMiss, PhaseTable, Table, build_phase
 
 MAX_PROGRAMS = 2_000
@@ -75,6 +75,14 @@ class Plan:
     def sampler_rows(self, rows: int) -> int:
         """What the sampling of ``rows`` rows is padded to."""
         return self.sampler_sizes[bisect_left(self.sampler_sizes, rows)]
+
+    def padded(self, rows: int, tokens: int, longest: int) -> int:
+        """What a step with prompts in it is padded to, in tokens: what admission counts against the budget."""
+        phase: Phase = "mixed" if self.options.bucketing_policy == "unified" else "prompt"
+        if longest == 1:
+            return tokens  # rows that decode; their number is bounded by the slots
+        shape = self.table.find(Need(phase, rows, tokens, longest=longest))
+        return shape.tokens if shape else max(tokens, self.limits.max_num_batched_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -47,6 +47,7 @@ def decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def is_byte_level(steps: list[dict[str, Any]]) -> bool:
+    """The decoder is GPT-2's: every token is a sequence of bytes."""
     return [step["type"] for step in steps] == ["ByteLevel"]
 
 

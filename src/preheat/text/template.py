@@ -42,8 +42,8 @@ def _tojson(value: object, **options: Any) -> str:
     return json.dumps(value, **({"ensure_ascii": False} | options))
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

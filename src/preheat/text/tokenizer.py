@@ -100,7 +100,9 @@ class Tokenizer:
         listed += [_content(t) for t in self.config.get("additional_special_tokens") or []]
         listed += self.special_tokens.values()
         special = {str(token) for token in self._backend.get_added_tokens_decoder().values() if token.special}
-        missing = [AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(listed) if t and t not in special]
+        missing = [
+            AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(listed) if t and t not in special
+        ]
         self._backend.add_special_tokens([t for t in missing if self._backend.token_to_id(t.content) is not None])
 
     def _id_of(self, name: str) -> int | None:

@@ -1,0 +1,121 @@
+"""Tokens a second against transformers' generate: same model, dtype, threads and machine, in one run.
+
+    python bench/vs_transformers.py [--runs 5] [--dtype bfloat16] [--threads 2] [--model bundled]
+
+Greedy, end-of-sequence ignored, so that both sides generate exactly the tokens asked for. Three loads: one sequence;
+32 of equal lengths; 32 of ragged lengths, 16-256 in and 16-256 out (transformers pads the prompts on the left and runs
+until the longest output is done; only the tokens asked for count). The two take turns; medians are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from _common import report
+from transformers import AutoModelForCausalLM
+
+from preheat import LLM, SamplingParams
+from preheat.model.files import find_checkpoint
+
+FLOORS = {"batch_1": 1.5, "32_equal": 1.3, "32_ragged": 3.0}
+
+
+@dataclass(frozen=True)
+class Load:
+    """``prompts[i]`` is to be continued by ``outputs[i]`` tokens."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.outputs)
+
+
+def make_loads(vocab_size: int) -> dict[str, Load]:
+    draw = random.Random(0)
+
+    def load(lengths: list[tuple[int, int]]) -> Load:
+        prompts = [[draw.randrange(vocab_size // 2, vocab_size) for _ in range(inputs)] for inputs, _ in lengths]
+        return Load(prompts, [outputs for _, outputs in lengths])
+
+    return {
+        "batch_1": load([(64, 128)]),
+        "32_equal": load([(128, 128)] * 32),
+        "32_ragged": load([(draw.randint(16, 256), draw.randint(16, 256)) for _ in range(32)]),
+    }
+
+
+def make_preheat(model: str, dtype: str, threads: int) -> Callable[[Load], None]:
+    """Prefix caching is off, or every run but the first would find its prompts in the cache."""
+    llm = LLM(model, dtype=dtype, num_threads=threads, enable_prefix_caching=False)
+
+    def run(load: Load) -> None:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.outputs]
+        results = llm.generate(load.prompts, params, use_tqdm=False)
+        assert [len(result.outputs[0].token_ids) for result in results] == load.outputs
+
+    return run
+
+
+def make_transformers(model: str, dtype: str) -> tuple[Callable[[Load], None], int]:
+    hf = AutoModelForCausalLM.from_pretrained(find_checkpoint(model, None), dtype=getattr(torch, dtype)).eval()
+    hf.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def run(load: Load) -> None:
+        longest, steps = max(map(len, load.prompts)), max(load.outputs)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in load.prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in load.prompts])
+        out = hf.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, pad_token_id=0)
+        assert out.shape == (len(ids), longest + steps)
+
+    return run, hf.config.vocab_size
+
+
+def seconds(run: Callable[[Load], None], load: Load) -> float:
+    start = time.perf_counter()
+    run(load)
+    return time.perf_counter() - start
+
+
+def compare(ours: Callable[[Load], None], theirs: Callable[[Load], None], load: Load, runs: int) -> dict[str, object]:
+    for run in (ours, theirs):
+        run(load)
+    times = [(seconds(ours, load), seconds(theirs, load)) for _ in range(runs)]
+    mine, other = (load.tokens / statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "preheat_tokens_per_s": round(mine, 1),
+        "transformers_tokens_per_s": round(other, 1),
+        "ratio": round(mine / other, 2),
+        "preheat_seconds": [round(a, 4) for a, _ in times],
+        "transformers_seconds": [round(b, 4) for _, b in times],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--model", default="bundled")
+    args = parser.parse_args()
+    theirs, vocab_size = make_transformers(args.model, args.dtype)
+    ours = make_preheat(args.model, args.dtype, args.threads)
+    torch.set_num_threads(args.threads)
+    figures: dict[str, object] = vars(args).copy()
+    for name, load in make_loads(vocab_size).items():
+        figures[name] = result = {**compare(ours, theirs, load, args.runs), "floor": FLOORS[name]}
+        print(name, json.dumps(result))
+    print(report(f"vs_transformers_{args.dtype}", figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The server: routes and middleware, and the process that serves them.
+
+The port opens at once, for /health, /ready and /metrics; requests are refused with 503 until the engine is ready. The
+first SIGTERM or SIGINT drains: new requests are refused, running ones finish, then the server stops. A second one
+stops now. When the engine dies, what runs ends with an error and the server leaves with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.metrics import set_up_logging
+from preheat.server import chat, completions, openapi, status
+from preheat.server.guard import Guard, error_response
+from preheat.server.process import ENGINE
+from preheat.server.service import Service
+from preheat.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_GOODBYE_SECONDS = 0.5  # for streams to carry the news of a dead engine, and for /health to tell it
+_CLOSE_SECONDS = 2  # for clients to read their last bytes once nothing runs any more
+_LAST_SECONDS = 4.5  # after the engine's death, the process is gone by then whatever hangs
+
+
+def run_server(settings: Settings, entry: str = ENGINE) -> int:
+    """Serve until told to stop; the process's exit status. ``entry`` is what the engine's process runs."""
+    set_up_logging(settings.log_level)
+    listener = _listener(settings)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, entry, listener))
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Routes, and around them: keys and limits, and the headers that browsers ask for."""
+    routes = [
+        Route("/v1/completions", completions.completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat.chat, methods=["POST"]),
+        Route("/v1/models", status.models),
+        Route("/v1/models/{model:path}", status.model),
+        Route("/tokenize", status.tokenize, methods=["POST"]),
+        Route("/detokenize", status.detokenize, methods=["POST"]),
+        Route("/health", status.health),
+        Route("/ready", status.ready),
+        Route("/version", status.version),
+        Route("/metrics", status.metrics),
+        Route("/openapi.json", _openapi),
+    ]
+    handlers = {PreheatError: _refused, HTTPException: _not_found, ClientDisconnect: _gone, Exception: _failed}
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.state.service = service
+    guarded = Guard(app, service)
+    return CORSMiddleware(
+        guarded,
+        allow_origins=service.settings.allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id"],
+    )
+
+
+async def _openapi(_: Request) -> Response:
+    return Response(openapi.document(), media_type="application/json")
+
+
+async def _refused(_: Request, error: PreheatError) -> Response:
+    return error_response(error)
+
+
+async def _not_found(request: Request, error: HTTPException) -> Response:
+    """No such path, or not with this method."""
+    refusal = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
+    refusal.status = error.status_code
+    response = error_response(refusal)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    """A bug of ours: the server logs it; the client learns no more than that."""
+    return error_response(PreheatError("The server failed to handle this request; its log says more"))
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours to handle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listener(settings: Settings) -> socket.socket:
+    """The open port. Raises SettingsError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise SettingsError(
+            f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"
+        ) from error
+
+
+async def _serve(settings: Settings, entry: str, listener: socket.socket) -> int:
+    service = Service(settings, entry)
+    server = _Server(
+        uvicorn.Config(
+            build_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=settings.log_level == "debug",
+            backlog=_BACKLOG,
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=2 if settings.ssl_ca_certs else 0,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    tasks = {loop.create_task(service.run())}
+
+    def on_signal() -> None:
+        if service.draining:
+            server.should_exit = server.force_exit = True
+        else:
+            logger.info("Draining: running requests finish, new ones are refused; a second signal stops now")
+            tasks.add(loop.create_task(_drain(service, server)))
+
+    def on_dead() -> None:
+        loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
+        last = threading.Timer(_LAST_SECONDS, os._exit, [1])
+        last.daemon = True
+        last.start()
+
+    service.on_dead = on_dead
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    logger.info("Listening on %s:%d", *listener.getsockname()[:2])
+    await server.serve(sockets=[listener])
+    for task in tasks:
+        task.cancel()
+    await service.stop(now=server.force_exit)
+    return 0 if service.dead is None else 1
+
+
+async def _drain(service: Service, server: uvicorn.Server) -> None:
+    service.draining = True
+    while service.busy:
+        await asyncio.sleep(0.05)
+    server.should_exit = True

@@ -1,0 +1,157 @@
+"""A server in its own process, with its engine in another: the real one, or one that follows a script."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tokenizers import byte_level
+
+SERVE = """
+import json, sys
+from preheat.server import guard
+from preheat.server.app import run_server
+from preheat.settings import Settings
+
+guard.BODY_SECONDS = 1.0
+sys.exit(run_server(Settings.load(json.loads(sys.argv[1])), *sys.argv[2:]))
+"""
+SCRIPTED = "tests.api.scripted:run_engine"
+ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@dataclass
+class Answer:
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error, which must have OpenAI's shape."""
+        assert self.headers["content-type"] == "application/json"
+        assert set(self.json) == {"error"} and set(self.json["error"]) == {"message", "type", "param", "code"}
+        return dict(self.json["error"])
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+    model: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self._open(urllib.request.Request(self.url + path, headers=headers))
+
+    def post(self, path: str, body: object, method: str = "POST", **headers: str) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._open(urllib.request.Request(self.url + path, data, headers, method=method))
+
+    def _open(self, request: urllib.request.Request) -> Answer:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return Answer(answer.status, answer.read(), dict(answer.headers))
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, error.read(), dict(error.headers))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric of /metrics."""
+        for line in self.get("/metrics").body.decode().splitlines():
+            wanted = all(f'{label}="{value}"' in line for label, value in labels.items())
+            if line.startswith(f"preheat:{name}{{") and wanted:
+                return float(line.rpartition(" ")[2])
+        raise AssertionError(f"/metrics has no {name}")
+
+    def wait_until_ready(self, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, f"the server left with {self.process.returncode}"
+            with contextlib.suppress(OSError):
+                if self.get("/ready").status == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the server did not become ready")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(model: str, *, engine: str | None = SCRIPTED, wait: bool = True, **options: Any) -> Iterator[Server]:
+    """A server for ``model``; ``engine`` None runs the real one."""
+    port = free_port()
+    settings = {"model": model, "port": port, "log_level": "warning", **options}
+    command = [sys.executable, "-c", SERVE, json.dumps(settings), *([engine] if engine else [])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    server = Server(subprocess.Popen(command, env=environment), port, model)
+    try:
+        if wait:
+            server.wait_until_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+
+
+def write_model(folder: Path) -> Path:
+    """A tokenizer with a chat template, and no weights."""
+    backend = byte_level()
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": backend.get_vocab_size() + 2}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def scripted(folder: Path) -> Iterator[Server]:
+    """A server whose engine's tokens can be told by hand."""
+    with serving(str(folder), served_model_name=["tiny", "alias"], max_body_bytes=2**20) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The real thing: the bundled model, and the engine that runs it."""
+    with serving("bundled", engine=None, num_threads=1) as server:
+        yield server

@@ -1,0 +1,130 @@
+"""An engine without a model: it speaks the mailbox's protocol, and every token that it gives can be told by hand.
+
+Token k of a sequence is ``prompt[(k + 1) % len(prompt)]``: it repeats its prompt, from the second token on. A prompt
+whose first token is HANG makes the step that starts it last for ever; one with FAIL fails its request.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from preheat.core import Cancel, Delta, Drain, Finish, Ready, Request, Stats, TokenLogprobs
+from preheat.engine.mailbox import ProcessMailbox
+from preheat.settings import Settings
+
+HANG, FAIL = 3, 4
+MAX_MODEL_LEN, BLOCKS = 4096, 1000
+STEP_SECONDS = 0.002
+
+
+@dataclass
+class Sequence:
+    request: Request
+    output: list[int] = field(default_factory=list)
+
+    def next(self) -> int:
+        prompt = self.request.prompt
+        return prompt[(len(self.output) + 1) % len(prompt)]
+
+
+def logprobs_of(token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (token + 1, -1.5), (token + 2, float("-inf"))][:count])
+
+
+class ScriptedEngine:
+    def __init__(
+        self, mailbox: ProcessMailbox, step_seconds: float = STEP_SECONDS, max_model_len: int = MAX_MODEL_LEN
+    ) -> None:
+        self.mailbox, self.step_seconds, self.max_model_len = mailbox, step_seconds, max_model_len
+        self.running: dict[int, Sequence] = {}
+        self.new: list[Request] = []
+        self.draining = False
+
+    def run(self) -> None:
+        self.mailbox.put(Ready(self.max_model_len, BLOCKS, 64, 0.0))
+        while not (self.draining and not self.running):
+            self.take(0 if self.running else None)
+            if self.running:
+                self.mailbox.put(self.step())
+
+    def take(self, timeout: float | None) -> None:
+        for message in self.mailbox.take(timeout):
+            match message:
+                case Request():
+                    self.running[message.id] = Sequence(message)
+                    self.new.append(message)
+                case Cancel():
+                    self.running.pop(message.id, None)
+                    if not self.running:
+                        self.mailbox.put(Delta(stats=self.stats()))
+                case Drain():
+                    self.draining = True
+                    if message.now:
+                        self.running.clear()
+
+    def stats(self) -> Stats:
+        return Stats(blocks_used=len(self.running), blocks_total=BLOCKS)
+
+    def step(self) -> Delta:
+        time.sleep(self.step_seconds)
+        delta = Delta()
+        for request in self.new:
+            delta.started[request.id] = 0
+            if request.prompt[0] == HANG:
+                time.sleep(3600)
+            count = request.params.prompt_logprobs
+            if count is not None:
+                delta.prompt_logprobs[request.id] = [None, *(logprobs_of(t, count) for t in request.prompt[1:])]
+        self.new.clear()
+        for id, sequence in list(self.running.items()):
+            self.advance(id, sequence, delta)
+        delta.stats = self.stats()
+        return delta
+
+    def advance(self, id: int, sequence: Sequence, delta: Delta) -> None:
+        request = sequence.request
+        if request.prompt[0] == FAIL:
+            delta.finished[id] = Finish("error", message="the step failed")
+            del self.running[id]
+            return
+        token = sequence.next()
+        sequence.output.append(token)
+        delta.ids.append(id)
+        delta.tokens.append(token)
+        if request.params.logprobs is not None:
+            delta.logprobs[id] = logprobs_of(token, request.params.logprobs)
+        if token in request.stop_ids and len(sequence.output) > request.params.min_tokens:
+            delta.finished[id] = Finish("stop", stop_id=token)
+        elif len(sequence.output) >= request.max_tokens:
+            delta.finished[id] = Finish("length")
+        if id in delta.finished:
+            del self.running[id]
+
+
+def run_engine(settings: Settings, address: str) -> None:
+    mailbox = ProcessMailbox(address)
+    ScriptedEngine(mailbox).run()
+    mailbox.close()
+
+
+def run_paced_engine(settings: Settings, address: str) -> None:
+    """Slow enough for a server to send each token in a write of its own."""
+    mailbox = ProcessMailbox(address)
+    ScriptedEngine(mailbox, step_seconds=0.03).run()
+    mailbox.close()
+
+
+def run_late_engine(settings: Settings, address: str) -> None:
+    """Takes its time to become ready."""
+    mailbox = ProcessMailbox(address)
+    time.sleep(1.5)
+    ScriptedEngine(mailbox).run()
+    mailbox.close()
+
+
+def run_short_engine(settings: Settings, address: str) -> None:
+    """Every answer is short."""
+    mailbox = ProcessMailbox(address)
+    ScriptedEngine(mailbox, step_seconds=0, max_model_len=48).run()
+    mailbox.close()

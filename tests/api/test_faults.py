@@ -1,0 +1,258 @@
+"""What goes wrong ends well: no leaked block, no hung client, the right errors, and a truthful /health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import Server, free_port, serving
+
+COMPLETIONS = "/v1/completions"
+HANG = [3, 5]
+
+
+def request(body: dict) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
+        len(data),
+        data,
+    )
+
+
+async def ask(port: int, body: dict, leave_after: int | None = None) -> bytes:
+    """The raw answer; ``leave_after`` so many bytes the client closes, without a word."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request(body))
+    if leave_after is None:
+        answer = await reader.read(-1)
+    else:
+        answer = await reader.readexactly(leave_after) if leave_after else b""
+        writer.transport.abort()
+    writer.close()
+    return answer
+
+
+async def ask_many(port: int, bodies: list[dict], leave_after: int | None = None) -> list[bytes]:
+    return await asyncio.gather(*(ask(port, body, leave_after) for body in bodies))
+
+
+def run(port: int, bodies: list[dict], leave_after: int | None = None, seconds: float = 120) -> list[bytes]:
+    return asyncio.run(asyncio.wait_for(ask_many(port, bodies, leave_after), seconds))
+
+
+def assert_idle(server: Server, seconds: float = 20) -> None:
+    """Nothing runs, waits or holds a block; what the engine last said of its blocks comes with one more request."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status == 200
+        busy = [server.metric(f"num_requests_{state}") for state in ("running", "waiting")]
+        if busy == [0, 0] and server.metric("kv_cache_usage_perc") == 0:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still busy: {busy}, {server.metric('kv_cache_usage_perc')} of the cache")
+
+
+def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
+    aborted = server.metric("request_success_total", finished_reason="abort")
+    body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    run(server.port, [body | {"n": 1 + i % 3} for i in range(12)], leave_after=400)
+    run(server.port, [body | {"stream": False} for _ in range(4)], leave_after=0)
+    assert_idle(server)
+    assert server.metric("request_success_total", finished_reason="abort") - aborted >= 20
+
+
+def test_a_running_stream_is_no_idle_server(server: Server) -> None:
+    """The control: what the test above looks at does show a sequence that is still there."""
+
+    async def scenario() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request({"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}))
+        await reader.readexactly(1000)
+        assert server.metric("num_requests_running") == 1 and server.metric("kv_cache_usage_perc") > 0
+        writer.transport.abort()
+
+    asyncio.run(scenario())
+    assert_idle(server)
+
+
+def test_a_thousand_streams(server: Server) -> None:
+    body = {"prompt": "import os\n", "max_tokens": 4, "ignore_eos": True, "stream": True, "temperature": 0}
+    answers = run(server.port, [body] * 1000, seconds=200)
+    assert all(answer.startswith(b"HTTP/1.1 200") and b"data: [DONE]" in answer for answer in answers)
+    texts = {"".join(json.loads(line[6:])["choices"][0]["text"] for line in answer.split(b"\r\n\r\n", 1)[1].split(b"\n")
+                     if line.startswith(b"data: {")) for answer in answers}  # fmt: skip
+    assert len(texts) == 1
+    assert_idle(server)
+
+
+def test_a_mix_of_bad_clients_harms_nobody(server: Server) -> None:
+    good = {"prompt": "import os\n", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    expected = server.post(COMPLETIONS, good).json["choices"][0]["text"]
+    bad = [{"prompt": "x" * 30_000}, {"prompt": 7}, {"prompt": "x", "n": 10**9}, {"prompt": [-1]}, {}]
+
+    async def mixed() -> list[bytes]:
+        goods = asyncio.gather(*(ask(server.port, good) for _ in range(8)))
+        await ask_many(server.port, bad * 8)
+        await ask_many(server.port, [good | {"max_tokens": 500, "stream": True}] * 8, leave_after=200)
+        return await goods
+
+    for answer in asyncio.run(mixed()):
+        assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] == expected
+    assert_idle(server)
+
+
+@pytest.mark.parametrize("engine", [None, "tests.api.scripted:run_engine"], ids=["real", "scripted"])
+def test_a_killed_engine(folder: Path, engine: str | None) -> None:
+    with serving(str(folder) if engine else "bundled", engine=engine) as server:
+        body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+        async def scenario() -> tuple[list[bytes], float]:
+            running = [asyncio.create_task(ask(server.port, body | {"stream": i % 2 == 0})) for i in range(8)]
+            await asyncio.sleep(1)
+            os.kill(server.engine_pid, signal.SIGKILL)
+            killed = time.monotonic()
+            return await asyncio.gather(*running), killed
+
+        answers, killed = asyncio.run(asyncio.wait_for(scenario(), 30))
+        health = server.get("/health").status if server.process.poll() is None else None
+        assert health in {500, None}
+        assert server.process.wait(5) == 1 and time.monotonic() - killed < 5
+        for i, answer in enumerate(answers):
+            assert b'"type":"engine_dead"' in answer, answer[-300:]
+            assert answer.startswith(b"HTTP/1.1 200" if i % 2 == 0 else b"HTTP/1.1 500")
+
+
+def test_an_engine_that_never_starts(folder: Path) -> None:
+    with serving(str(folder), engine="tests.api.scripted:missing", wait=False) as server:
+        assert server.process.wait(20) == 1
+
+
+def test_the_port_is_open_before_the_engine_is_ready(folder: Path) -> None:
+    with serving(str(folder), engine="tests.api.scripted:run_late_engine", wait=False) as server:
+        end = time.monotonic() + 20
+        while True:
+            try:
+                assert server.get("/health").status == 200
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+        refused = server.post(COMPLETIONS, {"prompt": "x"})
+        assert refused.status == 503 and refused.error["code"] == "not_ready" and refused.headers["retry-after"] == "1"
+        assert server.get("/ready").status == 503 and server.get("/metrics").status == 200
+        server.wait_until_ready()
+        assert server.post(COMPLETIONS, {"prompt": "x"}).status == 200
+
+
+def test_a_step_that_hangs(folder: Path) -> None:
+    with serving(str(folder), engine_iteration_timeout_s=0.5) as server:
+        running = {"prompt": "x", "max_tokens": 4000, "stream": True}
+
+        async def scenario() -> list[bytes]:
+            first = asyncio.create_task(ask(server.port, running))
+            await asyncio.sleep(0.2)
+            return [await ask(server.port, {"prompt": HANG}), await first]
+
+        hung, streamed = asyncio.run(asyncio.wait_for(scenario(), 20))
+        assert hung.startswith(b"HTTP/1.1 504") and b"VLLM_ENGINE_ITERATION_TIMEOUT_S" in hung
+        assert streamed.startswith(b"HTTP/1.1 200") and b'"type":"timeout"' in streamed
+        assert server.get("/health").status == 504 and server.get("/ready").status == 503
+        assert server.post(COMPLETIONS, {"prompt": "x"}).status == 503
+
+
+def test_a_request_that_is_not_taken(folder: Path) -> None:
+    with serving(str(folder), rpc_timeout_ms=300) as server:
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        answer = server.post(COMPLETIONS, {"prompt": "x"})
+        assert answer.status == 504 and "VLLM_RPC_TIMEOUT" in answer.error["message"]
+        assert server.get("/health").status == 504
+        os.kill(server.engine_pid, signal.SIGCONT)  # it comes back, and the server says so
+        end = time.monotonic() + 10
+        while server.get("/health").status != 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert_idle(server)
+
+
+def test_a_client_that_does_not_read(folder: Path) -> None:
+    with serving(str(folder), max_concurrent_requests=2) as server:
+
+        async def scenario() -> None:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1)
+            writer.write(request({"prompt": "x" * 500, "max_tokens": 3000, "stream": True, "n": 4}))
+            await asyncio.sleep(0.5)
+            assert (await ask(server.port, {"prompt": "x"})).startswith(b"HTTP/1.1 200")
+            hanging = asyncio.create_task(ask(server.port, {"prompt": "x", "max_tokens": 3000}))
+            await asyncio.sleep(0.1)
+            assert (await ask(server.port, {"prompt": "x"})).startswith(b"HTTP/1.1 429")
+            server.process.terminate()
+            assert (await hanging).startswith(b"HTTP/1.1 200")
+            assert await asyncio.to_thread(server.process.wait, 10) == 0
+            writer.transport.abort()
+
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_draining(folder: Path) -> None:
+    with serving(str(folder)) as server:
+
+        async def scenario() -> bytes:
+            running = asyncio.create_task(ask(server.port, {"prompt": "x", "max_tokens": 400, "stream": True}))
+            await asyncio.sleep(0.3)
+            server.process.terminate()
+            await asyncio.sleep(0.1)
+            refused = await asyncio.to_thread(server.post, COMPLETIONS, {"prompt": "x"})
+            assert refused.status == 503 and "stop" in refused.error["message"]
+            return await running
+
+        answer = asyncio.run(asyncio.wait_for(scenario(), 20))
+        assert answer.count(b"data: ") > 150 and b'"finish_reason":"length"' in answer and b"[DONE]" in answer
+        assert server.process.wait(5) == 0
+
+
+def test_a_second_signal_stops_now(folder: Path) -> None:
+    with serving(str(folder)) as server:
+
+        async def scenario() -> None:
+            running = asyncio.create_task(ask(server.port, {"prompt": HANG, "stream": True}))
+            await asyncio.sleep(0.3)
+            server.process.terminate()
+            await asyncio.sleep(0.3)
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            await asyncio.to_thread(server.process.wait, 5)
+            assert time.monotonic() - started < 4
+            await running
+
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_the_engine_leaves_with_its_server(folder: Path) -> None:
+    with serving(str(folder)) as server:
+        engine = server.engine_pid
+        arguments = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
+        sockets = Path(next(word for word in arguments if word.startswith("ipc://")).removeprefix("ipc://"))
+        assert sockets.is_dir()
+        server.process.kill()
+        end = time.monotonic() + 5
+        while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().split()[2]:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert not sockets.exists()
+
+
+def test_a_taken_port_is_named(scripted: Server, folder: Path) -> None:
+    assert free_port() != scripted.port
+    from preheat.errors import SettingsError
+    from preheat.server.app import run_server
+    from preheat.settings import Settings
+
+    with pytest.raises(SettingsError, match=str(scripted.port)):
+        run_server(Settings(model=str(folder), port=scripted.port))

@@ -1,0 +1,238 @@
+"""What HTTP clients see: shapes, refusals, keys, headers and limits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import ROOT, Server, serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def events(answer_body: bytes) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in answer_body.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_stream_never_splits_a_character(scripted: Server) -> None:
+    text = "x🦜漢ñ👩‍👩‍👧"
+    answer = scripted.post(COMPLETIONS, {"prompt": text, "max_tokens": 60, "stream": True, "add_special_tokens": False})
+    shown = [event["choices"][0]["text"] for event in events(answer.body)]
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert "".join(shown).startswith("🦜漢ñ👩‍👩‍👧x🦜") and not any("\ufffd" in part for part in shown[:-1])
+
+
+def test_names(scripted: Server) -> None:
+    names = [model["id"] for model in scripted.get("/v1/models").json["data"]]
+    assert names == ["tiny", "alias"]
+    for name, expected in [("alias", "alias"), ("tiny", "tiny"), (None, "tiny")]:
+        assert scripted.post(COMPLETIONS, {"prompt": "hi", "model": name}).json["model"] == expected
+
+
+def test_tokenizer_routes(scripted: Server) -> None:
+    told = scripted.post("/tokenize", {"prompt": "return a", "return_token_strs": True}).json
+    assert told["count"] == len(told["tokens"]) and told["tokens"][0] == 0 and told["max_model_len"] == 4096
+    assert "".join(told["token_strs"]) == "<s>return a"
+    assert scripted.post("/detokenize", {"tokens": told["tokens"]}).json == {"prompt": "<s>return a"}
+    chat = scripted.post("/tokenize", {"messages": MESSAGES, "return_token_strs": True}).json
+    assert "".join(chat["token_strs"]) == "<|im_start|>user: hi\n>"
+    assert scripted.post("/detokenize", {"tokens": [10**6]}).error["param"] == "tokens"
+    assert scripted.post("/tokenize", {"prompt": "x", "messages": MESSAGES}).status == 400
+
+
+REFUSED = [
+    (b"{", None, "JSON"),
+    (b"\xff", None, "JSON"),
+    (b'{"prompt": "\\ud800"}', None, ""),
+    (b"[" * 100_000, None, ""),
+    (b'{"prompt": ' + b"[" * 100_000, "prompt[0][0]", "Expected"),
+    (b"null", None, "object"),
+    ({}, "prompt", "Missing required parameter: prompt"),
+    ({"prompt": "x", "foo": 1}, "foo", "Unrecognized request argument supplied: foo"),
+    ({"prompt": 5}, "prompt", "Expected"),
+    ({"prompt": []}, "prompt", "1 to 2048"),
+    ({"prompt": ["x"] * 2049}, "prompt", "1 to 2048"),
+    ({"prompt": [1, "x"]}, "prompt", "not both"),
+    ({"prompt": ["x", ""], "add_special_tokens": False}, "prompt", "empty"),
+    ({"prompt": [999999]}, "prompt", "999999"),
+    ({"prompt": "x", "max_tokens": "3"}, "max_tokens", "Expected"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens"),
+    ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", ""),
+    ({"prompt": "x", "temperature": -1}, "temperature", "temperature"),
+    ({"prompt": "x", "n": 129}, "n", "between 1 and 128"),
+    ({"prompt": "x", "seed": 2**64}, "seed", "seed"),
+    ({"prompt": "x", "best_of": 3}, "best_of", "best_of"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "at most 20"),
+    ({"prompt": "x", "stop": ["a", ""]}, "stop", "empty"),
+    ({"prompt": "x", "stop": [1]}, "stop[0]", "Expected"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", ""),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "100"),
+    ({"prompt": "x", "store": True}, "store", "not supported"),
+    ({"prompt": "x", "service_tier": "flex"}, "service_tier", "not supported"),
+    ({"prompt": "x", "guided_json": {}}, "guided_json", "not supported"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"prompt": "x", "stream": True, "stream_options": {"a": 1}}, "stream_options.a", "Unrecognized"),
+    ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
+    ({"prompt": "x" * 5000}, "prompt", "maximum context length"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": "x"}, "messages", "Expected"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].image_url", "not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages", "'file'"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "not supported"),
+    ({"messages": MESSAGES, "tools": [{}]}, "tools", "not supported"),
+    ({"messages": MESSAGES, "functions": [{}]}, "functions", "not supported"),
+    ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities", "not supported"),
+    ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "cannot be set"),
+    ({"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs", "needs logprobs"),
+    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=[str(body)[:60] for body, _, _ in REFUSED])
+def test_refusals_have_a_shape_and_a_reason(scripted: Server, body: object, param: str | None, message: str) -> None:
+    path = CHAT if isinstance(body, dict) and "messages" in body else COMPLETIONS
+    answer = scripted.post(path, body)
+    assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
+    assert answer.error["param"] == param and message in answer.error["message"]
+    assert scripted.metric("num_requests_running") == scripted.metric("num_requests_waiting") == 0
+
+
+def test_no_op_values_pass(scripted: Server) -> None:
+    body = {"prompt": "hi", "best_of": 1, "suffix": "", "store": False, "service_tier": "default", "user": "u",
+            "logit_bias": {}, "stop": [], "priority": 0, "length_penalty": 1.0, "metadata": {"a": 1},
+            "temperature": None, "stream_options": None, "bad_words": [], "top_k": -1}  # fmt: skip
+    assert scripted.post(COMPLETIONS, body).json["choices"][0]["text"]
+
+
+def test_other_paths_and_methods(scripted: Server) -> None:
+    assert scripted.get("/nowhere").status == 404 and scripted.get("/nowhere").error["param"] is None
+    assert scripted.get(COMPLETIONS).status == 405 and scripted.get(COMPLETIONS).headers["allow"] == "POST"
+    assert scripted.post(COMPLETIONS, {"prompt": "x", "model": "gpt"}).error["code"] == "model_not_found"
+    assert scripted.get("/version").json.keys() == {"version"} and scripted.get("/health").json["status"] == "ok"
+
+
+def test_request_ids(scripted: Server) -> None:
+    answer = scripted.post(COMPLETIONS, {"prompt": "x"}, **{"X-Request-Id": "my-id.1"})
+    assert answer.headers["x-request-id"] == "my-id.1" and answer.json["id"] == "cmpl-my-id.1"
+    for bad in ("a b", "x" * 200, ""):
+        drawn = scripted.get("/health", **{"X-Request-Id": bad}).headers["x-request-id"]
+        assert len(drawn) == 32 and drawn != bad
+
+
+def test_a_failed_request_says_so(scripted: Server) -> None:
+    for stream in (False, True):
+        answer = scripted.post(COMPLETIONS, {"prompt": [4, 5], "stream": stream})
+        assert answer.status == 500 and answer.error["message"] == "the step failed"
+    assert scripted.post(COMPLETIONS, {"prompt": "x"}).status == 200
+
+
+def test_bodies_are_bounded(scripted: Server) -> None:
+    large = b'{"prompt": "' + b"x" * 2**20 + b'"}'
+    assert scripted.post(COMPLETIONS, large).status == 413
+    with socket.create_connection(("127.0.0.1", scripted.port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(9):
+            client.sendall(b"%x\r\n" % 2**17 + b"x" * 2**17 + b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_slow_bodies_end(scripted: Server) -> None:
+    with socket.create_connection(("127.0.0.1", scripted.port)) as client:
+        client.settimeout(10)
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        started = time.monotonic()
+        assert client.recv(100).startswith(b"HTTP/1.1 408") and 0.5 < time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\n" + b"x" * 100_000]
+)
+def test_malformed_http(scripted: Server, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", scripted.port)) as client:
+        client.settimeout(2)
+        client.sendall(garbage + b"\r\n\r\n")
+        try:
+            assert client.recv(100).startswith(b"HTTP/1.1 400")
+        except OSError:
+            pass  # closed, or still waiting: but the server lives
+    assert scripted.get("/health").status == 200
+
+
+def test_browsers_may_call(scripted: Server) -> None:
+    answer = scripted.post(COMPLETIONS, {"prompt": "x"}, Origin="http://a.example")
+    assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_keys_origins_and_limits(folder: Path) -> None:
+    options = {"api_key": ["one", "two"], "allowed_origins": ["http://a.example"], "max_queued_requests": 3}
+    with serving(str(folder), **options) as server:
+        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Bearer é"}):
+            answer = server.post(COMPLETIONS, {"prompt": "x"}, **headers)
+            assert answer.status == 401 and answer.error["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("Bearer one", "bearer two"):
+            assert server.post(COMPLETIONS, {"prompt": "x"}, Authorization=key).status == 200
+        assert server.get("/v1/models").status == 401
+        assert all(server.get(path).status == 200 for path in ("/health", "/ready", "/metrics", "/version"))
+        answer = server.get("/health", Origin="http://b.example")
+        assert "access-control-allow-origin" not in answer.headers
+        preflight = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+        assert server.post(COMPLETIONS, b"", "OPTIONS", **preflight).status == 200
+        full = server.post(COMPLETIONS, {"prompt": "x", "n": 4}, Authorization="Bearer one")
+        assert full.status == 429 and full.error["code"] == "queue_full" and full.headers["retry-after"] == "1"
+
+
+def test_metrics(scripted: Server) -> None:
+    before = scripted.metric("generation_tokens_total"), scripted.metric("prompt_tokens_total")
+    usage = scripted.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 7, "n": 2}).json["usage"]
+    after = scripted.metric("generation_tokens_total"), scripted.metric("prompt_tokens_total")
+    assert (after[0] - before[0], after[1] - before[1]) == (14, usage["prompt_tokens"])
+    assert scripted.metric("request_success_total", finished_reason="length") >= 2
+    page = scripted.get("/metrics").body.decode()
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        assert f"# TYPE preheat:{name} histogram" in page
+
+
+def test_tls(folder: Path, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,
+               "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    with serving(str(folder), wait=False, ssl_keyfile=str(key), ssl_certfile=str(certificate)) as server:
+        context = ssl.create_default_context(cafile=certificate)
+        for _ in range(200):
+            try:
+                url = server.url.replace("http", "https") + "/health"
+                assert urllib.request.urlopen(url, timeout=5, context=context).status == 200
+                return
+            except OSError:
+                time.sleep(0.05)
+    raise AssertionError("no answer over TLS")
+
+
+def test_the_http_process_is_light() -> None:
+    code = (
+        "import sys, preheat.server.app; print([m for m in ('torch', 'transformers', 'fastapi') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={"PYTHONPATH": str(ROOT / "src")})  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stderr

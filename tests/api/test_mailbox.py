@@ -1,0 +1,106 @@
+"""Messages between two processes: whole, in order, at once, and never lost in an edge of the descriptor."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from preheat.core import Cancel, Delta, Drain, Finish, Ready, Request, SamplingParams, Stats, TokenLogprobs
+from preheat.engine.mailbox import FrontMailbox, InlineMailbox, ProcessMailbox
+
+REQUEST = Request(
+    7, [1, 2, 3], SamplingParams(stop=["x"], logit_bias={5: 1.0}, seed=2**64 - 1), 2**64 - 1, 9, 1, [0], "salt"
+)
+DELTA = Delta(
+    [7, 8], [1, 2], {7: Finish("stop", stop_id=1)}, {7: TokenLogprobs(1, -0.5, 1, [(1, -0.5)])},
+    {8: [None, TokenLogprobs(2, -1.5, 2, [])]}, {8: 64}, Stats(running=2),
+)  # fmt: skip
+
+
+@pytest.fixture
+def ends():
+    front = FrontMailbox()
+    engine = ProcessMailbox(front.address)
+    yield front, engine
+    engine.close()
+    front.close()
+
+
+def received(front: FrontMailbox, count: int) -> list:
+    messages = []
+    while len(messages) < count:
+        assert select.select([front.fileno()], [], [], 5)[0], "nothing came"
+        messages += front.receive()
+    return messages
+
+
+def test_messages_arrive_as_they_were(ends) -> None:
+    front, engine = ends
+    for message in (REQUEST, Cancel(7), Drain(now=True)):
+        front.send(message)
+    taken = []
+    while len(taken) < 3:
+        taken += engine.take(5)
+    assert taken == [REQUEST, Cancel(7), Drain(now=True)]
+    for message in (Ready(64, 10, 16, 0.5), DELTA):
+        engine.put(message)
+    assert received(front, 2) == [Ready(64, 10, 16, 0.5), DELTA]
+
+
+def test_requests_are_receipted(ends) -> None:
+    front, engine = ends
+    front.send(REQUEST)
+    front.send(Cancel(1))
+    assert front.untaken == 1
+    engine.take(5)
+    end = time.monotonic() + 5
+    while front.untaken and time.monotonic() < end:
+        assert front.receive() == []
+    assert front.untaken == 0
+
+
+def test_taking_waits_only_as_long_as_asked(ends) -> None:
+    front, engine = ends
+    started = time.monotonic()
+    assert engine.take(0) == [] and engine.take(0.05) == []
+    assert 0.04 < time.monotonic() - started < 2
+    threading.Timer(0.05, front.send, [Cancel(1)]).start()
+    assert engine.take(None) == [Cancel(1)]
+
+
+def test_many_messages_keep_their_order(ends) -> None:
+    front, engine = ends
+    for number in range(5000):
+        engine.put(Delta(ids=[number], tokens=[number]))
+    assert [delta.ids[0] for delta in received(front, 5000)] == list(range(5000))
+
+
+def test_what_is_sent_early_waits_for_the_engine() -> None:
+    front = FrontMailbox()
+    front.send(REQUEST)
+    engine = ProcessMailbox(front.address)
+    assert engine.take(5) == [REQUEST]
+    engine.close()
+    front.close()
+
+
+def test_sending_to_nobody_does_not_block() -> None:
+    front = FrontMailbox()
+    front.send(REQUEST)
+    assert front.untaken == 1 and front.receive() == []
+    folder = Path(front.address.removeprefix("ipc://"))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    front.close()
+    assert not folder.exists()
+
+
+def test_inline() -> None:
+    box = InlineMailbox()
+    box.send(Cancel(1))
+    box.put(DELTA)
+    assert box.take(None) == [Cancel(1)] and box.take(0) == []
+    assert box.receive() == [DELTA] and box.receive() == []

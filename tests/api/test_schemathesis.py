@@ -1,0 +1,43 @@
+"""What /openapi.json promises holds for whatever a client may send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from preheat.server import openapi
+from tests.api.conftest import Server, serving
+
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
+    response_schema_conformance, negative_data_rejection, unsupported_method,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short(folder: Path) -> Iterator[Server]:
+    with serving(str(folder), engine="tests.api.scripted:run_short_engine") as server:
+        yield server
+
+
+schema = schemathesis.openapi.from_dict(json.loads(openapi.document()))
+
+
+@schema.parametrize()
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_document_holds(case: schemathesis.Case, short: Server) -> None:
+    case.call_and_validate(base_url=short.url, checks=CHECKS, timeout=20)

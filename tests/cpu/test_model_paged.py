@@ -1,0 +1,108 @@
+"""The decoder over the paged cache: prefill, chunks and decode give the reference's logits, and one another's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from preheat.batch.pack import Packer
+from preheat.core import Request, SamplingParams, Schedule
+from preheat.execute.executor import Executor
+from preheat.execute.kv_cache import KVCache
+from preheat.execute.sampler import Sampler
+from preheat.model.decoder import Decoder
+from preheat.schedule.slots import Slots
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.test_model_families import error_at_each_position, open_decoder
+
+BLOCK, LENGTHS = 16, (83, 1, 40)
+WAYS = {
+    "at once": [(83, 1, 40)],
+    "chunks": [(30, 0, 7), (1, 1, 0), (13, 0, 20), (39, 0, 13)],
+    "decode": [(70, 0, 35), *[(1, 0, 1)] * 5, (0, 1, 0), *[(1, 0, 0)] * 8],
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 199, length) for length in LENGTHS]
+
+
+class Steps:
+    """Three sequences over a cache whose blocks are handed out in shuffled order."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.slots = Slots(4, 96, BLOCK)
+        blocks = iter(np.random.default_rng(0).permutation(18) + 1)
+        for number, tokens in enumerate(sequences()):
+            slot = self.slots.take(Request(number, tokens.tolist(), SamplingParams(), 0, 1), tokens)
+            count = -(-len(tokens) // BLOCK)
+            self.slots.block_table[slot, :count] = [next(blocks) for _ in range(count)]
+            self.slots.num_blocks[slot] = count
+        cache = KVCache(decoder.spec, 19, BLOCK, decoder.dtype, torch.device("cpu"))
+        self.packer = Packer(self.slots, decoder.spec, decoder.dtype)
+        self.executor = Executor(decoder, cache, Sampler(4, decoder.spec.vocab_size))
+
+    @torch.inference_mode()
+    def run(self, extends: list[tuple[int, ...]]) -> list[Tensor]:
+        """The logits of every token of every sequence; step i computes ``extends[i][s]`` tokens of sequence s."""
+        found: list[list[Tensor]] = [[] for _ in LENGTHS]
+        for step in extends:
+            rows = sorted((s for s in range(len(LENGTHS)) if step[s]), key=lambda s: step[s] != 1)
+            extend = np.array([step[s] for s in rows], np.int32)
+            schedule = Schedule(np.array(rows, np.int32), extend, extend > 0, int((extend == 1).sum()))
+            batch = self.packer.pack(schedule)
+            hidden = self.executor.decoder.forward(batch.tokens, batch.positions, self.executor._attention(batch))
+            for s, part in zip(rows, self.executor.decoder.logits(hidden).split(extend.tolist()), strict=True):
+                found[s].append(part)
+                self.slots.cached_len[s] += len(part)
+        return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("name", ["llama tied", "llama 3.1", "mistral with window", "qwen2 with windows", "qwen3"])
+def test_prefill_chunks_and_decode_are_right_and_equal(name, tmp_path):
+    reference = save_checkpoint(MODELS[name], tmp_path)
+    decoder = open_decoder(tmp_path)
+    right = [reference(torch.from_numpy(tokens)) for tokens in sequences()]
+    first: list[Tensor] = []
+    for way in WAYS.values():
+        got = Steps(decoder).run(way)
+        for mine, theirs in zip(got, right, strict=True):
+            assert error_at_each_position(mine, theirs).max() <= 1e-5
+        first = first or got
+        assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mistral with window", "qwen3"])
+def test_bfloat16_bits_depend_on_neither_chunks_nor_threads(name, tmp_path):
+    save_checkpoint(MODELS[name], tmp_path)
+    decoder, first = open_decoder(tmp_path, torch.bfloat16), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for way in WAYS.values():
+            got = Steps(decoder).run(way)
+            first = first or got
+            assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
+
+
+def test_the_comparison_of_bits_can_fail(tmp_path):
+    """Another decoder by one last bit of one weight: the bits tell."""
+    save_checkpoint(MODELS["llama"], tmp_path)
+    decoder = open_decoder(tmp_path, torch.bfloat16)
+    before = Steps(decoder).run(WAYS["at once"])
+    row = sequences()[0][0]
+    decoder.weights.embedding[row, 0] *= 1.01
+    after = Steps(decoder).run(WAYS["at once"])
+    assert not torch.equal(before[0], after[0])

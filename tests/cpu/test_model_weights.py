@@ -1,0 +1,190 @@
+"""Loading: strict in both directions, every tensor in its place, dummy weights that are worth computing with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from preheat.errors import ModelError
+from preheat.model.decoder import Decoder
+from preheat.model.layout import expected_tensors
+from preheat.model.spec import ModelSpec, read_spec
+from preheat.model.weights import DummyTensors, check_tensors, load_weights
+from tests.cpu.test_model_families import dense_attention
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+SPEC = read_spec(CONFIG)
+TIED = read_spec(CONFIG | {"tie_word_embeddings": True})
+
+
+def write(folder: Path, spec: ModelSpec = SPEC, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_tensors(spec).items()
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def load_error(folder: Path, tensors: dict[str, Tensor], spec: ModelSpec = SPEC) -> str:
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError) as error:
+        load_weights(spec, folder, torch.float32)
+    return str(error.value)
+
+
+def test_parts_are_joined_in_order(tmp_path):
+    tensors, weights = write(tmp_path), load_weights(SPEC, tmp_path, torch.float32)
+    x, at = torch.randn(3, 64), "model.layers.1.self_attn"
+    with torch.inference_mode():
+        joined = weights.layers[1].qkv(x)
+        parts = [x @ tensors[f"{at}.{n}_proj.weight"].T + tensors[f"{at}.{n}_proj.bias"] for n in "qkv"]
+    torch.testing.assert_close(joined, torch.cat(parts, dim=1))
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
+    tensors = write(tmp_path)
+    norm = "model.layers.0.input_layernorm.weight"
+    assert f"missing tensors: {norm}" in load_error(tmp_path, {k: v for k, v in tensors.items() if k != norm})
+    assert "unknown tensors: extra.weight" in load_error(tmp_path, tensors | {"extra.weight": torch.ones(2)})
+    wrong = load_error(tmp_path, tensors | {"model.norm.weight": torch.ones(65)})
+    assert "model.norm.weight has shape [65], needs [64]" in wrong
+    assert "and 13 more" in load_error(
+        tmp_path, {k: v for k, v in tensors.items() if ".0." not in k} | {f"t{i}": torch.ones(1) for i in range(21)}
+    )
+
+
+def test_harmless_tensors_are_passed_over(tmp_path):
+    tensors = write(tmp_path, TIED)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(TIED, tmp_path, torch.float32)
+    assert "missing tensors: lm_head.weight" in load_error(tmp_path, {k: v for k, v in tensors.items() if k[0] != "l"})
+
+
+def shard(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Two files with an index; returns the index's map."""
+    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return places
+
+
+def test_shards_and_their_index_must_agree(tmp_path):
+    tensors = write(tmp_path)
+    whole = load_weights(SPEC, tmp_path, torch.float32)
+    (tmp_path / "model.safetensors").unlink()
+    places = shard(tmp_path, tensors)
+    assert torch.equal(load_weights(SPEC, tmp_path, torch.float32).embedding, whole.embedding)
+    index = {"weight_map": places | {"promised.weight": "part-0.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"no file has: promised\.weight"):
+        load_weights(SPEC, tmp_path, torch.float32)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(load_file(tmp_path / "part-0.safetensors"), tmp_path / "part-2.safetensors")
+    with pytest.raises(ModelError, match="in more than one file"):
+        load_weights(SPEC, tmp_path, torch.float32)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable"):
+        load_weights(SPEC, tmp_path, torch.float32)
+    with pytest.raises(ModelError, match="load format 'pt'"):
+        load_weights(SPEC, tmp_path, torch.float32, "pt")
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_are_converted_once(stored, tmp_path):
+    tensors = write(tmp_path, dtype=stored)
+    weights = load_weights(SPEC, tmp_path, torch.bfloat16)
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].to(torch.bfloat16))
+
+
+@given(st.sets(st.sampled_from(sorted(expected_tensors(SPEC)))), st.sets(st.text(min_size=1), max_size=3))
+def test_exactly_the_expected_tensors_pass(dropped, added):
+    expected = expected_tensors(SPEC)
+    added -= expected.keys()
+    shapes = {name: shape for name, shape in expected.items() if name not in dropped} | dict.fromkeys(added, (1,))
+    if dropped or added:
+        with pytest.raises(ModelError):
+            check_tensors(SPEC, shapes)
+    else:
+        check_tensors(SPEC, shapes)
+
+
+def dummy(name: str, *shape: int, seed: int = 0) -> Tensor:
+    out = torch.empty(shape)
+    DummyTensors(seed).fill(name, out)
+    return out
+
+
+def test_dummy_tensors_depend_on_name_and_seed_alone():
+    assert torch.equal(dummy("a.weight", 8, 8), dummy("a.weight", 8, 8))
+    assert not torch.equal(dummy("a.weight", 8, 8), dummy("b.weight", 8, 8))
+    assert not torch.equal(dummy("a.weight", 8, 8), dummy("a.weight", 8, 8, seed=1))
+    assert dummy("a.weight", 400, 100).std() == pytest.approx(0.1, rel=0.02)
+    norm = dummy("norm.weight", 4000)
+    assert (float(norm.mean()), float(norm.std())) == (pytest.approx(1, abs=0.01), pytest.approx(0.1, rel=0.1))
+
+
+def behaviour(decoder: Decoder) -> tuple[float, float, float]:
+    """Attention entropy as a share of the uniform one, the logits' spread, and the share of distinct choices."""
+    entropies, dense, spec = [], dense_attention(decoder.spec), decoder.spec
+
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        q, k = qkv[-1, : spec.num_heads], qkv[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
+        scores = torch.einsum("hd,thd->ht", q, k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1))
+        weight = (scores * spec.head_dim**-0.5).softmax(-1)
+        entropies.append(-(weight * weight.clamp(min=1e-30).log()).sum(-1).mean())
+        return dense(layer, qkv)
+
+    tokens = torch.randint(spec.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        logits = decoder.logits(decoder.forward(tokens, torch.arange(200), attend))
+    entropy = float(torch.stack(entropies).mean() / torch.tensor(200.0).log())
+    return entropy, float(logits.std(dim=-1).mean()), len(logits.argmax(-1).unique()) / 200
+
+
+def test_dummy_models_are_not_degenerate():
+    """Attention neither uniform nor on one token, logits spread about as a trained model's, choices that vary."""
+    for spec in (SPEC, TIED, read_spec(CONFIG | {"architectures": ["Qwen3ForCausalLM"]})):
+        decoder = Decoder(spec, load_weights(spec, Path(), torch.float32, "dummy"), 256)
+        entropy, spread, distinct = behaviour(decoder)
+        assert 0.5 < entropy < 0.98
+        assert 0.5 < spread < 3
+        assert distinct > 0.2
+
+
+def test_the_check_for_degeneracy_can_fail():
+    """The usual dummy weights, a tiny uniform noise, are what the check is there for."""
+
+    class Tiny:
+        def fill(self, name: str, out: Tensor) -> None:
+            DummyTensors(0).fill(name, out)
+            out.mul_(1e-3)
+
+    from preheat.model import weights as module
+
+    decoder = Decoder(SPEC, module._build(SPEC, Tiny(), torch.float32), 256)
+    entropy, spread, _ = behaviour(decoder)
+    assert entropy > 0.99
+    assert spread < 0.01

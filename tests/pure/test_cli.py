@@ -1,0 +1,122 @@
+"""The command line as far as it goes without a model: flags, prompts, mistakes, help."""
+
+import io
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preheat import __version__
+from preheat.cli import SAMPLING_HELP, _bias, _parser, _read_prompts, curl, main
+from preheat.core import SamplingParams
+from preheat.errors import SettingsError
+from preheat.settings import Settings
+
+
+def test_every_sampling_parameter_has_a_flag():
+    fields = [field.name for field in msgspec.structs.fields(SamplingParams)]
+    assert fields == list(SAMPLING_HELP)
+    words = "--n 2 --temperature 0.5 --top_p .9 --stop a b --stop-token-ids 1 2 --ignore-eos --no-skip-special-tokens"
+    args = _parser().parse_args(["generate", *words.replace("_", "-").split(), "--logit-bias", '{"7": -1}'])
+    values = {name: value for name, value in vars(args).items() if name in SAMPLING_HELP}
+    assert SamplingParams(**values) == SamplingParams(
+        n=2,
+        temperature=0.5,
+        top_p=0.9,
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logit_bias={7: -1.0},
+    )
+
+
+@given(st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100)))
+def test_logit_bias_is_json(bias):
+    assert _bias(json.dumps(bias)) == bias
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n{"), min_size=1), min_size=1))
+def test_a_line_is_a_prompt(texts):
+    file = io.StringIO("\n".join(texts), newline="\n")
+    assert list(_read_prompts(file, "f")) == texts
+
+
+@given(st.lists(st.text() | st.lists(st.integers(0, 1000)), min_size=1))
+def test_a_json_line_gives_its_prompt(prompts):
+    file = io.StringIO("\n".join(json.dumps({"prompt": p, "id": 1}) for p in prompts))
+    assert list(_read_prompts(file, "f")) == prompts
+
+
+def test_text_may_begin_with_a_brace():
+    assert list(_read_prompts(io.StringIO("{ return 1; }\n"), "f")) == ["{ return 1; }"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "no prompt"), ('ok\n{"text": "x"}', "f, line 2"), ("\n\n", "no prompt")]
+)
+def test_bad_prompt_files_say_what_is_wrong(text, message):
+    with pytest.raises(SettingsError, match=message):
+        list(_read_prompts(io.StringIO(text), "f"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("serve --max-num-seq 3", "did you mean --max-num-seqs"),
+        ("serve --max_num_seqs 0", "at least 1"),
+        ("serve --quantization awq", "not supported yet"),
+        ("generate --prompt x --top-p 3", "top_p"),
+        ("generate --prompt x --logit-bias [1]", "--logit-bias"),
+        ("generate --prompts missing.txt", "missing.txt"),
+        ("generate --prompt x --config missing.yaml", "missing.yaml"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(line, message, capsys):
+    try:
+        status = main(line.split())
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    assert "error: " in error
+    assert message in error
+
+
+@pytest.mark.parametrize("line", ["--help", "serve --help", "generate --help", "--version", "serve --port x"])
+def test_help_and_mistakes_never_wait_for_torch(line):
+    code = f"""
+import sys
+from preheat.cli import main
+try:
+    main({line.split()!r})
+except SystemExit:
+    pass
+sys.exit('torch' in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"preheat {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Settings(), "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type"),
+        (Settings(host="0.0.0.0", port=81), "http://127.0.0.1:81/"),
+        (Settings(host="::1"), "http://[::1]:8000/"),
+        (Settings(ssl_certfile="c", ssl_keyfile="k", host="x.org"), "https://x.org:8000/"),
+        (Settings(api_key=("secret",)), "Bearer $PREHEAT_API_KEY"),
+    ],
+)
+def test_the_curl_fits_the_settings(settings, expected):
+    assert expected in curl(settings)
+    assert "secret" not in curl(settings)

@@ -1,0 +1,257 @@
+"""Reading config.json: both of its dialects, every difference between the families, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preheat.errors import ModelError
+from preheat.model.files import (
+    find_checkpoint,
+    indexed_names,
+    read_config,
+    read_generation_defaults,
+    weight_files,
+)
+from preheat.model.layout import expected_tensors, layer_layout, num_parameters
+from preheat.model.registry import FAMILIES
+from preheat.model.spec import ModelSpec, RopeSpec, read_spec, resolve_dtype
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 300,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": [7, 8],
+    "bos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def spec_of(family: str = "Llama", **changes: Any) -> ModelSpec:
+    return read_spec(BASE | {"architectures": [f"{family}ForCausalLM"]} | changes)
+
+
+def test_a_plain_config():
+    spec = spec_of()
+    assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps, spec.dtype) == (16, 2, 1e-6, "bfloat16")
+    assert (spec.eos_ids, spec.bos_id) == ((7, 8), 1)
+    assert spec.rope == RopeSpec(kind="default", theta=10000.0, original_length=512)
+    assert spec.layer_windows == (None,) * 4
+    assert {spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm, spec.tie_word_embeddings} == {False}
+    assert (spec.q_size, spec.kv_size) == (128, 32)
+
+
+def test_published_llama_3_1_8b():
+    """The published config.json, older dialect."""
+    spec = read_spec(
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+        }
+    )  # fmt: skip
+    assert spec.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
+    assert spec.max_position_embeddings == 131072
+    assert num_parameters(spec) == 8_030_261_248
+
+
+def test_both_dialects_say_the_same():
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
+    old = spec_of("Qwen3", rope_theta=1e6, rope_scaling={"type": "yarn", **scaling})
+    new = spec_of("Qwen3", rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling}, dtype="bfloat16")
+    assert old == new
+    assert old.rope.kind == "yarn"
+
+
+def test_the_longest_sequence_counts_scaling_once():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert spec_of(rope_scaling=yarn).max_position_embeddings == 2048
+    assert spec_of(rope_scaling=yarn, max_position_embeddings=2048).max_position_embeddings == 2048
+    assert spec_of(rope_scaling={"type": "linear", "factor": 2.0}).max_position_embeddings == 1024
+
+
+def test_windows():
+    assert spec_of("Llama", sliding_window=64).layer_windows == (None,) * 4
+    assert spec_of("Mistral", sliding_window=64).layer_windows == (64,) * 4
+    assert spec_of("Mistral").layer_windows == (4096,) * 4
+    assert spec_of("Mistral", sliding_window=None).layer_windows == (None,) * 4
+    qwen = {"sliding_window": 64, "max_window_layers": 3}
+    assert spec_of("Qwen2", **qwen).layer_windows == (None,) * 4
+    assert spec_of("Qwen2", **qwen, use_sliding_window=True).layer_windows == (None, None, None, 64)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert spec_of("Qwen3", **qwen, use_sliding_window=True, layer_types=kinds).layer_windows == (64, None, 64, None)
+
+
+def test_biases_and_norms_by_family():
+    assert spec_of("Llama", attention_bias=True, mlp_bias=True).mlp_bias
+    qwen2, qwen3 = spec_of("Qwen2"), spec_of("Qwen3")
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+
+
+REFUSED = {
+    "architecture MptForCausalLM": {"architectures": ["MptForCausalLM"]},
+    "none named": {"architectures": None},
+    "hidden_act 'gelu'": {"hidden_act": "gelu"},
+    "rope type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope type 'longrope'": {"rope_parameters": {"rope_type": "longrope"}},
+    "differ between layers": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "mscale": {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "needs low_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "quantized checkpoints (awq)": {"quantization_config": {"quant_method": "awq"}},
+    "no vocab_size": {"vocab_size": None},
+    "hidden_size must be": {"hidden_size": "big"},
+    "cannot share 3": {"num_key_value_heads": 3},
+    "head_dim must be even": {"head_dim": 15},
+    "dtype 'float64'": {"torch_dtype": "float64"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_by_name(message):
+    with pytest.raises(ModelError) as error:
+        read_spec(BASE | REFUSED[message])
+    assert message in str(error.value)
+
+
+def test_refused_layer_types():
+    switch = {"use_sliding_window": True}
+    with pytest.raises(ModelError, match="3 entries for 4 layers"):
+        spec_of("Qwen2", **switch, layer_types=["full_attention"] * 3)
+    with pytest.raises(ModelError, match="'linear_attention'"):
+        spec_of("Qwen2", **switch, layer_types=["linear_attention"] * 4)
+    with pytest.raises(ModelError, match="sliding_window must be"):
+        spec_of("Mistral", sliding_window=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "native", "dtype"),
+    [
+        ("auto", "bfloat16", True, "bfloat16"),
+        ("auto", "bfloat16", False, "float32"),
+        ("auto", "float16", True, "bfloat16"),
+        ("auto", "float32", True, "float32"),
+        ("float16", "bfloat16", True, "bfloat16"),
+        ("bfloat16", "float32", False, "bfloat16"),
+        ("float32", "bfloat16", True, "float32"),
+    ],
+)
+def test_dtype(asked, checkpoint, native, dtype):
+    got, remark = resolve_dtype(asked, checkpoint, native)
+    assert got == dtype
+    assert (remark is not None) == (dtype != (checkpoint if asked == "auto" else asked))
+
+
+def test_unknown_dtype():
+    with pytest.raises(ModelError, match="int8"):
+        resolve_dtype("int8", "bfloat16", True)
+
+
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_tensor_has_one_place(architecture, layers, kv_heads, group, tied):
+    """The checkpoint's tensors and the parts of the joined matrices are the same set, and none occurs twice."""
+    spec = read_spec(
+        BASE
+        | {"architectures": [architecture], "num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+        | {"num_attention_heads": kv_heads * group, "head_dim": 4, "tie_word_embeddings": tied}
+    )
+    shapes = expected_tensors(spec)
+    for index in range(layers):
+        layout = layer_layout(spec, index)
+        names = [name for matrix in layout.matrices for name in matrix.tensors()]
+        assert len(set(names)) == len(names)
+        assert set(names) <= {name for name in shapes if name.startswith(f"model.layers.{index}.")}
+        assert layout.qkv.rows == (group + 2) * kv_heads * 4
+    assert ("lm_head.weight" in shapes) != tied
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_generation_defaults(tmp_path):
+    write(
+        tmp_path, config={"eos_token_id": 3}, generation_config={"temperature": 0.6, "top_k": None, "do_sample": True}
+    )
+    defaults = read_generation_defaults(tmp_path)
+    assert defaults.sampling == {"temperature": 0.6}
+    assert defaults.eos_ids == (3,)
+    write(tmp_path, generation_config={"eos_token_id": [4, 5], "top_p": 0.9})
+    assert read_generation_defaults(tmp_path).eos_ids == (4, 5)
+
+
+def test_finding_checkpoints(tmp_path):
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        find_checkpoint(str(tmp_path))
+    write(tmp_path, config=BASE)
+    assert find_checkpoint(str(tmp_path)) == tmp_path
+    assert read_config(tmp_path) == BASE
+    with pytest.raises(ModelError, match="neither a directory nor"):
+        find_checkpoint(str(tmp_path / "absent"))
+    with pytest.raises(ModelError, match="neither a directory nor"):
+        find_checkpoint("llama")
+
+
+def test_hub_errors_name_the_model(monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+
+    def refuse(model: str, **options: Any) -> str:
+        asked.update(options)
+        raise OSError("401 Client Error\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelError, match=r"'org/name' at revision v2 from the Hub: 401 Client Error$"):
+        find_checkpoint("org/name", "v2", with_weights=False)
+    assert asked["revision"] == "v2"
+    assert "*.safetensors" not in asked["allow_patterns"]
+
+
+def test_weight_files(tmp_path):
+    with pytest.raises(ModelError, match="load-format dummy"):
+        weight_files(tmp_path)
+    for name in ("a.safetensors", "b.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).touch()
+    assert [path.name for path in weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+    (tmp_path / "model.safetensors").touch()
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "c.safetensors"}}))
+    assert indexed_names(tmp_path) == {"x", "y"}
+    with pytest.raises(ModelError, match=r"lacks c\.safetensors"):
+        weight_files(tmp_path)
+
+
+def test_broken_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="not hold a JSON object"):
+        read_config(tmp_path)
