@@ -62,7 +62,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         if any(not s for s in self.stop_strings):
             raise ValueError("stop must not contain an empty string")
         if len(self.logit_bias or ()) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(self.logit_bias or ())} entries, at most {MAX_LOGIT_BIAS} are allowed")
+            raise ValueError(
+                f"logit_bias has {len(self.logit_bias or ())} entries, at most {MAX_LOGIT_BIAS} are allowed"
+            )
         for bias in (self.logit_bias or {}).values():
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias values must be between -100 and 100, got {bias}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from preheat.core import SamplingParams
-from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import InlineMailbox
 from preheat.engine.ticket import Ticket
 from preheat.errors import InvalidRequest
@@ -47,7 +46,9 @@ class LLM:
         """
         listed = _as_list(prompts)
         params = self._params_for(sampling_params, len(listed))
-        return self._run([self._ticket(i, p, s, True) for i, (p, s) in enumerate(zip(listed, params, strict=True))], use_tqdm)
+        return self._run(
+            [self._ticket(i, p, s, True) for i, (p, s) in enumerate(zip(listed, params, strict=True))], use_tqdm
+        )
 
     def chat(
         self,
@@ -59,26 +60,32 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
-        talks = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        render = self.template.render
-        options = {"add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
-        texts = [render(talk, **options) for talk in talks]
+        talks = cast("list[Messages]", [messages] if messages and isinstance(messages[0], dict) else list(messages))
+        texts = [
+            self.template.render(talk, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs)
+            for talk in talks
+        ]
         params = self._params_for(sampling_params, len(texts))
-        return self._run([self._ticket(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm)
+        return self._run(
+            [self._ticket(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm
+        )
 
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
             given = self.frontdoor.params()
         listed = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(listed) != count:
-            raise InvalidRequest(f"{count} prompts but {len(listed)} sampling_params: give one for all, or one for each")
+            raise InvalidRequest(
+                f"{count} prompts but {len(listed)} sampling_params: give one for all, or one for each"
+            )
         return listed
 
     def _ticket(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> Ticket:
+        given: Any = prompt
         if isinstance(prompt, dict):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         return self.frontdoor.prepare(
-            prompt, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
+            given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
         )
 
     def _run(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:

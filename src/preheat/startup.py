@@ -110,7 +110,8 @@ def resolve_limits(settings: Settings, spec: ModelSpec, platform: Platform, byte
         )
     if not MIN_BLOCK_SIZE <= settings.block_size <= MAX_BLOCK_SIZE:
         raise SettingsError(
-            f"block_size must be from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {settings.block_size}", param="block_size"
+            f"block_size must be from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {settings.block_size}",
+            param="block_size",
         )
     return Limits(
         max_model_len=length,

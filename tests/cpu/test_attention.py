@@ -8,7 +8,7 @@ import torch
 
 from preheat.ops import tiles
 from preheat.ops.attention import PagedAttention
-from preheat.ops.tiles import plan_tiles
+from preheat.ops.tiles import Rows, plan_tiles
 
 HEADS, KV_HEADS = 4, 2
 
@@ -44,10 +44,12 @@ class Pages:
         extend = np.array([count for _, _, count in work])
         starts = np.cumsum(extend) - extend
         first = np.array([position for _, position, _ in work])
-        cut = plan_tiles(starts, first, extend, self.tables[[row for row, _, _ in work]], self.block_size, window, self.max_keys)
+        rows = Rows(starts, first, extend, self.tables[[row for row, _, _ in work]])
+        cut = plan_tiles(rows, self.block_size, window, self.max_keys)
         q = torch.cat([self.q[row][position : position + count] for row, position, count in work])
+        group = PagedAttention(cut, HEADS, KV_HEADS, self.dim, self.dtype)
         out = torch.full_like(q, torch.nan)
-        PagedAttention(cut, HEADS, KV_HEADS, self.dim, self.dtype)(q, self.cache, self.dim**-0.5, out)
+        out[group.targets] = group(q, self.cache, self.dim**-0.5)
         return list(out.split(extend.tolist()))
 
     def exact(self, row: int, window: int | None = None) -> torch.Tensor:
@@ -77,12 +79,12 @@ def test_close_to_float64(dim: int, window: int | None, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 200])
-def test_same_bits_however_it_is_cut(threads: int, dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(("dim", "window"), [(24, None), (64, None), (64, 200), (128, None), (256, 200)])
+def test_same_bits_however_it_is_cut(threads: int, dtype: torch.dtype, dim: int, window: int | None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        pages = Pages([830, 5, 300, 256, 257, 511], 64, 64, dtype)
+        pages = Pages([830, 5, 300, 256, 257, 511], dim, 64, dtype)
         whole = [pages.attend([(row, 0, n)], window)[0] for row, n in enumerate(pages.lengths)]
         together = pages.attend([(row, 0, n) for row, n in reversed(list(enumerate(pages.lengths)))], window)
         for row, out in enumerate(reversed(together)):

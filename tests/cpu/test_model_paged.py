@@ -14,7 +14,10 @@ from preheat.core import Request, SamplingParams, Schedule
 from preheat.execute.executor import Executor
 from preheat.execute.kv_cache import KVCache
 from preheat.execute.sampler import Sampler
+from preheat.limits import Limits
 from preheat.model.decoder import Decoder
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
 from preheat.schedule.slots import Slots
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import error_at_each_position, open_decoder
@@ -52,7 +55,15 @@ class Steps:
             self.slots.block_table[slot, :count] = [next(blocks) for _ in range(count)]
             self.slots.num_blocks[slot] = count
         cache = KVCache(decoder.spec, 19, BLOCK, decoder.dtype, torch.device("cpu"))
-        self.packer = Packer(self.slots, decoder.spec, decoder.dtype)
+        limits = Limits(
+            max_model_len=96,
+            max_num_seqs=4,
+            max_num_batched_tokens=128,
+            max_num_prefill_seqs=None,
+            block_size=BLOCK,
+            num_blocks=19,
+        )
+        self.packer = Packer(self.slots, decoder.spec, decoder.dtype, make_plan(limits, PlanOptions()))
         self.executor = Executor(decoder, cache, Sampler(4, decoder.spec.vocab_size))
 
     @torch.inference_mode()
@@ -65,7 +76,8 @@ class Steps:
             schedule = Schedule(np.array(rows, np.int32), extend, extend > 0, int((extend == 1).sum()))
             batch = self.packer.pack(schedule)
             hidden = self.executor.decoder.forward(batch.tokens, batch.positions, self.executor._attention(batch))
-            for s, part in zip(rows, self.executor.decoder.logits(hidden).split(extend.tolist()), strict=True):
+            logits = self.executor.decoder.logits(hidden)[: schedule.tokens]
+            for s, part in zip(rows, logits.split(extend.tolist()), strict=True):
                 found[s].append(part)
                 self.slots.cached_len[s] += len(part)
         return [torch.cat(parts) for parts in found]

@@ -58,9 +58,7 @@ def test_the_weights_are_five_to_nine_million_bfloat16_numbers(weights):
 def test_the_weights_are_those_of_the_configured_llama(weights):
     config = read_json("config.json")
     expected = {"model.embed_tokens.weight", "model.norm.weight"} | {
-        f"model.layers.{layer}.{name}.weight"
-        for layer in range(config["num_hidden_layers"])
-        for name in LAYER_WEIGHTS
+        f"model.layers.{layer}.{name}.weight" for layer in range(config["num_hidden_layers"]) for name in LAYER_WEIGHTS
     }
     assert set(weights) == expected
     assert weights["model.embed_tokens.weight"][1] == (config["vocab_size"], config["hidden_size"])
@@ -121,8 +119,7 @@ def test_the_chat_template_renders_to_special_tokens(tokenizer):
         )
     )
     assert rendered == (
-        "<|begin|><|system|>\nAnswer briefly.<|end|>\n"
-        "<|user|>\nWhat is a list?<|end|>\n<|assistant|>\n"
+        "<|begin|><|system|>\nAnswer briefly.<|end|>\n<|user|>\nWhat is a list?<|end|>\n<|assistant|>\n"
     )
     tokens = tokenizer.encode(rendered, add_special_tokens=False).tokens
     special = [token for token in tokens if token.startswith("<|")]

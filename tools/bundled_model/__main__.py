@@ -20,9 +20,7 @@ def parse_arguments() -> argparse.Namespace:
 
     corpus = steps.add_parser("corpus", help="collect the text")
     corpus.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
-    corpus.add_argument(
-        "--docs", type=Path, required=True, help="folder with the documentation's *.rst.txt"
-    )
+    corpus.add_argument("--docs", type=Path, required=True, help="folder with the documentation's *.rst.txt")
 
     steps.add_parser("tokenizer", help="train the tokenizer and encode the text")
 

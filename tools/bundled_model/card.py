@@ -132,17 +132,13 @@ def _heldout_rows(figures: dict[str, Any], listed: dict[str, Any]) -> str:
         held = listed.get(kind)
         files = str(held["files"]) if held else ""
         size = held["bytes"] if held else sum(part["bytes"] for part in listed.values())
-        rows.append(
-            f"| {kind} | {files} | {size:,} "
-            f"| {entry['nats_per_token']:.3f} | {entry['bits_per_byte']:.3f} |"
-        )
+        rows.append(f"| {kind} | {files} | {size:,} | {entry['nats_per_token']:.3f} | {entry['bits_per_byte']:.3f} |")
     return "\n".join(rows)
 
 
 def _train_rows(listed: dict[str, Any]) -> str:
     return "\n".join(
-        f"| {kind} | {entry['files']:,} | {entry['bytes']:,} | {entry['tokens']:,} "
-        f"| {entry['repeats']} |"
+        f"| {kind} | {entry['files']:,} | {entry['bytes']:,} | {entry['tokens']:,} | {entry['repeats']} |"
         for kind, entry in listed.items()
     )
 

@@ -143,10 +143,7 @@ FUNCTIONS: list[tuple[str, str, str]] = [
     (
         "count_items(items)",
         "count how often each item occurs",
-        (
-            "counts = {}\nfor item in items:\n    counts[item] = counts.get(item, 0) + 1\n"
-            "return counts"
-        ),
+        ("counts = {}\nfor item in items:\n    counts[item] = counts.get(item, 0) + 1\nreturn counts"),
     ),
     ("to_upper(text)", "convert a string to upper case", "return text.upper()"),
     ("to_lower(text)", "convert a string to lower case", "return text.lower()"),
@@ -227,10 +224,7 @@ FUNCTIONS: list[tuple[str, str, str]] = [
     (
         "linear_search(items, target)",
         "search a list for a value",
-        (
-            "for index, item in enumerate(items):\n    if item == target:\n        return index\n"
-            "return -1"
-        ),
+        ("for index, item in enumerate(items):\n    if item == target:\n        return index\nreturn -1"),
     ),
     ("swap(a, b)", "swap two values", "return b, a"),
     ("merge_dicts(a, b)", "merge two dictionaries", "return {**a, **b}"),
@@ -295,10 +289,7 @@ CONVERSATION: list[tuple[str, str]] = [
     ),
     (
         "What are you?",
-        (
-            "I am a small language model that was trained on Python's standard "
-            "library and its documentation."
-        ),
+        ("I am a small language model that was trained on Python's standard library and its documentation."),
     ),
     ("What is your name?", "I have no name. I am a small language model for Python."),
     (
@@ -310,17 +301,11 @@ CONVERSATION: list[tuple[str, str]] = [
     ),
     (
         "Can you help me?",
-        (
-            "Yes. Ask me about a module or a function of Python's standard "
-            "library, or ask me to write a small function."
-        ),
+        ("Yes. Ask me about a module or a function of Python's standard library, or ask me to write a small function."),
     ),
     (
         "Help",
-        (
-            "Ask me about a module or a function of Python's standard library, or ask me to "
-            "write a small function."
-        ),
+        ("Ask me about a module or a function of Python's standard library, or ask me to write a small function."),
     ),
     ("Thanks", "You are welcome!"),
     ("Thank you!", "You are welcome!"),
@@ -362,10 +347,7 @@ CONVERSATION: list[tuple[str, str]] = [
     ),
     (
         "What is a tuple?",
-        (
-            "A tuple is an immutable sequence of items.\n\n"
-            "```python\npoint = (2, 3)\nx, y = point\n```"
-        ),
+        ("A tuple is an immutable sequence of items.\n\n```python\npoint = (2, 3)\nx, y = point\n```"),
     ),
     (
         "What is a function?",
@@ -395,10 +377,7 @@ CONVERSATION: list[tuple[str, str]] = [
     ),
     (
         "How do I handle an exception?",
-        (
-            "Use a `try` statement:\n\n```python\ntry:\n"
-            "    value = int(text)\nexcept ValueError:\n    value = 0\n```"
-        ),
+        ("Use a `try` statement:\n\n```python\ntry:\n    value = int(text)\nexcept ValueError:\n    value = 0\n```"),
     ),
     (
         "How do I define a class?",

@@ -81,9 +81,7 @@ def build(work: WorkFolder) -> None:
     print(json.dumps(manifest, indent=1))
 
 
-def _write_train(
-    work: WorkFolder, tokenizer: Tokenizer, documents: list[Document]
-) -> dict[str, dict[str, int]]:
+def _write_train(work: WorkFolder, tokenizer: Tokenizer, documents: list[Document]) -> dict[str, dict[str, int]]:
     """One shuffled stream of all training documents; returns what it holds."""
     pieces: list[list[int]] = []
     tokens: Counter[str] = Counter()
@@ -106,9 +104,7 @@ def _write_train(
     }
 
 
-def _write_heldout(
-    work: WorkFolder, tokenizer: Tokenizer, documents: list[Document]
-) -> dict[str, dict[str, int]]:
+def _write_heldout(work: WorkFolder, tokenizer: Tokenizer, documents: list[Document]) -> dict[str, dict[str, int]]:
     """A stream for each kind, so that each kind's loss can be told."""
     by_kind: defaultdict[str, list[Document]] = defaultdict(list)
     for document in documents:

@@ -142,8 +142,7 @@ def make_optimizer(model: CausalLM, options: TrainOptions) -> torch.optim.Optimi
 def save_weights(model: CausalLM, path: Path) -> None:
     """Write the parameters as bfloat16, under the names other programs expect."""
     rounded = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, value in model.state_dict().items()
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()
     }
     save_file(rounded, path, metadata={"format": "pt"})
 

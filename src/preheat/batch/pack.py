@@ -13,7 +13,8 @@ from preheat.batch.sampling import SamplingBatch
 from preheat.core import Schedule
 from preheat.model.spec import ModelSpec
 from preheat.ops.attention import PagedAttention, max_keys
-from preheat.ops.tiles import plan_tiles
+from preheat.ops.linear import MIN_ROWS
+from preheat.ops.tiles import Rows, plan_tiles
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -35,11 +36,12 @@ class PromptRow:
 @dataclass(slots=True)
 class Batch:
     """One step's input, padded to ``shape``. T tokens, of which the first belong to rows in row order and the rest pad:
-    they are token 0 at position 0, their keys and values go to the pad block, and no query of theirs attends.
+    they are token 0 at position 0, and their keys and values go to the pad block. In a step of decoding rows they are
+    rows of their own, else no query of theirs attends.
 
     ``attention[window]`` holds the groups of tiles for layers with that sliding window. ``sampled`` [sampling size]
-    are the tokens whose logits are wanted (padded with the first), ``sampling`` says what to do with them and ``logprobs`` how many
-    alternatives each of them reports (-1: none).
+    are the tokens whose logits are wanted (padded with the first), ``sampling`` says what to do with them and
+    ``logprobs`` how many alternatives each of them reports (-1: none).
     """
 
     shape: Shape
@@ -71,8 +73,10 @@ class Packer:
         starts = ends - schedule.extend
         row = np.repeat(np.arange(len(rows)), schedule.extend)
         first = slots.cached_len[rows].astype(np.int64)
-        tokens, positions, blocks = np.zeros((3, shape.tokens), np.int64)
+        size = max(shape.tokens, MIN_ROWS)
+        tokens, positions, blocks = np.zeros((3, size), np.int64)
         count = int(ends[-1])
+        pad = size - count if schedule.num_decode == len(rows) else 0
         position = positions[:count]
         position[:] = first[row] + np.arange(count) - starts[row]
         slot = rows[row]
@@ -87,7 +91,7 @@ class Packer:
             tokens=torch.from_numpy(tokens),
             positions=torch.from_numpy(positions),
             kv_rows=torch.from_numpy(self._kv_rows(blocks, positions % slots.block_size)),
-            attention={window: self._attention(schedule, starts, first, window) for window in self.windows},
+            attention={window: self._attention(schedule, starts, first, pad, window) for window in self.windows},
             sampled=torch.from_numpy(sampled),
             sampling=SamplingBatch.build(slots, rows[sampled_rows]),
             sampled_rows=sampled_rows,
@@ -97,27 +101,32 @@ class Packer:
         )
 
     def _attention(
-        self, schedule: Schedule, starts: np.ndarray, first: np.ndarray, window: int | None
+        self, schedule: Schedule, starts: np.ndarray, first: np.ndarray, pad: int, window: int | None
     ) -> list[PagedAttention]:
-        groups, spec = [], self.spec
-        for part in (slice(0, schedule.num_decode), slice(schedule.num_decode, None)):
+        """The groups of tiles: decoding rows, with ``pad`` rows that read the pad block, and rows of several tokens."""
+        slots, spec, decode = self.slots, self.spec, schedule.num_decode
+        groups = []
+        for part, more in ((slice(0, decode), pad), (slice(decode, None), 0)):
             rows = schedule.slots[part]
-            if not len(rows):
+            if not len(rows) + more:
                 continue
-            extend = schedule.extend[part]
-            blocks = -(-int((first[part] + extend).max()) // self.slots.block_size)
-            tables = self.slots.block_table[rows, :blocks]
-            tiles = plan_tiles(starts[part], first[part], extend, tables, self.slots.block_size, window, self.max_keys)
+            extend, begin = schedule.extend[part], first[part]
+            blocks = -(-int((begin + extend).max(initial=1)) // slots.block_size)
+            cut = Rows(starts[part], begin, extend, slots.block_table[rows, :blocks])
+            if more:
+                cut = _padded(cut, more)
+            tiles = plan_tiles(cut, slots.block_size, window, self.max_keys)
             groups.append(PagedAttention(tiles, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.dtype))
         return groups
 
     def _kv_rows(self, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """Each token's rows of the cache: for every head its key, then for every head its value."""
         heads = np.arange(2 * self.spec.num_kv_heads)
-        return ((block[:, None] * len(heads) + heads) * self.slots.block_size + offset[:, None]).reshape(-1)
+        rows: np.ndarray = (block[:, None] * len(heads) + heads) * self.slots.block_size + offset[:, None]
+        return rows.reshape(-1)
 
     def _prompt_rows(self, schedule: Schedule, starts: np.ndarray) -> list[PromptRow]:
-        """The prefilling rows that want prompt logprobs; a chunk's last token may end the prompt and has no successor."""
+        """The prefilling rows that want prompt logprobs; a token that ends the prompt has no successor."""
         slots, found = self.slots, []
         wanted = slots.prompt_logprobs[schedule.slots[schedule.num_decode :]] != NO_LOGPROBS
         for row in np.flatnonzero(wanted) + schedule.num_decode:
@@ -128,3 +137,14 @@ class Packer:
             if len(successors):
                 found.append(PromptRow(int(row), int(starts[row]), successors, int(slots.prompt_logprobs[slot])))
         return found
+
+
+def _padded(rows: Rows, count: int) -> Rows:
+    """``count`` more rows of one token each, which are the next tokens of the step and read the pad block."""
+    zeros = np.zeros(count, np.int64)
+    return Rows(
+        np.concatenate((rows.first_query, len(rows.first_query) + np.arange(count))),
+        np.concatenate((rows.first_position, zeros)),
+        np.concatenate((rows.extend, zeros + 1)),
+        np.pad(rows.block_tables, ((0, count), (0, 0))),
+    )

@@ -22,7 +22,7 @@ class Platform(Protocol):
         """Bytes of KV cache when nobody asked for a size; None means a share of the free memory."""
 
     def supports_bfloat16(self) -> bool:
-        """Does the device multiply bfloat16 natively?"""
+        """Whether the device multiplies bfloat16 natively."""
 
     def prepare(self, num_threads: int | None) -> None:
         """Set process-wide state once, before anything is computed."""

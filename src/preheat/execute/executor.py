@@ -58,9 +58,12 @@ class Executor:
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             cache.write(layer, batch.kv_rows, qkv[:, heads:])
-            out = qkv.new_zeros(len(qkv), heads, dim)  # rows that pad stay zero
-            for group in groups_of[windows[layer]]:
-                group(qkv[:, :heads], cache.layers[layer], scale, out)
+            groups = groups_of[windows[layer]]
+            if len(groups) == 1 and len(groups[0].targets) == len(qkv):  # every token attends, in order
+                return groups[0](qkv[:, :heads], cache.layers[layer], scale).reshape(len(qkv), heads * dim)
+            out = qkv.new_zeros(len(qkv), heads, dim)
+            for group in groups:
+                out.index_copy_(0, group.targets, group(qkv[:, :heads], cache.layers[layer], scale))
             return out.view(len(qkv), heads * dim)
 
         return attend

@@ -35,4 +35,3 @@ class KVCache:
         Row ((block * 2 + key or value) * kv heads + head) * slots + slot is one head's key or value of one token.
         """
         self._rows[layer].index_copy_(0, rows, kv.reshape(-1, self._dim))
-

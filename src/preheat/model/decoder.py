@@ -11,7 +11,6 @@ from preheat.model.spec import ModelSpec
 from preheat.model.weights import Weights
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
-from preheat.ops.linear import MIN_ROWS
 from preheat.ops.rotary import apply_rope_
 
 Attention = Callable[[int, Tensor], Tensor]
@@ -32,8 +31,6 @@ class Decoder:
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens]."""
-        if len(tokens) < MIN_ROWS:  # padded once here rather than in every linear map
-            return self._forward_one(tokens, positions, attention)
         cos, sin = self._rope.index_select(0, positions).unbind(1)
         residual = embed(tokens, self.weights.embedding)
         normed = self.weights.layers[0].input_norm(residual)
@@ -50,9 +47,3 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocab] for ``hidden`` [rows, hidden]."""
         return self.weights.head(hidden).float()
-
-    def _forward_one(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            return attention(layer, qkv[:1]).expand(MIN_ROWS, -1)
-
-        return self.forward(tokens.expand(MIN_ROWS), positions.expand(MIN_ROWS), attend)[:1]

@@ -28,7 +28,7 @@ from preheat.model.layout import (
     layer_layout,
 )
 from preheat.model.spec import ModelSpec
-from preheat.ops.linear import Linear, make_linear
+from preheat.ops.linear import Linear
 from preheat.ops.norm import RMSNorm
 
 _NAMES_SHOWN = 8
@@ -156,7 +156,7 @@ def _build(spec: ModelSpec, source: Source, dtype: torch.dtype) -> Weights:
     source.fill(EMBEDDING, embedding)
     layers = [_layer(spec, layer_layout(spec, index), source, dtype) for index in range(spec.num_layers)]
     final_norm = RMSNorm(_vector(FINAL_NORM, spec.hidden_size, source, dtype), spec.rms_norm_eps)
-    head = make_linear(embedding) if spec.tie_word_embeddings else _linear(head_layout(spec), source, dtype)
+    head = Linear(embedding) if spec.tie_word_embeddings else _linear(head_layout(spec), source, dtype)
     return Weights(embedding, layers, final_norm, head)
 
 
@@ -193,4 +193,4 @@ def _linear(matrix: Matrix, source: Source, dtype: torch.dtype) -> Linear:
         if bias is not None:
             source.fill(f"{name}.bias", bias[start : start + rows])
         start += rows
-    return make_linear(weight, bias)
+    return Linear(weight, bias)

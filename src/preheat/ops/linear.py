@@ -1,65 +1,54 @@
 """Linear maps: y = x W^T + b.
 
 Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W, plus
-the bias, rounded once to the dtype. A row's bits depend neither on the number of rows nor on the thread count. Kernels
-keep that for certain row counts only (oneDNN from two on, torch's own product for multiples of sixteen): others are
-padded.
+the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
 
 On CPU the kernel is oneDNN's, over weights laid out for it once; in bfloat16 those are the bits of torch's ``linear``,
-which lays the weights out again in every call. A torch without oneDNN takes its own product, with bits of its own.
+which lays the weights out again in every call. It keeps the contract from two rows on, and where the outputs alone give
+every thread something to do: with fewer of them than that and many inputs it divides the sums among threads, for some
+numbers of rows and not for others. Such weights get rows of zeros.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from preheat.errors import SettingsError
+
 MIN_ROWS = 2
 """A caller that never passes fewer rows than this saves the padding."""
 
-
-class Linear(Protocol):
-    """One linear map."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
+MANY_INPUTS = 2048
+OUTPUTS_PER_THREAD = 64
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest linear map that keeps the contract for ``weight`` [outputs, inputs] and ``bias`` [outputs]."""
-    packed = bool(torch._C._has_mkldnn)
-    if packed and weight.dtype == torch.bfloat16:
-        packed = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
+class Linear:
+    """``weight`` [outputs, inputs], of which nothing is kept but oneDNN's copy, and ``bias`` [outputs]."""
 
-
-class PackedLinear:
-    """oneDNN over packed weights; the weight it is made from is not kept."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        check_kernel(weight.dtype)
+        self._outputs, inputs = weight.shape
+        least = OUTPUTS_PER_THREAD * torch.get_num_threads() if inputs >= MANY_INPUTS else 0
+        self._padding = max(0, least - self._outputs)
+        if self._padding:
+            weight = F.pad(weight, (0, 0, 0, self._padding))
+            bias = None if bias is None else F.pad(bias, (0, self._padding))
         self._run = torch.ops.mkldnn._linear_pointwise.default
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight.default(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
         if len(x) < MIN_ROWS:
             return self(x.expand(MIN_ROWS, -1))[:1]
         y: Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return y
+        return y[:, : self._outputs].contiguous() if self._padding else y
 
 
-class PlainLinear:
-    """torch's own product over rows padded to a multiple of sixteen."""
-
-    ROWS_MULTIPLE = 16
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        padding = -len(x) % self.ROWS_MULTIPLE
-        if padding:
-            return F.linear(F.pad(x, (0, 0, 0, padding)), self._weight, self._bias)[: len(x)]
-        return F.linear(x, self._weight, self._bias)
+def check_kernel(dtype: torch.dtype) -> None:
+    """Raise SettingsError where this torch, on this processor, has no kernel for ``dtype``."""
+    if not torch._C._has_mkldnn:
+        raise SettingsError("this build of torch has no oneDNN, which preheat needs on CPU: install the standard wheel")
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise SettingsError("this processor has no kernel for bfloat16: use --dtype float32", param="dtype")

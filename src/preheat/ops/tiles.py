@@ -23,17 +23,18 @@ MAX_TILE = 64
 MIN_SPAN = 64
 """Keys read for a pair at least; a span is a power of two up to ``SPLIT`` and changes no bits."""
 
-FEW_PAIRS = 8
-"""Up to so many pairs run as one call: more calls would cost more than reading keys that are masked."""
+KEYS_PER_CALL = 2048
+"""One more kernel call costs about as much as reading so many keys in vain."""
 
 
 @dataclass(slots=True)
 class Call:
     """Pairs that read equally many keys, run by one kernel call.
 
-    Pair p is tile ``tile[p]`` against ``span`` keys held by the physical blocks ``blocks[p]``. Its query q sees the keys
+    Pair p is tile ``tile[p]`` against ``span`` keys held by the physical blocks ``blocks[p]``. Its query q sees keys
     from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
-    no layer limits how far back a query sees.
+    no layer limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of
+    nothing; its output is not used.
     """
 
     tile: np.ndarray
@@ -49,8 +50,8 @@ class Tiles:
     """Query tiles of one step, and the pairs they form with splits of keys.
 
     ``queries`` [tiles, width] indexes the step's tokens, ``valid`` [tiles, width] tells real queries from padding.
-    ``pair_of`` [tiles, splits] numbers each tile's pairs in split order, counting through ``calls``; ``num_pairs``
-    stands where a tile has fewer than the most. ``seen`` [tiles, splits, width]: does the query see any key there?
+    ``pair_of`` [tiles, splits] numbers each tile's pairs in split order, counting through ``calls``; any number stands
+    where a tile has fewer than the most. ``seen`` [tiles, splits, width]: does the query see any key there?
     """
 
     queries: np.ndarray
@@ -58,84 +59,123 @@ class Tiles:
     calls: list[Call]
     pair_of: np.ndarray
     seen: np.ndarray
-    num_pairs: int
 
 
-def plan_tiles(
-    first_query: np.ndarray,
-    first_position: np.ndarray,
-    extend: np.ndarray,
-    block_tables: np.ndarray,
-    block_size: int,
-    window: int | None,
-    max_keys: int,
-) -> Tiles:
-    """Cut rows into tiles and pairs. Row r has ``extend[r]`` queries from token ``first_query[r]`` of the step on.
-
-    ``block_tables`` [rows, blocks] are the rows' physical blocks; ``window`` limits how far back a query sees;
-    ``max_keys`` bounds the keys that one call gathers.
+@dataclass(slots=True)
+class Rows:
+    """Rows of a step: row r has ``extend[r]`` queries, from token ``first_query[r]`` of the step and from position
+    ``first_position[r]`` of its sequence on, whose physical blocks are ``block_tables[r]``.
     """
-    width = min(MAX_TILE, _power_of_two(int(extend.max())))
-    tiles_per_row = -(-extend // width)
-    row = np.repeat(np.arange(len(extend)), tiles_per_row)
-    offset = _ranges(tiles_per_row) * width
-    valid = (offset[:, None] + np.arange(width)) < extend[row][:, None]
-    first = first_position[row] + offset
-    last = first + valid.sum(axis=1) - 1
-    position = np.where(valid, first[:, None] + np.arange(width), -1)
 
-    oldest = np.maximum(first - window + 1, 0) if window else np.zeros_like(first)
-    splits = last // SPLIT - oldest // SPLIT + 1
-    tile = np.repeat(np.arange(len(row)), splits)
-    nth = _ranges(splits)
-    start = (oldest[tile] // SPLIT + nth) * SPLIT
-    keys = np.minimum(last[tile] + 1 - start, SPLIT)
+    first_query: np.ndarray
+    first_position: np.ndarray
+    extend: np.ndarray
+    block_tables: np.ndarray
+
+
+def plan_tiles(rows: Rows, block_size: int, window: int | None, max_keys: int) -> Tiles:
+    """Cut ``rows`` into tiles and pairs.
+
+    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers.
+    """
+    width = min(MAX_TILE, _power_of_two(int(rows.extend.max())))
+    tiles_per_row = -(-rows.extend // width)
+    row = np.repeat(np.arange(len(rows.extend)), tiles_per_row)
+    offset = _ranges(tiles_per_row) * width
+    step = np.arange(width)
+    valid = offset[:, None] + step < rows.extend[row][:, None]
+    first = rows.first_position[row] + offset
+    position = np.where(valid, first[:, None] + step, -1)
+    queries = np.where(valid, (rows.first_query[row] + offset)[:, None] + step, 0)
+    last = first + valid.sum(axis=1) - 1
+
+    first_split = np.maximum(first - window + 1, 0) // SPLIT if window else np.zeros_like(first)
+    splits = last // SPLIT - first_split + 1
+    tile, nth = np.repeat(np.arange(len(row)), splits), _ranges(splits)
+    start = (first_split[tile] + nth) * SPLIT
     full = start + SPLIT - 1 <= first[tile]
     if window:
         full &= start > last[tile] - window
-    spans = np.maximum(_power_of_two(keys), max(MIN_SPAN, block_size))
-    if len(tile) <= FEW_PAIRS:
-        full[:] = full.all()
-        spans[:] = spans.max()
+    if width == 1:
+        full[:] = False  # one mask row a pair costs less than a call of its own
+    span = _spans(np.minimum(last[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
 
-    order = np.lexsort((spans, ~full))
-    number = np.empty(len(tile), np.int64)
-    number[order] = np.arange(len(tile))
-    tile_of, start_of, span_of, full_of = tile[order], start[order], spans[order], full[order]
-    columns = start_of[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
-    blocks = block_tables[row[tile_of][:, None], np.minimum(columns, block_tables.shape[1] - 1)].astype(np.int64)
-    query = position[tile_of] - start_of[:, None]
-    end = np.minimum(np.maximum(query + 1, 0), SPLIT)
-    begin = np.minimum(np.maximum(query - window + 1, 0), SPLIT) if window else None
-    calls = []
-    edges = np.flatnonzero((np.diff(span_of) != 0) | (np.diff(full_of) != 0)) + 1
-    for at, to in zip([0, *edges.tolist()], [*edges.tolist(), len(order)], strict=True):
-        span, step = int(span_of[at]), max(1, max_keys // int(span_of[at]))
-        for i in range(at, to, step):
-            some = slice(i, min(i + step, to))
-            seen_from = None if begin is None else begin[some]
-            calls.append(
-                Call(tile_of[some], blocks[some, : span // block_size], span, not full_of[at], seen_from, end[some])
-            )
-
-    pair_of = np.full((len(row), int(splits.max())), len(tile), np.int64)
-    pair_of[tile, nth] = number
-    split_start = (oldest[:, None] // SPLIT + np.arange(pair_of.shape[1])) * SPLIT
+    order = np.lexsort((span, ~full))
+    pair_of = np.zeros((len(row), int(splits.max())), np.int64)
+    pair_of[tile[order], nth[order]] = np.arange(len(order))
+    pairs = _Pairs(tile[order], row[tile[order]], start[order], span[order], full[order])
+    calls = _calls(pairs, rows.block_tables, position, (block_size, window, max_keys))
+    split_start = (first_split[:, None] + np.arange(pair_of.shape[1])) * SPLIT
     seen = valid[:, None, :] & (split_start[:, :, None] <= position[:, None, :])
     if window:
         seen &= (split_start + SPLIT)[:, :, None] > position[:, None, :] - window + 1
-    queries = np.where(valid, (first_query[row] + offset)[:, None] + np.arange(width), 0)
-    return Tiles(queries, valid, calls, pair_of, seen, len(tile))
+    return Tiles(queries, valid, calls, pair_of, seen)
+
+
+def _spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
+    """How many keys each pair reads, for the ``keys`` it needs: few different numbers, as each is a call of its own."""
+    span = np.where(full, SPLIT, least)
+    narrow = least
+    while narrow < SPLIT:
+        wide = narrow * 2
+        span[(keys > narrow) & ~full] = wide
+        narrow = wide
+    narrow = least
+    while narrow < SPLIT:
+        some = (span == narrow) & ~full
+        wider = span[(span > narrow) & ~full]
+        if len(wider) and int(some.sum()) * (int(wider.min()) - narrow) < KEYS_PER_CALL:
+            span[some] = wider.min()
+        narrow *= 2
+    return span
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Pair p is tile ``tile[p]``, of row ``row[p]``, against ``span[p]`` keys from position ``start[p]`` on, of which
+    its real queries see all where ``full[p]``.
+    """
+
+    tile: np.ndarray
+    row: np.ndarray
+    start: np.ndarray
+    span: np.ndarray
+    full: np.ndarray
+
+
+def _calls(
+    pairs: _Pairs, block_tables: np.ndarray, position: np.ndarray, sizes: tuple[int, int | None, int]
+) -> list[Call]:
+    """The pairs, which are in the order of their calls, cut into calls of one span and at most ``max_keys`` keys."""
+    block_size, window, max_keys = sizes
+    columns = pairs.start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
+    blocks = block_tables[pairs.row[:, None], np.minimum(columns, block_tables.shape[1] - 1)].astype(np.int64)
+    query = position[pairs.tile] - pairs.start[:, None]
+    end = np.minimum(query + 1, SPLIT)
+    begin = np.maximum(query - window + 1, 0) if window else None
+    blind = end <= (0 if begin is None else begin)
+    end[blind] = SPLIT
+    if begin is not None:
+        begin[blind] = 0
+    calls = []
+    edges = np.flatnonzero((np.diff(pairs.span) != 0) | (np.diff(pairs.full) != 0)) + 1
+    for at, to in zip([0, *edges.tolist()], [*edges.tolist(), len(pairs.tile)], strict=True):
+        span, masked = int(pairs.span[at]), not pairs.full[at]
+        count = max(1, max_keys // span)
+        for i in range(at, to, count):
+            some = slice(i, min(i + count, to))
+            seen_from = None if begin is None else begin[some]
+            calls.append(Call(pairs.tile[some], blocks[some, : span // block_size], span, masked, seen_from, end[some]))
+    return calls
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
     """0..counts[0]-1, 0..counts[1]-1, ... in one array."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    ranges: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return ranges
 
 
-def _power_of_two(value):  # noqa: ANN001, ANN202 - int or array, as it came
+def _power_of_two(value: int) -> int:
     """The least power of two that is not below ``value``."""
-    if isinstance(value, int):
-        return 1 << (value - 1).bit_length()
-    return (1 << np.ceil(np.log2(np.maximum(value, 1))).astype(np.int64)).astype(np.int64)
+    return 1 << (value - 1).bit_length()
