@@ -127,6 +127,10 @@ class Drain(msgspec.Struct, tag="drain"):
     now: bool = False
 
 
+class Ask(msgspec.Struct, tag="ask"):
+    """The front door wants a Report."""
+
+
 class Finish(msgspec.Struct, array_like=True):
     """Why a sequence ended. ``stop_id`` is the stop token that did it; ``message`` is set for reason "error"."""
 
@@ -178,13 +182,29 @@ class Stats(msgspec.Struct, tag="stats"):
     generation_tokens: int = 0
 
 
+class Progress(msgspec.Struct, tag="progress"):
+    """How far the engine's start is: ``done`` items of ``total``; ``eta_s`` is None while nobody can tell."""
+
+    done: int
+    total: int
+    current: str
+    eta_s: float | None = None
+
+
 class Ready(msgspec.Struct, tag="ready"):
-    """The engine's first message: it can run, within these limits."""
+    """The engine can run, within these limits. ``record`` is what became of the plan, as JSON."""
 
     max_model_len: int
     num_blocks: int
     block_size: int
     seconds: float
+    record: bytes = b""
+
+
+class Report(msgspec.Struct, tag="report"):
+    """The answer to Ask: the record as it is now, as JSON."""
+
+    record: bytes
 
 
 class Died(msgspec.Struct, tag="died"):
@@ -193,8 +213,8 @@ class Died(msgspec.Struct, tag="died"):
     message: str
 
 
-ToEngine = Request | Cancel | Drain
-FromEngine = Delta | Ready | Died
+ToEngine = Request | Cancel | Drain | Ask
+FromEngine = Delta | Progress | Ready | Report | Died
 
 
 @dataclass(slots=True)

@@ -67,6 +67,8 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     from preheat.model.decoder import Decoder
     from preheat.model.weights import load_weights
     from preheat.schedule.scheduler import Scheduler
+    from preheat.warmup.guard import Guard
+    from preheat.warmup.record import Record
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
@@ -89,14 +91,16 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
     executor = Executor(Decoder(spec, weights, limits.max_model_len), cache, sampler)
-    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype, plan), executor)
+    record = Record.of(plan, model=settings.model, platform=platform.name, dtype=name)
+    guard = Guard(record, plan, "off")
+    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype, plan), executor, guard)
     seconds = time.monotonic() - started
     logger.info(
         "%s on %s in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
         settings.model, platform.name, name, limits.num_blocks, limits.block_size,
         limits.num_blocks * bytes_per_block / 2**30, limits.max_num_seqs, limits.max_model_len, seconds,
     )  # fmt: skip
-    mailbox.put(Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds))
+    mailbox.put(Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json()))
     return loop
 
 

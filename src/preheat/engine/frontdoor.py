@@ -17,7 +17,19 @@ from typing import Any
 
 import msgspec
 
-from preheat.core import Cancel, Delta, Died, Finish, FromEngine, Ready, Request, SamplingParams, ToEngine
+from preheat.core import (
+    Cancel,
+    Delta,
+    Died,
+    Finish,
+    FromEngine,
+    Progress,
+    Ready,
+    Report,
+    Request,
+    SamplingParams,
+    ToEngine,
+)
 from preheat.engine.ticket import Choice, Ticket, stop_reason
 from preheat.errors import ContextTooLong, EngineDead, InvalidRequest, NotReady, PreheatError, TooManyRequests
 from preheat.metrics import Metrics
@@ -49,6 +61,9 @@ class FrontDoor:
         self.tokenizer = tokenizer
         self.metrics = metrics or Metrics("preheat")
         self.ready: Ready | None = None
+        self.progress: Progress | None = None
+        self.record = b""
+        self.reports = 0  # how often the engine has sent its record since it was ready
         self.dead: str | None = None
         self._send = send
         self._max_logprobs, self._max_queued = max_logprobs, max_queued
@@ -182,8 +197,13 @@ class FrontDoor:
         match message:
             case Delta():
                 self._book(message)
+            case Progress():
+                self.progress = message
             case Ready():
-                self.ready = message
+                self.ready, self.record = message, message.record
+            case Report():
+                self.record = message.record
+                self.reports += 1
             case Died():
                 self.die(message.message)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from preheat.batch.pack import Packer
-from preheat.core import Cancel, Delta, Drain, Finish, FromEngine, Request, Schedule, ToEngine
+from preheat.batch.pack import Batch, Packer
+from preheat.core import Ask, Cancel, Delta, Drain, Finish, FromEngine, Report, Request, Schedule, ToEngine
 from preheat.errors import PreheatError
 from preheat.execute.executor import Executor
 from preheat.schedule.scheduler import Scheduler
@@ -30,11 +30,23 @@ class EngineSide(Protocol):
         """Send to the front door."""
 
 
+class Observer(Protocol):
+    """Told of every step that ran, before it is settled; an error that it raises fails the step's requests."""
+
+    def step(self, batch: Batch) -> None: ...
+
+    def report(self) -> bytes:
+        """What it has seen, for a Report."""
+
+
 class Loop:
     """Runs requests from a mailbox until it is drained."""
 
-    def __init__(self, mailbox: EngineSide, scheduler: Scheduler, packer: Packer, executor: Executor) -> None:
+    def __init__(
+        self, mailbox: EngineSide, scheduler: Scheduler, packer: Packer, executor: Executor, observer: Observer
+    ) -> None:
         self.mailbox, self.scheduler, self.packer, self.executor = mailbox, scheduler, packer, executor
+        self.observer = observer
         self.draining = False
 
     def run(self) -> None:
@@ -53,7 +65,9 @@ class Loop:
 
     def _run(self, schedule: Schedule) -> Delta:
         try:
-            result = self.executor.execute(self.packer.pack(schedule))
+            batch = self.packer.pack(schedule)
+            result = self.executor.execute(batch)
+            self.observer.step(batch)
         except Exception as error:  # a failing step fails its requests; everyone else goes on
             logger.exception("A step of %d rows failed", schedule.rows)
             return self.scheduler.fail(schedule, f"{type(error).__name__}: {error}")
@@ -70,6 +84,8 @@ class Loop:
                     self._add(message)
                 case Cancel():
                     self.scheduler.cancel(message.id)
+                case Ask():
+                    self.mailbox.put(Report(self.observer.report()))
                 case Drain():
                     self.draining = True
                     if message.now:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from preheat.core import Delta, Died, FromEngine, Ready, Request, ToEngine
+from preheat.core import Delta, Died, FromEngine, Progress, Ready, Report, Request, ToEngine
 
 _SCHEME = "ipc://"
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, on some systems 104
@@ -98,7 +98,7 @@ class FrontMailbox:
         self._in.bind(_to_front(self.address))
         self._out.connect(_to_engine(self.address))  # this end connects, for then it keeps what is sent too early
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Delta | Ready | Died | Taken)
+        self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Taken)
         self.untaken = 0
 
     def fileno(self) -> int:

@@ -1,0 +1,91 @@
+"""The guard: after ready it looks at every step, counts what each item served, and tells when something was cold."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+from preheat.batch.pack import Batch
+from preheat.batch.sampling import Level
+from preheat.errors import PreheatError
+from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
+from preheat.plan.plan import Plan
+from preheat.warmup.record import MAX_EVENTS, ColdEvent, Entry, Record
+
+logger = logging.getLogger(__name__)
+
+FIRST_RUN = "first run"
+DONE = ("ready", "reused")
+
+
+class ColdStep(PreheatError):
+    """A step ran something cold, and ``--on-cold raise`` asked to be told."""
+
+
+class Source(Protocol):
+    """One origin of cold events, such as a compiler."""
+
+    name: str
+
+    def taken(self) -> Sequence[str]:
+        """What happened since the last call, in words; empty when nothing did. Called after every step."""
+
+
+class Guard:
+    """The loop's observer. ``on_cold``: off, count, warn or raise (see docs/warm-up.md)."""
+
+    def __init__(self, record: Record, plan: Plan, on_cold: str, sources: Sequence[Source] = ()) -> None:
+        self.record, self.on_cold, self._sources = record, on_cold, sources
+        entries = {entry.name: entry for entry in record.entries}
+        self._entries: dict[object, list[Entry]] = defaultdict(list)
+        for item in plan.items:
+            if item.program is not None:
+                self._entries[_program(item.key, item.program)].append(entries[item.name])
+        for source in sources:  # what happened until now is no news
+            source.taken()
+
+    def step(self, batch: Batch) -> None:
+        """Book a step. Raises ColdStep, naming the sources, if something was cold and ``on_cold`` is raise."""
+        if self.on_cold == "off":
+            return
+        events = self._hit(batch.shape)
+        if len(batch.sampled_rows):
+            events += self._hit(("sampler", batch.sampling_size, Level(batch.sampling.level).name.lower()))
+        for source in self._sources:
+            events += [(source.name, detail) for detail in source.taken()]
+        if events:
+            self._tell(events)
+
+    def report(self) -> bytes:
+        return self.record.to_json()
+
+    def _hit(self, program: object) -> list[tuple[str, str]]:
+        entries = self._entries[program]
+        cold = not any(entry.outcome in DONE for entry in entries)
+        for entry in entries:
+            entry.hits += 1
+            if cold:
+                entry.outcome, entry.reason = "ready", "its first run served a request"
+        return [(FIRST_RUN, str(program))] if cold else []
+
+    def _tell(self, events: list[tuple[str, str]]) -> None:
+        record = self.record
+        for source, detail in events:
+            record.cold[source] = record.cold.get(source, 0) + 1
+            if len(record.events) < MAX_EVENTS:
+                record.events.append(ColdEvent(source, detail, time.time()))
+        if self.on_cold in ("warn", "raise"):
+            said = "; ".join(f"{source}: {detail}" for source, detail in events)
+            logger.warning("Cold after ready: %s", said)
+            if self.on_cold == "raise":
+                raise ColdStep(f"The step ran something cold ({said})")
+
+
+def _program(key: object, program: tuple[object, ...]) -> object:
+    """What a step says of itself when it has run ``program``."""
+    if isinstance(key, SamplerKey):
+        return ("sampler", key.rows, level(SAMPLER_SETTINGS[key.setting]))
+    return key if program[0] != "swap" else program

@@ -1,0 +1,130 @@
+"""The record: what became of every item of the plan, and what happened after ready. JSON goes in and out of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, Literal
+
+import msgspec
+
+from preheat.plan.items import Dropped, Item
+from preheat.plan.plan import Plan
+
+Outcome = Literal["pending", "ready", "reused", "dropped", "failed"]
+
+MAX_EVENTS = 100
+"""Cold events and misses that are kept in full; all of them are counted."""
+
+
+class Entry(msgspec.Struct):
+    """One item. ``started`` counts seconds from the start of warm-up; ``bytes`` are what the device holds more since.
+
+    ``ready``: it was run. ``reused``: it was run, and what it compiled came from the store. ``dropped`` and ``failed``
+    say why in ``reason``. ``hits`` are the steps after ready that ran it.
+    """
+
+    name: str
+    kind: str
+    shape: dict[str, Any]
+    stage: str = ""
+    outcome: Outcome = "pending"
+    reason: str = ""
+    fallback: bool = False
+    graph: bool = False
+    started: float = 0.0
+    compile_seconds: float = 0.0
+    touch_seconds: float = 0.0
+    bytes: int = 0
+    hits: int = 0
+
+
+class BootStep(msgspec.Struct):
+    """A stage of the boot: ``started`` seconds after its beginning, and the bytes that it took."""
+
+    name: str
+    started: float
+    seconds: float
+    bytes: int = 0
+
+
+class ColdEvent(msgspec.Struct):
+    """Something compiled, captured, loaded or grown after ready, or a planned item that first ran then."""
+
+    source: str
+    detail: str
+    at: float  # Unix time
+
+
+class Record(msgspec.Struct):
+    """Of one boot. ``cold`` counts events by source, ``misses`` needs beyond the ladders by name."""
+
+    model: str = ""
+    platform: str = ""
+    dtype: str = ""
+    mode: str = ""
+    policy: str = ""
+    strategy: str = ""
+    invariant: bool = True
+    fingerprint: str = ""
+    created: float = 0.0  # Unix time
+    seconds: float = 0.0  # of warm-up
+    steps: list[BootStep] = []
+    entries: list[Entry] = []
+    padding: dict[str, dict[str, Any]] = {}
+    memory: dict[str, int] = {}
+    notes: list[str] = []
+    cold: dict[str, int] = {}
+    events: list[ColdEvent] = []
+    misses: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, plan: Plan, **more: Any) -> Record:
+        """A record in which every item of ``plan`` is pending and what the plan left out is dropped."""
+        entries = [_entry(item) for item in plan.items]
+        entries += [_entry(dropped, outcome="dropped", reason=dropped.reason) for dropped in plan.dropped]
+        return cls(
+            policy=plan.options.bucketing_policy,
+            strategy=plan.options.bucketing_strategy,
+            entries=entries,
+            padding={phase: padding.to_dict() for phase, padding in plan.padding.items()},
+            created=time.time(),
+            **more,
+        )
+
+    @property
+    def states(self) -> Counter[str]:
+        """Items by outcome."""
+        return Counter(entry.outcome for entry in self.entries)
+
+    def summary(self) -> dict[str, Any]:
+        """What /ready says of it."""
+        return {
+            "items": dict(self.states),
+            "seconds": round(self.seconds, 3),
+            "invariant": self.invariant,
+            "cold_events": sum(self.cold.values()),
+            "misses": sum(self.misses.values()),
+            "fingerprint": self.fingerprint,
+            "notes": self.notes,
+        }
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Record:
+        """Raises msgspec.ValidationError for anything else than a record."""
+        return msgspec.json.decode(data, type=cls)
+
+
+def _entry(of: Item | Dropped, **more: Any) -> Entry:
+    fields = of.to_dict()
+    return Entry(
+        name=fields["name"],
+        kind=fields["kind"],
+        shape=fields["shape"],
+        stage=fields.get("stage", ""),
+        fallback=fields.get("fallback", False),
+        **more,
+    )
