@@ -1,15 +1,18 @@
 """Linear maps: y = x W^T + b.
 
-Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W, plus
-the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
+Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W and
+the number of threads, plus the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
 
-On CPU the kernel is oneDNN's, over weights laid out for it once; in bfloat16 those are the bits of torch's ``linear``,
-which lays the weights out again in every call. It keeps the contract from two rows on, and where the outputs alone give
-every thread something to do: with fewer of them than that and many inputs it divides the sums among threads, for some
-numbers of rows and not for others. Such weights get rows of zeros.
+On CPU the kernel is oneDNN's, over weights laid out for it once. It cuts the inputs differently for some numbers of
+rows than for others (with AMX for many, without for few), so what it gives for ``REFERENCE_ROWS`` rows is the contract,
+and any other number of rows is computed at a size that was proven, on this machine, to give the same bits: as it is,
+with rows added, or in parts of ``REFERENCE_ROWS``. The proof is made when a size first occurs, that is, before ready.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +21,13 @@ from torch import Tensor
 from preheat.errors import SettingsError
 
 MIN_ROWS = 2
-"""A caller that never passes fewer rows than this saves the padding."""
+"""A caller that never passes fewer rows than this saves the padding: one row never has the bits of many."""
 
-MANY_INPUTS = 2048
-OUTPUTS_PER_THREAD = 64
+REFERENCE_ROWS = 64
+
+Product = Callable[[Tensor], Tensor]
+
+_sizes: dict[tuple[object, ...], int] = {}
 
 
 class Linear:
@@ -29,21 +35,67 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_kernel(weight.dtype)
-        self._outputs, inputs = weight.shape
-        least = OUTPUTS_PER_THREAD * torch.get_num_threads() if inputs >= MANY_INPUTS else 0
-        self._padding = max(0, least - self._outputs)
-        if self._padding:
-            weight = F.pad(weight, (0, 0, 0, self._padding))
-            bias = None if bias is None else F.pad(bias, (0, self._padding))
-        self._run = torch.ops.mkldnn._linear_pointwise.default
-        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight.default(weight), bias
+        self._product, self._kind = _product(weight, bias), (*weight.shape, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
-        if len(x) < MIN_ROWS:
-            return self(x.expand(MIN_ROWS, -1))[:1]
-        y: Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return y[:, : self._outputs].contiguous() if self._padding else y
+        rows = len(x)
+        key = (rows, torch.get_num_threads(), *self._kind)
+        size = _sizes.get(key) or _sizes.setdefault(key, _proven_size(rows, *self._kind))
+        if size == rows:
+            return self._product(x)
+        if size > rows:
+            return self._product(F.pad(x, (0, 0, 0, size - rows)))[:rows]
+        return _in_parts(self._product, x)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Product:
+    kernel, packed = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._reorder_linear_weight.default(weight)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = kernel(x, packed, bias, "none", [], "")
+        return y
+
+    return run
+
+
+def _in_parts(product: Product, x: Tensor) -> Tensor:
+    padded = F.pad(x, (0, 0, 0, -len(x) % REFERENCE_ROWS))
+    return torch.cat([product(part) for part in torch.split(padded, REFERENCE_ROWS)])[: len(x)]
+
+
+def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """The least size at which ``rows`` rows have the reference's bits; ``REFERENCE_ROWS``, in parts, if none has."""
+    product = _cancelling(outputs, inputs, dtype)
+    for size in _candidates(rows):
+        x = _signed_pairs(torch.randn(size, inputs, generator=torch.Generator().manual_seed(size)), -1.0).to(dtype)
+        if torch.equal(product(x), _in_parts(product, x)):
+            return size
+    return REFERENCE_ROWS
+
+
+def _candidates(rows: int) -> Iterable[int]:
+    """``rows`` itself, then what it can be padded to without growing much."""
+    steps = (1, 2, 4, 8, 16, 32) if rows < REFERENCE_ROWS else (1, 16, 64)
+    return dict.fromkeys(max(-(-rows // step) * step, MIN_ROWS) for step in steps)
+
+
+@functools.lru_cache(maxsize=8)  # a model has about five shapes
+def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Product:
+    """A product whose exact result is 0 for rows of :func:`_signed_pairs`: what remains is the rounding of the order
+    in which it adds, which hardly ever agrees between two orders.
+    """
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    return _product(_signed_pairs(weight, 1.0).to(dtype), None)
+
+
+def _signed_pairs(x: Tensor, sign: float) -> Tensor:
+    """``x`` [rows, inputs] whose columns form pairs, far apart, of a number and ``sign`` times the same number."""
+    half = x.shape[1] // 2
+    order = torch.randperm(half * 2, generator=torch.Generator().manual_seed(1))
+    x[:, order[half:]] = x[:, order[:half]] * sign
+    x[:, half * 2 :] = 0
+    return x
 
 
 def check_kernel(dtype: torch.dtype) -> None:
