@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.errors import SettingsError
+from preheat.ops.proof import noise, signed_pairs
 
 MIN_ROWS = 2
 """A caller that never passes fewer rows than this saves the padding: one row never has the bits of many."""
@@ -68,7 +69,7 @@ def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> in
     """The least size at which ``rows`` rows have the reference's bits; ``REFERENCE_ROWS``, in parts, if none has."""
     product = _cancelling(outputs, inputs, dtype)
     for size in _candidates(rows):
-        x = _signed_pairs(torch.randn(size, inputs, generator=torch.Generator().manual_seed(size)), -1.0).to(dtype)
+        x = signed_pairs(noise(size, inputs, seed=size), -1.0).to(dtype)
         if torch.equal(product(x), _in_parts(product, x)):
             return size
     return REFERENCE_ROWS
@@ -82,20 +83,8 @@ def _candidates(rows: int) -> Iterable[int]:
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Product:
-    """A product whose exact result is 0 for rows of :func:`_signed_pairs`: what remains is the rounding of the order
-    in which it adds, which hardly ever agrees between two orders.
-    """
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
-    return _product(_signed_pairs(weight, 1.0).to(dtype), None)
-
-
-def _signed_pairs(x: Tensor, sign: float) -> Tensor:
-    """``x`` [rows, inputs] whose columns form pairs, far apart, of a number and ``sign`` times the same number."""
-    half = x.shape[1] // 2
-    order = torch.randperm(half * 2, generator=torch.Generator().manual_seed(1))
-    x[:, order[half:]] = x[:, order[:half]] * sign
-    x[:, half * 2 :] = 0
-    return x
+    """A product whose exact result is zero for rows of signed pairs."""
+    return _product(signed_pairs(noise(outputs, inputs), 1.0).to(dtype), None)
 
 
 def check_kernel(dtype: torch.dtype) -> None:
