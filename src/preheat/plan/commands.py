@@ -52,9 +52,7 @@ def plan(
     device: str = "cpu",
     as_json: bool = False,
 ) -> str:
-    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, which runs in ``dtype``
-    on ``device``.
-    """
+    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``."""
     sizes = ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     limits = asked_limits(settings, sizes, max_positions)
     made = make_plan(limits, PlanOptions.of(settings), Costs(sizes, MACHINES[device], limits.block_size))

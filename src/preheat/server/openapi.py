@@ -85,7 +85,7 @@ OPERATIONS = (
 @functools.cache
 def document() -> bytes:
     """The OpenAPI document, as JSON."""
-    kinds = {ErrorResponse}
+    kinds: set[Kind] = {ErrorResponse}
     for operation in OPERATIONS:
         for kind in (operation.answer, operation.body, *operation.instead.values()):
             kinds |= set(_each(kind))

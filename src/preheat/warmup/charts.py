@@ -1,4 +1,4 @@
-"""The drawings of the record's page as plain numbers: where everything goes, in pixels. The template only prints them."""
+"""The drawings of the record's page as plain numbers: where everything goes, in pixels. The template prints them."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Timeline:
 
 
 class Cell(NamedTuple):
-    """An item in a grid; ``row`` is its line in the table of items, ``level`` 0 (never hit) to 4 (most often)."""
+    """An item in a grid; ``number`` is its place in the record, ``level`` 0 (never hit) to 4 (most often)."""
 
     x: float
     y: float
-    index: int
+    number: int
     entry: Entry
     level: int
     label: str

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
 from preheat import __version__
 from preheat.core import Progress
 from preheat.plan.lines import format_bytes
-from preheat.warmup.charts import format_seconds, grids, short, timeline
-from preheat.warmup.record import Entry, Record
+from preheat.warmup.charts import format_seconds, grids, timeline
+from preheat.warmup.record import OUTCOMES, Entry, Record
 
-OUTCOMES = ("ready", "reused", "pending", "dropped", "failed")
 DONE = ("ready", "reused")
 MOST_DROPPED = 1_000
 """Dropped candidates in the table; the JSON has all of them."""
@@ -59,17 +59,8 @@ def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "seconds": format_seconds,
-        "count": lambda value: f"{value:,}",
-        "percent": lambda value: f"{100 * value:.1f} %",
-        "px": lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
-        "time": _time,
-        "outcomes": lambda entries: Counter(entry.outcome for entry in entries),
-        "short": short,
-    }
-    environment.globals |= {"version": __version__}
+    environment.filters.update(_FILTERS)
+    environment.globals["version"] = __version__
     return environment.get_template(name)
 
 
@@ -82,7 +73,7 @@ def _verdict(record: Record) -> tuple[str, str, str]:
     if cold:
         return "bad", "Cold", f"{cold:,} cold {_plural('event', cold)} since ready."
     if pending:
-        return "warn", "Not warmed up", f"{pending:,} {_plural('item', pending)} will run for the first time in a request."
+        return "warn", "Not warmed up", f"{pending:,} {_plural('item', pending)} will first run in a request."
     if misses:
         return "warn", "Hot", f"Nothing cold since ready; {misses:,} {_plural('step', misses)} ran in a fallback."
     return "good", "Hot", "Everything was run before the first request, and nothing cold has happened since."
@@ -95,7 +86,9 @@ def _tiles(record: Record) -> list[Tile]:
     cold, misses = sum(record.cold.values()), sum(record.misses.values())
     reused = record.states["reused"]
     return [
-        Tile("items warmed", f"{len(done):,}", f"of {len(planned):,}" + (f", {reused:,} from the store" * bool(reused))),
+        Tile(
+            "items warmed", f"{len(done):,}", f"of {len(planned):,}" + (f", {reused:,} from the store" * bool(reused))
+        ),
         Tile("warm-up", format_seconds(record.seconds), _boot(record)),
         Tile("items hit", f"{100 * hit / max(len(planned), 1):.0f} %", f"{hit:,} have served a request"),
         Tile("cold events", f"{cold:,}", ", ".join(record.cold) or "none since ready", "bad" if cold else "good"),
@@ -132,3 +125,13 @@ def _time(seconds: float) -> str:
 def _plural(word: str, count: int) -> str:
     return word if count == 1 else word + "s"
 
+
+_FILTERS: dict[str, Callable[[Any], object]] = {
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "count": lambda value: f"{value:,}",
+    "percent": lambda value: f"{100 * value:.1f} %",
+    "px": lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
+    "time": _time,
+    "outcomes": lambda entries: Counter(entry.outcome for entry in entries),
+}

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 
 from preheat.plan.lines import format_bytes
 from preheat.warmup.charts import format_seconds
-from preheat.warmup.record import Entry, Record
-
-OUTCOMES = ("ready", "reused", "pending", "dropped", "failed")
+from preheat.warmup.record import OUTCOMES, Entry, Record
 
 
 def describe(record: Record) -> str:
     """The steps of the boot, items by kind, padding, memory, and whatever went wrong."""
-    parts = [list(part) for part in (_head(record), _steps(record), _kinds(record), _figures(record), _troubles(record))]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+    parts = ["\n".join(part(record)) for part in (_head, _steps, _kinds, _figures, _troubles)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _head(record: Record) -> Iterator[str]:
