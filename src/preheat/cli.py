@@ -215,7 +215,10 @@ def _warm(values: dict[str, Any]) -> int:
     record = Record.from_json(json_text)
     print(json_text.decode() if as_json else describe(record))
     if html is not None:
-        Path(html).write_text(render(record), encoding="utf-8")
+        try:
+            Path(html).write_text(render(record), encoding="utf-8")
+        except OSError as error:
+            raise PreheatError(f"cannot write {html}: {error.strerror}") from None
     return FAILURE if record.states["failed"] else 0
 
 
