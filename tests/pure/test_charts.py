@@ -1,5 +1,7 @@
 """The drawings of the record's page: everything is in them once, in its place, and inside the frame."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +55,7 @@ def test_a_grid_grows_to_the_right_and_downwards():
 def test_labels_never_overlap(record):
     for grid in grids(record):
         ends = [(tick.at - 3.2 * len(tick.text), tick.at + 3.2 * len(tick.text)) for tick in grid.columns]
-        assert all(right < left for (_, right), (left, _) in zip(ends, ends[1:], strict=False))
+        assert all(right < left for (_, right), (left, _) in itertools.pairwise(ends))
 
 
 def test_the_timeline_has_what_ran_and_when(record):
