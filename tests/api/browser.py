@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -47,6 +48,12 @@ class Tab:
         self._call("Page.navigate", url=url)
         while not self._loaded:
             self._book(self._receive())
+
+    def picture(self, height: int, kind: str = "webp", quality: int = 82) -> bytes:
+        """The top of the page, ``height`` pixels of it, as an image."""
+        clip = {"x": 0, "y": 0, "width": self.value("innerWidth"), "height": height, "scale": 1}
+        data = self._call("Page.captureScreenshot", format=kind, quality=quality, clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(data["data"])
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression gives."""

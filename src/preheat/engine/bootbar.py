@@ -30,10 +30,9 @@ class BootBar:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc="Warming up", file=_LineStart(sys.stderr), leave=False, ncols=_WIDTH, disable=None,
-                bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
+                desc="Warming up", total=progress.total, leave=False, disable=None, file=_LineStart(sys.stderr),
+                ncols=_WIDTH, bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
-        self._bar.total = progress.total
         left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
         self._bar.set_postfix_str(left, refresh=False)
         self._bar.update(progress.done - self._bar.n)

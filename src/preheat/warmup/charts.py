@@ -97,7 +97,7 @@ def timeline(record: Record) -> Timeline | None:
     total = max([_end(steps), *(offset + entry.started + _seconds(entry) for entry in ran)])
     if total <= 0:
         return None
-    names = ["boot", *dict.fromkeys(entry.kind for entry in ran)]
+    names = list(dict.fromkeys(["boot"] * bool(steps) + [entry.kind for entry in ran]))
     left = CHAR * max(map(len, names)) + 22
     scale = (WIDTH - left - EDGE) / total
     lanes, y = {}, 0.0

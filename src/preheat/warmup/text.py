@@ -33,14 +33,14 @@ def _kinds(record: Record) -> Iterator[str]:
     for entry in record.entries:
         groups[entry.kind].append(entry)
     shown = [outcome for outcome in OUTCOMES if record.states[outcome]]
-    yield f"{'kind':<12}" + "".join(f"{name:>9}" for name in [*shown, "compile", "run", "memory"])
+    yield f"{'kind':<12}" + "".join(f"{name:>11}" for name in [*shown, "compile", "run", "memory"])
     for kind, entries in groups.items():
         counts = Counter(entry.outcome for entry in entries)
         figures = [f"{counts[outcome]:,}" for outcome in shown]
         figures += [format_seconds(sum(entry.compile_seconds for entry in entries))]
         figures += [format_seconds(sum(entry.touch_seconds for entry in entries))]
         figures += [format_bytes(sum(entry.bytes for entry in entries))]
-        yield f"{kind:<12}" + "".join(f"{figure:>9}" for figure in figures)
+        yield f"{kind:<12}" + "".join(f"{figure:>11}" for figure in figures)
 
 
 def _figures(record: Record) -> Iterator[str]:
