@@ -122,6 +122,10 @@ def test_the_real_engines_record(server: Server) -> None:
     kinds = {entry.kind for entry in record.entries}
     assert {"mixed", "decode", "sampler"} <= kinds
     assert b"<svg" in server.get("/warmup?format=html").body
+    before = sum(entry.hits for entry in record.entries if entry.kind == "decode")
+    body = {"prompt": "x", "max_tokens": 9, "ignore_eos": True}
+    assert server.post(COMPLETIONS, body).status == 200
+    assert sum(entry.hits for entry in record_of(server).entries if entry.kind == "decode") >= before + 8
 
 
 def test_no_key_is_asked_for(folder: Path) -> None:

@@ -44,6 +44,14 @@ def test_the_verdict_is_the_worst_there_is_to_say(change, style, word):
     assert f'<p class="verdict {style}"><b>{word}</b>' in render(record)
 
 
+def test_sources_without_events_are_not_named():
+    record = records.troubled(records.make())
+    record.cold["graph capture"] = 0
+    page = render(record)
+    assert "allocator <b>1</b>" in page
+    assert "graph capture" not in page
+
+
 def test_pending_and_failed_items_are_no_success():
     record = records.warmed(records.make())
     record.entries[0].outcome = "pending"

@@ -83,6 +83,7 @@ def _tiles(record: Record) -> list[Tile]:
     planned = [entry for entry in record.entries if entry.outcome != "dropped"]
     done = [entry for entry in planned if entry.outcome in DONE]
     hit = sum(entry.hits > 0 for entry in planned)
+    sources = [source for source, count in record.cold.items() if count]
     cold, misses = sum(record.cold.values()), sum(record.misses.values())
     reused = record.states["reused"]
     return [
@@ -91,7 +92,7 @@ def _tiles(record: Record) -> list[Tile]:
         ),
         Tile("warm-up", format_seconds(record.seconds), _boot(record)),
         Tile("items hit", f"{100 * hit / max(len(planned), 1):.0f} %", f"{hit:,} have served a request"),
-        Tile("cold events", f"{cold:,}", ", ".join(record.cold) or "none since ready", "bad" if cold else "good"),
+        Tile("cold events", f"{cold:,}", ", ".join(sources) or "none since ready", "bad" if cold else "good"),
         Tile("misses", f"{misses:,}", "steps beyond the buckets", "warn" if misses else "good"),
         Tile("padding", _mean_padding(record), " · ".join(record.padding) + ", on average"),
     ]
