@@ -18,7 +18,7 @@ from preheat.limits import Limits
 from preheat.metrics import Metrics, set_up_logging
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
-from preheat.plan import lines
+from preheat.plan import commands, lines
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
@@ -50,6 +50,17 @@ def boot_front(
         metrics=metrics,
     )
     return door, ChatTemplate(tokenizer, settings.chat_template)
+
+
+def planned(settings: Settings, *, as_json: bool = False) -> str:
+    """The plan of these settings, as text or as JSON, from the model's config alone: no weights, no torch.
+
+    The device is not looked at: it counts as one that computes in bfloat16 and has room for every sequence.
+    """
+    spec = read_spec(read_config(find_checkpoint(settings.model, settings.revision, with_weights=False)))
+    dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
+    device = "cpu" if settings.device == "auto" else settings.device
+    return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, device=device, as_json=as_json)
 
 
 def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
