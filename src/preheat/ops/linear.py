@@ -16,12 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.errors import SettingsError
+from preheat.ops.opaque import opaque
 
 MIN_ROWS = 2
 """A caller that never passes fewer rows than this saves the padding."""
 
 MANY_INPUTS = 2048
 OUTPUTS_PER_THREAD = 64
+
+
+_run = torch.ops.mkldnn._linear_pointwise.default
+
+
+@opaque(
+    "(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor",
+    lambda x, weight, bias, outputs: x.new_empty(len(x), outputs),
+)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """The first ``outputs`` of ``weight``, which is oneDNN's; the others only pad it."""
+    y: Tensor = _run(x, weight, bias, "none", [], "")
+    return y if y.shape[1] == outputs else y[:, :outputs].contiguous()
 
 
 class Linear:
@@ -31,19 +45,17 @@ class Linear:
         check_kernel(weight.dtype)
         self._outputs, inputs = weight.shape
         least = OUTPUTS_PER_THREAD * torch.get_num_threads() if inputs >= MANY_INPUTS else 0
-        self._padding = max(0, least - self._outputs)
-        if self._padding:
-            weight = F.pad(weight, (0, 0, 0, self._padding))
-            bias = None if bias is None else F.pad(bias, (0, self._padding))
-        self._run = torch.ops.mkldnn._linear_pointwise.default
+        padding = least - self._outputs
+        if padding > 0:
+            weight = F.pad(weight, (0, 0, 0, padding))
+            bias = None if bias is None else F.pad(bias, (0, padding))
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight.default(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
         if len(x) < MIN_ROWS:
             return self(x.expand(MIN_ROWS, -1))[:1]
-        y: Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return y[:, : self._outputs].contiguous() if self._padding else y
+        return _linear(x, self._weight, self._bias, self._outputs)
 
 
 def check_kernel(dtype: torch.dtype) -> None:
