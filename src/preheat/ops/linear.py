@@ -12,13 +12,14 @@ with rows added, or in parts of ``REFERENCE_ROWS``. The proof is made when a siz
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.errors import SettingsError
+from preheat.ops.opaque import opaque
 from preheat.ops.proof import noise, signed_pairs
 
 MIN_ROWS = 2
@@ -26,8 +27,7 @@ MIN_ROWS = 2
 
 REFERENCE_ROWS = 64
 
-Product = Callable[[Tensor], Tensor]
-
+_kernel = torch.ops.mkldnn._linear_pointwise.default
 _sizes: dict[tuple[object, ...], int] = {}
 
 
@@ -36,41 +36,46 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_kernel(weight.dtype)
-        self._product, self._kind = _product(weight, bias), (*weight.shape, weight.dtype)
+        self._outputs, self._bias = len(weight), bias
+        self._weight = torch.ops.mkldnn._reorder_linear_weight.default(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
-        rows = len(x)
-        key = (rows, torch.get_num_threads(), *self._kind)
-        size = _sizes.get(key) or _sizes.setdefault(key, _proven_size(rows, *self._kind))
-        if size == rows:
-            return self._product(x)
-        if size > rows:
-            return self._product(F.pad(x, (0, 0, 0, size - rows)))[:rows]
-        return _in_parts(self._product, x)
+        return _linear(x, self._weight, self._bias, self._outputs)
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> Product:
-    kernel, packed = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._reorder_linear_weight.default(weight)
+@opaque(
+    "(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor",
+    lambda x, weight, bias, outputs: x.new_empty(len(x), outputs),
+)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """``weight`` is oneDNN's."""
+    rows, inputs = x.shape
+    key = (rows, outputs, inputs, x.dtype, torch.get_num_threads())
+    size = _sizes.get(key) or _sizes.setdefault(key, _proven_size(rows, outputs, inputs, x.dtype))
+    if size == rows:
+        return _product(x, weight, bias)
+    if size > rows:
+        return _product(F.pad(x, (0, 0, 0, size - rows)), weight, bias)[:rows].clone()
+    return _in_parts(x, weight, bias)
 
-    def run(x: Tensor) -> Tensor:
-        y: Tensor = kernel(x, packed, bias, "none", [], "")
-        return y
 
-    return run
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y: Tensor = _kernel(x, weight, bias, "none", [], "")
+    return y
 
 
-def _in_parts(product: Product, x: Tensor) -> Tensor:
+def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     padded = F.pad(x, (0, 0, 0, -len(x) % REFERENCE_ROWS))
-    return torch.cat([product(part) for part in torch.split(padded, REFERENCE_ROWS)])[: len(x)]
+    return torch.cat([_product(part, weight, bias) for part in torch.split(padded, REFERENCE_ROWS)])[: len(x)]
 
 
 def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
     """The least size at which ``rows`` rows have the reference's bits; ``REFERENCE_ROWS``, in parts, if none has."""
-    product = _cancelling(outputs, inputs, dtype)
+    weight = _cancelling(outputs, inputs, dtype)
     for size in _candidates(rows):
         x = signed_pairs(noise(size, inputs, seed=size), -1.0).to(dtype)
-        if torch.equal(product(x), _in_parts(product, x)):
+        if torch.equal(_product(x, weight), _in_parts(x, weight)):
             return size
     return REFERENCE_ROWS
 
@@ -82,9 +87,12 @@ def _candidates(rows: int) -> Iterable[int]:
 
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes
-def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Product:
-    """A product whose exact result is zero for rows of signed pairs."""
-    return _product(signed_pairs(noise(outputs, inputs), 1.0).to(dtype), None)
+def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight whose product with rows of signed pairs is exactly zero."""
+    weight: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(
+        signed_pairs(noise(outputs, inputs), 1.0).to(dtype)
+    )
+    return weight
 
 
 def check_kernel(dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +35,8 @@ SAY_SECONDS = 0.1  # between two messages of progress
 @dataclass
 class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
-    process; ``reused`` are items that an earlier boot with the same fingerprint has compiled.
+    process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
+    has compiled.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class WarmUp:
     record: Record
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
+    span: Callable[..., AbstractContextManager[None]] = lambda name, **args: nullcontext()
     reused: frozenset[str] = frozenset()
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
@@ -77,8 +80,9 @@ class WarmUp:
         memory, compiled, start = self.platform.used_memory(), self.compiled(), time.monotonic()
         entry.started = start - self._started
         try:
-            self._run(item)
-            self.platform.synchronize()
+            with self.span(item.name, kind=item.kind):
+                self._run(item)
+                self.platform.synchronize()
             entry.outcome = "reused" if item.name in self.reused else "ready"
         except OUT_OF_MEMORY as error:
             entry.outcome, entry.reason = "dropped", f"out of memory: {error}"
