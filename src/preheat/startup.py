@@ -15,9 +15,10 @@ from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.metrics import Metrics, set_up_logging
+from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
+from preheat.ops.tiles import SPLIT
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
@@ -56,6 +57,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     Raises SettingsError or ModelError, saying what to change.
     """
     started = time.monotonic()
+    explain(settings.debug)
     import torch
 
     from preheat.batch.pack import Packer
@@ -87,13 +89,14 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         padded=plan.padded,
+        defrag_threshold=settings.defrag_threshold if settings.bucketing_policy == "unified" else None,
     )
     cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
     executor = Executor(Decoder(spec, weights, limits.max_model_len), cache, sampler)
     record = Record.of(plan, model=settings.model, platform=platform.name, dtype=name)
     guard = Guard(record, plan, "off")
-    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype, plan), executor, guard)
+    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype, plan, settings.contiguous_pa), executor, guard)
     seconds = time.monotonic() - started
     logger.info(
         "%s on %s in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
@@ -116,6 +119,17 @@ def resolve_limits(settings: Settings, spec: ModelSpec, platform: Platform, byte
         raise SettingsError(
             f"block_size must be from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {settings.block_size}",
             param="block_size",
+        )
+    if settings.contiguous_pa and settings.block_size != SPLIT:
+        raise SettingsError(
+            f"contiguous_pa reads whole blocks of {SPLIT} tokens, and block_size is {settings.block_size}: set "
+            f"block_size to {SPLIT}, or contiguous_pa to false",
+            param="contiguous_pa",
+        )
+    if settings.defrag_with_graphs and platform.name == "cpu":
+        raise SettingsError(
+            "defrag_with_graphs: there are no graphs on a CPU; leave it unset, or set it to false",
+            param="defrag_with_graphs",
         )
     return Limits(
         max_model_len=length,

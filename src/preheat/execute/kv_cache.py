@@ -29,6 +29,16 @@ class KVCache:
         """Bytes that one block takes over all layers."""
         return spec.num_layers * block_size * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
+    def swap(self, pairs: Tensor) -> None:
+        """The contents of each of the ``pairs`` of blocks, int64 [n, 2], change places, in one layer after the other.
+
+        A pair may be given more than once, and a block with itself; else no block may occur twice. Takes the memory of
+        2n blocks of one layer meanwhile.
+        """
+        here, there = pairs.flatten(), pairs.flip(1).flatten()
+        for layer in self.layers:
+            layer.index_copy_(0, here, layer.index_select(0, there))
+
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
         """Store ``kv`` [tokens, 2 * kv heads, dim] (keys, then values) at ``rows`` [tokens * 2 * kv heads].
 

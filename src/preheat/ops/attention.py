@@ -13,6 +13,7 @@ the tiles are padded to a multiple of ``ROWS_MULTIPLE`` rows; and calls read a p
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from preheat.errors import ModelError
 from preheat.ops.tiles import SPLIT, Call, Tiles
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+Reader = Callable[[Tensor], Sequence[Tensor]]
+"""Cache [blocks, 2, kv heads, slots, dim] -> keys and values of a call, each [pairs, kv heads, span, dim]."""
 
 ROWS_MULTIPLE = {64: 4, 128: 16, 256: 32}
 """By the largest head dimension that it is enough for: wider heads have more kernels for few rows."""
@@ -47,7 +51,7 @@ class PagedAttention:
         self.valid = None if tiles.valid.all() else torch.from_numpy(np.flatnonzero(tiles.valid))
         self.targets = self.queries if self.valid is None else self.queries[self.valid]
         self.calls = [
-            (torch.from_numpy(call.tile), self._cache_rows(call), call.span, self._mask(call, dtype))
+            (torch.from_numpy(call.tile), self._reader(call), call.span, self._mask(call, dtype))
             for call in tiles.calls
         ]
         pairs = sum(len(call.tile) for call in tiles.calls)
@@ -86,12 +90,11 @@ class PagedAttention:
         return flat if self.valid is None else flat.index_select(0, self.valid)
 
     def _pairs(
-        self, call: tuple[Tensor, Tensor, int, Tensor | None], tiled: Tensor, cache: Tensor, scale: float
+        self, call: tuple[Tensor, Reader, int, Tensor | None], tiled: Tensor, cache: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """The partial output [pairs, kv heads, rows, dim] and log-sum-exp [pairs, kv heads, rows] of a call's pairs."""
-        tile, cache_rows, span, mask = call
-        block = cache.view(-1, cache.shape[-2] * self.dim)
-        key, value = block.index_select(0, cache_rows).view(2, len(tile), self.kv_heads, span, self.dim)
+        tile, read, span, mask = call
+        key, value = read(cache)
         query = tiled if self.direct else tiled.index_select(0, tile)
         if mask is not None:
             mask = mask.expand(len(tile), 1, query.shape[2], span)
@@ -110,12 +113,16 @@ class PagedAttention:
             norm = norm + weight[:, i]
         return (total / norm).to(part.dtype)
 
-    def _cache_rows(self, call: Call) -> Tensor:
-        """Which (block, key or value, head) rows of the cache hold the call's keys, then its values, head by head."""
+    def _reader(self, call: Call) -> Reader:
+        """Gathers the call's keys and its values, head by head, or looks at them where they lie."""
+        if call.in_place:
+            return lambda cache: cache[: len(call.tile)].unbind(1)
         block = torch.from_numpy(call.blocks)[None, :, None, :]
         kind = torch.arange(2)[:, None, None, None]
         head = torch.arange(self.kv_heads)[None, None, :, None]
-        return ((block * 2 + kind) * self.kv_heads + head).view(-1)
+        rows = ((block * 2 + kind) * self.kv_heads + head).view(-1)
+        shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
+        return lambda cache: cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows).view(shape).unbind()
 
     def _mask(self, call: Call, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""
