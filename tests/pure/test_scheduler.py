@@ -60,6 +60,7 @@ class Anything(RuleBasedStateMachine):
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
             padded=padded,
+            defrag_threshold=data.draw(st.sampled_from([None, 0, 2])),
         )
         self.next_id = 0
 
