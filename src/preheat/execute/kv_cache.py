@@ -22,6 +22,7 @@ class KVCache:
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = list(self.data.unbind(0))
         self._rows = [layer.view(-1, spec.head_dim) for layer in self.layers]
+        self._blocks = [layer.view(num_blocks, -1).view(torch.int64) for layer in self.layers]  # moved in whole words
         self._dim = spec.head_dim
 
     @staticmethod
@@ -36,8 +37,10 @@ class KVCache:
         2n blocks of one layer meanwhile.
         """
         here, there = pairs.flatten(), pairs.flip(1).flatten()
-        for layer in self.layers:
-            layer.index_copy_(0, here, layer.index_select(0, there))
+        contents = self._blocks[0].new_empty(len(here), self._blocks[0].shape[1])
+        for blocks in self._blocks:
+            torch.index_select(blocks, 0, there, out=contents)
+            blocks.index_copy_(0, here, contents)
 
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
         """Store ``kv`` [tokens, 2 * kv heads, dim] (keys, then values) at ``rows`` [tokens * 2 * kv heads].

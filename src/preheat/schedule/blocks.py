@@ -106,8 +106,7 @@ class BlockPool:
         ``moved`` [num_blocks] gives each content its new id. The order of eviction, kept by digest, stays as it is.
         """
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
-        self._blank = moved[self._blank].tolist() if self._blank else []
-        heapq.heapify(self._blank)
+        self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
         digests = self._digest_of
         for one, other in pairs.tolist():
             digests[one], digests[other] = digests[other], digests[one]
