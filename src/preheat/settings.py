@@ -29,7 +29,7 @@ _server = partial(option, group="Server")
 _general = partial(option, group="General")
 _bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
-_warm = partial(option, group="Warm-up", later="warm-up comes in a later version; nothing is warmed up in this one")
+_warm = partial(option, group="Warm-up")
 _graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
 _defrag = partial(option, group="Defragmenter")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
@@ -267,6 +267,10 @@ class Settings:
             opt.check(getattr(self, opt.name), opt.name)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl_keyfile and ssl_certfile belong together: give both or none")
+        if self.skip_warmup and self.on_cold == "raise":
+            raise SettingsError(
+                "on_cold raise would fail every first request without warm-up: drop skip_warmup", param="on_cold"
+            )
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size & (self.block_size - 1):

@@ -13,7 +13,7 @@ from preheat.core import Swaps
 from preheat.execute.executor import Executor
 from preheat.execute.kv_cache import KVCache
 from preheat.plan.items import SWAP_SIZES
-from preheat.warmup.swaps import run_swap, run_swaps
+from preheat.warmup.swaps import SwapRuns
 
 
 @pytest.fixture(scope="module")
@@ -46,45 +46,46 @@ def test_pairs_change_places_and_nothing_else_does(llm: LLM, count: int, dtype: 
 
 
 def test_every_size_runs_and_the_cache_is_as_it_was(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    runner, ran = executor(llm, 3), []
+    runner = executor(llm, 3)
     before = runner.cache.data.clone()
-
-    def touch(on: Executor, size: int) -> None:
-        ran.append(size)
-        run_swap(on, size)
-        assert torch.equal(on.cache.data[:, [1, 0, 2]], before) == (len(ran) % 2 == 1)
-
+    exchanged = before[:, [1, 0, 2]]
+    runs = SwapRuns(runner)
     with caplog.at_level(logging.INFO):
-        assert run_swaps(runner, touch=touch)
-    assert ran == [8, 16, 32, 64, 128, 256, 512]
-    assert torch.equal(runner.cache.data, before)
+        assert runs.begin()
+        for number, size in enumerate(SWAP_SIZES):
+            runs.run(size)
+            assert torch.equal(runner.cache.data, before if number % 2 else exchanged)
+        runs.end()
+    assert torch.equal(runner.cache.data, before), "seven sizes and the first once more"
     assert [record.getMessage() for record in caplog.records] == [
         "Warming up defragmenter with thresholds: [8, 16, 32, 64, 128, 256, 512]",
         "Defragmenter warmup completed successfully",
     ]
-    run_swap(runner, 8)
-    assert not torch.equal(runner.cache.data, before), "without the extra one the blocks stay exchanged"
 
 
-@pytest.mark.parametrize("failing", [8, 16, 512])
-def test_a_size_that_fails_leaves_the_cache_as_it_was(llm: LLM, failing: int) -> None:
+@pytest.mark.parametrize("left_out", [[], [8], [512], [16, 64], [*SWAP_SIZES]])
+def test_whatever_is_left_out_the_cache_is_as_it_was(llm: LLM, left_out: list[int]) -> None:
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
-
-    def touch(on: Executor, size: int) -> None:
-        if size == failing:
-            raise RuntimeError("too large")
-        run_swap(on, size)
-
-    with pytest.raises(RuntimeError, match="too large"):
-        run_swaps(runner, touch=touch)
+    runs = SwapRuns(runner)
+    for size in SWAP_SIZES:
+        if size not in left_out:
+            runs.run(size)
+    runs.end()
     assert torch.equal(runner.cache.data, before)
 
 
+def test_control_padding_the_pair_would_contradict_it(llm: LLM) -> None:
+    """Why all pairs of a size are (1, 0): block 0, which pads, is one of the two."""
+    runner = executor(llm, 2)
+    before = runner.cache.data.clone()
+    runner.swap(Swaps(np.array([[1, 0]], np.int32), 8))
+    assert not torch.equal(runner.cache.data, before[:, [1, 0]])
+
+
 def test_one_block_is_not_enough(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    runner = executor(llm, 1)
     with caplog.at_level(logging.INFO):
-        assert not run_swaps(runner)
+        assert not SwapRuns(executor(llm, 1)).begin()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "Warming up defragmenter with thresholds: [8, 16, 32, 64, 128, 256, 512]"),
         ("WARNING", "Skipping defragmenter warmup, insufficient blocks (1)"),

@@ -7,7 +7,7 @@ number of swaps restores them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,26 +29,30 @@ def run_swap(executor: Executor, size: int) -> None:
     executor.swap(Swaps(np.full((size, 2), PAIR, np.int32), size))
 
 
-def run_swaps(
-    executor: Executor, sizes: Sequence[int] = SWAP_SIZES, touch: Callable[[Executor, int], None] = run_swap
-) -> bool:
-    """Run every size, and the first once more where their number is odd; False, with a warning, without two blocks.
+class SwapRuns:
+    """The swaps of one warm-up: :meth:`begin`, :meth:`run` for each size, :meth:`end`.
 
-    ``touch`` runs one size, :func:`run_swap` by way of whatever times and records it. An error of its goes through;
-    the blocks are as they were even then, unless a swap itself broke off.
+    Whatever times and records the sizes stands in between; one that fails or is left out does no harm.
     """
-    blocks = executor.cache.data.shape[1]
-    logger.info(lines.defragmenter_start(sizes))
-    if blocks < 2:
-        logger.warning(lines.defragmenter_skipped(blocks))
-        return False
-    done = 0
-    try:
-        for size in sizes:
-            touch(executor, size)
-            done += 1
-    finally:
-        if done % 2:
-            run_swap(executor, sizes[0])
-    logger.info(lines.defragmenter_finished())
-    return True
+
+    def __init__(self, executor: Executor, sizes: Sequence[int] = SWAP_SIZES) -> None:
+        self._executor, self._sizes, self._done = executor, sizes, 0
+
+    def begin(self) -> bool:
+        """Say so; False, with a warning, where there are not two blocks to swap."""
+        blocks = self._executor.cache.data.shape[1]
+        logger.info("%s", lines.defragmenter_start(self._sizes))
+        if blocks < 2:
+            logger.warning("%s", lines.defragmenter_skipped(blocks))
+        return blocks >= 2
+
+    def run(self, size: int) -> None:
+        """Run one size."""
+        run_swap(self._executor, size)
+        self._done += 1
+
+    def end(self) -> None:
+        """After an odd number of swaps run the first size once more, so that the cache is as it was."""
+        if self._done % 2:
+            self.run(self._sizes[0])
+        logger.info("%s", lines.defragmenter_finished())
