@@ -48,8 +48,8 @@ def make(args: argparse.Namespace, reads: dict[str, Any]) -> LLM:
     blocks = args.rows * -(-(args.longest + args.steps + 2) // reads["block_size"]) + 1
     llm = LLM(
         args.model, max_num_seqs=args.rows, num_gpu_blocks_override=blocks, enable_prefix_caching=False,
-        max_num_batched_tokens=1 << 17, max_model_len=args.longest + args.steps + 16, num_threads=args.threads, skip_warmup=True,
-        on_cold="off", **reads,
+        max_num_batched_tokens=1 << 17, max_model_len=args.longest + args.steps + 16, num_threads=args.threads,
+        skip_warmup=True, on_cold="off", **reads,
     )  # fmt: skip
     llm.loop.mailbox = Nowhere()
     llm.loop.executor.cache.data.normal_()

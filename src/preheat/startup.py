@@ -22,7 +22,8 @@ from preheat.ops.tiles import SPLIT
 from preheat.plan import lines
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
-from preheat.plan.plan import make_plan
+from preheat.plan.plan import Plan, make_plan
+from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.text.template import ChatTemplate
 from preheat.text.tokenizer import Tokenizer
@@ -70,7 +71,6 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     from preheat.execute.sampler import Sampler
     from preheat.model.decoder import Decoder
     from preheat.model.weights import load_weights
-    from preheat.schedule.scheduler import Scheduler
     from preheat.warmup.guard import Guard
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -91,15 +91,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
-    unified = settings.bucketing_policy == "unified"
-    scheduler = Scheduler(
-        limits,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        enable_chunked_prefill=settings.enable_chunked_prefill,
-        mixed_steps=unified,
-        padded=plan.padded,
-        defrag_threshold=settings.defrag_threshold if unified else None,
-    )
+    scheduler = _scheduler(settings, limits, plan)
     cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
     executor = Executor(Decoder(spec, weights, limits.max_model_len), cache, sampler)
@@ -116,6 +108,19 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     )  # fmt: skip
     mailbox.put(Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json()))
     return loop
+
+
+def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
+    """Only unified batches are compacted, as the source has it."""
+    unified = settings.bucketing_policy == "unified"
+    return Scheduler(
+        limits,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        mixed_steps=unified,
+        padded=plan.padded,
+        defrag_threshold=settings.defrag_threshold if unified else None,
+    )
 
 
 def resolve_limits(settings: Settings, spec: ModelSpec, platform: Platform, bytes_per_block: int) -> Limits:

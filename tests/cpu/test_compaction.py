@@ -177,7 +177,7 @@ def test_a_cold_swap_fails_its_requests_where_that_is_asked_for(expected: Seen) 
 def test_only_unified_batches_are_compacted() -> None:
     for policy, moves in (("unified", True), ("split", False)):
         llm = LLM(**TIGHT, bucketing_policy=policy, defrag_threshold=0)
-        bits(llm)
+        bits(llm, 8)
         assert bool(llm.loop.scheduler.stats().blocks_moved) is moves
         planned = [item.key for item in llm.loop.packer.plan.items if item.kind == "swap"]
         assert planned == (list(SWAP_SIZES) if moves else [])
@@ -186,10 +186,10 @@ def test_only_unified_batches_are_compacted() -> None:
 def test_debug_lines_are_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         caplog.handler.setLevel(logging.NOTSET)  # as that of the server: loggers decide
-        bits(LLM(**TIGHT, defrag_threshold=0))
+        bits(LLM(**TIGHT, defrag_threshold=0), 8)
         assert "Defragmentation" not in caplog.text
         llm = LLM(**TIGHT, defrag_threshold=0, debug=("defrag",))
-        bits(llm)
+        bits(llm, 8)
         lines = [record.args for record in caplog.records if record.name == "preheat.schedule.defrag"]
         assert sum(moved for moved, *_ in lines) == llm.loop.scheduler.stats().blocks_moved
         assert all(before > after == 0 for *_, before, after in lines)
