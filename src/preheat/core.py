@@ -177,6 +177,7 @@ class Stats(msgspec.Struct, tag="stats"):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    blocks_moved: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -238,6 +239,17 @@ class Schedule:
     @property
     def tokens(self) -> int:
         return int(self.extend.sum())
+
+
+@dataclass(slots=True)
+class Swaps:
+    """Blocks whose contents change places before the next step: ``pairs`` int32 [n, 2], run as ``size`` of them.
+
+    A pair may occur more than once, else no id does; what is missing up to ``size`` is the pad block with itself.
+    """
+
+    pairs: np.ndarray
+    size: int
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import logging
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -55,7 +55,7 @@ class Metrics(Collector):
         self.model_name = model_name
         self.running = self.waiting = 0
         self.cache_usage = 0.0
-        self.prefix_queries = self.prefix_hits = self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = self.preemptions = self.blocks_moved = 0
         self.prompt_tokens = self.generation_tokens = 0
         self.items: Mapping[str, int] = {}
         self.cold: Mapping[str, int] = {}
@@ -80,6 +80,7 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)
         yield self._counter("num_preemptions", "Sequences set back to make room.", self.preemptions)
+        yield self._counter("kv_cache_blocks_moved", "Blocks that compaction moved.", self.blocks_moved)
         yield self._counter("prompt_tokens", "Tokens of prompts read.", self.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield self._counter("request_success", "Sequences that ended, by reason.", self.finished, "finished_reason")
@@ -113,6 +114,16 @@ class Metrics(Collector):
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self.model_name], histogram.buckets(), histogram.total)
         return family
+
+
+PARTS = {"defrag": "preheat.schedule.defrag"}
+"""Parts that can explain themselves in the log, and their loggers."""
+
+
+def explain(parts: Collection[str]) -> None:
+    """Let these of the :data:`PARTS` log everything, and no others."""
+    for part, name in PARTS.items():
+        logging.getLogger(name).setLevel(logging.DEBUG if part in parts else logging.NOTSET)
 
 
 def set_up_logging(level: str) -> None:

@@ -67,11 +67,12 @@ class Option:
         """Raise SettingsError unless ``value`` may be used."""
         if type(value) not in self.kinds:
             raise SettingsError(f"{source}: {value!r} is not {self._expected()}", param=self.name)
-        if self.choices and value is not None and value not in self.choices:
-            raise SettingsError(
-                f"{source}: {value!r} is not one of {', '.join(self.choices)}{did_you_mean(value, self.choices)}",
-                param=self.name,
-            )
+        for chosen in value if isinstance(value, tuple) else (value,):
+            if self.choices and chosen is not None and chosen not in self.choices:
+                raise SettingsError(
+                    f"{source}: {chosen!r} is not one of {', '.join(self.choices)}{did_you_mean(chosen, self.choices)}",
+                    param=self.name,
+                )
         if isinstance(value, int | float) and not self._in_range(value):
             raise SettingsError(f"{source}: {value!r} must be {self._range()}", param=self.name)
         reason = self._refusal(value)

@@ -31,10 +31,9 @@ _bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up")
 _graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
-_defrag = partial(option, group="Defragmenter", later="the defragmenter comes in a later version")
+_defrag = partial(option, group="Defragmenter")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
 _trace = partial(option, group="Diagnostics")
-_debug = partial(option, group="Diagnostics", later="nothing explains itself in this version")
 _gaudi = partial(option, group="Gaudi", later="Gaudi is not a supported platform yet")
 _quant = partial(option, group="Quantization", later="quantized weights and caches come in a later version")
 _spread = partial(option, group="Several devices", later="this version runs on one device")
@@ -214,16 +213,26 @@ class Settings:
     config_hidden_layers: int = _graph(1, "Layers in one graph.", env="VLLM_CONFIG_HIDDEN_LAYERS", low=1)
 
     defrag_threshold: int = _defrag(
-        32, "Blocks between the highest in use and the number in use that start it.", env="VLLM_DEFRAG_THRESHOLD", low=0
+        32,
+        "Compact the KV cache when the highest block in use lies more than this above the number in use.",
+        env="VLLM_DEFRAG_THRESHOLD",
+        low=0,
     )
     defrag_with_graphs: bool | None = _defrag(
         None, "Swap blocks by captured graphs.", env="VLLM_DEFRAG_WITH_GRAPHS", default_text="as the model runs"
+    )
+    contiguous_pa: bool = _defrag(
+        False,
+        "Decode reads the KV cache in place, up to the highest block in use; needs `--block-size 256`.",
+        env="VLLM_CONTIGUOUS_PA",
     )
 
     boot_check: str = _proof("quick", "Compare bits over all paths before ready.", choices=("off", "quick", "full"))
     require_invariance: bool = _proof(False, "Refuse to start where invariance cannot be promised.")
 
-    debug: tuple[str, ...] = _debug((), "Parts that explain themselves in the log, such as `defrag`.", env="VLLM_DEBUG")
+    debug: tuple[str, ...] = _trace(
+        (), "Parts that explain themselves in the log.", env="VLLM_DEBUG", choices=("defrag",)
+    )
     profiler_enabled: bool = _trace(
         False,
         "Write a trace of the start and of every step, for https://ui.perfetto.dev, to `preheat_trace_PID.json`.",

@@ -15,14 +15,16 @@ from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.metrics import Metrics, set_up_logging
+from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
+from preheat.ops.tiles import SPLIT
 from preheat.plan import commands, lines
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.modes import resolve
 from preheat.plan.options import PlanOptions
-from preheat.plan.plan import make_plan
+from preheat.plan.plan import Plan, make_plan
+from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.text.template import ChatTemplate
 from preheat.text.tokenizer import Tokenizer
@@ -71,6 +73,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     Raises SettingsError or ModelError, saying what to change.
     """
     started = time.monotonic()
+    explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
     with trace.span("import torch"):
         import torch
@@ -85,7 +88,6 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     from preheat.execute.sampler import Sampler
     from preheat.model.decoder import Decoder
     from preheat.model.weights import load_weights
-    from preheat.schedule.scheduler import Scheduler
     from preheat.warmup.guard import Guard
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -108,19 +110,13 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
-    scheduler = Scheduler(
-        limits,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        enable_chunked_prefill=settings.enable_chunked_prefill,
-        mixed_steps=settings.bucketing_policy == "unified",
-        padded=plan.padded,
-    )
+    scheduler = _scheduler(settings, limits, plan)
     with trace.span("cache", blocks=limits.num_blocks):
         cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
     executor = Executor(Decoder(spec, weights, limits.max_model_len, build), cache, sampler)
     record = Record.of(plan, model=settings.model, platform=platform.name, dtype=name, mode=mode)
-    packer = Packer(scheduler.slots, spec, dtype, plan)
+    packer = Packer(scheduler.slots, spec, dtype, plan, settings.contiguous_pa)
     if not settings.skip_warmup:
         WarmUp(
             plan, packer, executor, platform, record, say=mailbox.put, compiled=compile_seconds, span=trace.span
@@ -145,6 +141,19 @@ def _dtype_name(settings: Settings, spec: ModelSpec, platform: Platform) -> str:
     return name
 
 
+def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
+    """Only unified batches are compacted, as the source has it."""
+    unified = settings.bucketing_policy == "unified"
+    return Scheduler(
+        limits,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        mixed_steps=unified,
+        padded=plan.padded,
+        defrag_threshold=settings.defrag_threshold if unified else None,
+    )
+
+
 def resolve_limits(settings: Settings, spec: ModelSpec, platform: Platform, bytes_per_block: int) -> Limits:
     """What is possible: the model's length, and the blocks that the memory left after loading the weights holds."""
     length = settings.max_model_len or spec.max_position_embeddings
@@ -157,6 +166,17 @@ def resolve_limits(settings: Settings, spec: ModelSpec, platform: Platform, byte
         raise SettingsError(
             f"block_size must be from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {settings.block_size}",
             param="block_size",
+        )
+    if settings.contiguous_pa and settings.block_size != SPLIT:
+        raise SettingsError(
+            f"contiguous_pa reads whole blocks of {SPLIT} tokens, and block_size is {settings.block_size}: set "
+            f"block_size to {SPLIT}, or contiguous_pa to false",
+            param="contiguous_pa",
+        )
+    if settings.defrag_with_graphs and platform.name == "cpu":
+        raise SettingsError(
+            "defrag_with_graphs: there are no graphs on a CPU; leave it unset, or set it to false",
+            param="defrag_with_graphs",
         )
     return Limits(
         max_model_len=length,

@@ -39,13 +39,16 @@ class Pages:
         position = np.arange(len(kv))
         self.cache[self.tables[row, position // self.block_size], :, :, position % self.block_size] = kv
 
-    def attend(self, work: list[tuple[int, int, int]], window: int | None = None) -> list[torch.Tensor]:
+    def attend(
+        self, work: list[tuple[int, int, int]], window: int | None = None, *, contiguous: bool = False
+    ) -> list[torch.Tensor]:
         """Attention of (row, first position, queries) for each of ``work``, all in one step."""
         extend = np.array([count for _, _, count in work])
         starts = np.cumsum(extend) - extend
         first = np.array([position for _, position, _ in work])
         rows = Rows(starts, first, extend, self.tables[[row for row, _, _ in work]])
-        cut = plan_tiles(rows, self.block_size, window, self.max_keys)
+        cut = plan_tiles(rows, self.block_size, window, self.max_keys, contiguous=contiguous)
+        assert sum(call.in_place for call in cut.calls) == (contiguous and cut.queries.shape[1] == 1)
         q = torch.cat([self.q[row][position : position + count] for row, position, count in work])
         group = PagedAttention(cut, HEADS, KV_HEADS, self.dim, self.dtype)
         out = torch.full_like(q, torch.nan)
@@ -131,3 +134,41 @@ def test_calls_of_any_size_give_the_same_bits(max_keys: int) -> None:
     pages.max_keys = max_keys
     for out, expected in zip(pages.attend(work), before, strict=True):
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("window", [None, 200, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [32, 128])
+def test_reading_the_cache_in_place_gives_the_same_bits(dim: int, dtype: torch.dtype, window: int | None) -> None:
+    """Among blocks of one row, shared ones, the pad block of padding rows and blocks that hold nothing readable."""
+    pages = Pages([830, 5, 300, 256, 900, 513, 700, 1, 1], dim, 256, dtype)
+    pages.tables[2, 0] = pages.tables[3, 0] = pages.tables[5, 0]  # shared prefixes: one block each is nobody's now
+    pages.tables[4, :2] = pages.tables[6, :2]
+    pages.tables[-2:] = 0  # rows that pad
+    unread = np.setdiff1d(np.arange(1, len(pages.cache)), pages.tables)
+    assert len(unread) == 6
+    pages.cache[unread] = torch.nan
+    for step in ([829, 4, 299, 255, 899, 512, 699, 0, 0], [100, 0, 256, 255, 600, 256, 256, 0, 0]):
+        work = [(row, position, 1) for row, position in enumerate(step)]
+        for some in (work, work[:-2], work[:1], work[-2:], work[3:6]):
+            gathered, in_place = (pages.attend(some, window, contiguous=switch) for switch in (False, True))
+            for (row, _, _), expected, out in zip(some, gathered, in_place, strict=True):
+                assert torch.equal(out, expected) or row >= 7
+                assert torch.isfinite(out).all()
+    prompt = [(0, 0, 830), (4, 3, 400)]
+    for expected, out in zip(pages.attend(prompt, window), pages.attend(prompt, window, contiguous=True), strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_what_is_read_in_place_is_the_block_itself() -> None:
+    """The comparison above can fail: contents that change places without their table give other bits."""
+    pages = Pages([830, 700], 64, 256, torch.bfloat16)
+    work = [(0, 829, 1), (1, 699, 1)]
+    before = pages.attend(work, contiguous=True)
+    here, there = pages.tables[0, 2], pages.tables[0, 3]
+    pages.cache[[here, there]] = pages.cache[[there, here]]
+    after = pages.attend(work, contiguous=True)
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    pages.tables[0, [2, 3]] = there, here
+    assert torch.equal(pages.attend(work, contiguous=True)[0], before[0])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepResult, TokenLogprobs
+from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepResult, Swaps, TokenLogprobs
 from preheat.limits import Limits
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import NO_LOGPROBS
@@ -121,6 +121,13 @@ class PaperDevice:
             self._report(result, row, int(schedule.slots[row]), ids, cached, bool(schedule.samples[row]))
         return result
 
+    def swap(self, swaps: Swaps) -> None:
+        """Both blocks of each pair change places, all at once, as far as they were ever written."""
+        for one, other in {(int(one), int(other)) for one, other in swaps.pairs}:
+            for at in range(self.slots.block_size):
+                here, there = self.cache.pop((one, at), None), self.cache.pop((other, at), None)
+                self.cache |= {place: value for place, value in (((one, at), there), ((other, at), here)) if value}
+
     def _row(self, slot: int, extend: int):
         cached, size = int(self.slots.cached_len[slot]), self.slots.block_size
         end = cached + extend
@@ -169,6 +176,13 @@ class Harness:
             self.cancelled.add(number)
         return here
 
+    def compact(self) -> Swaps | None:
+        swaps = self.scheduler.compact()
+        if swaps is not None:
+            self.device.swap(swaps)
+            self.scheduler.check()
+        return swaps
+
     def schedule(self) -> Schedule | None:
         idle = self.scheduler.idle
         schedule = self.scheduler.schedule()
@@ -178,6 +192,7 @@ class Harness:
         return schedule
 
     def step(self, fail: str | None = None) -> Schedule | None:
+        self.compact()
         schedule = self.schedule()
         if schedule is None:
             return None

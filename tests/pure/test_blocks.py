@@ -143,8 +143,8 @@ def free_twice(pool: BlockPool) -> None:
 
 
 def wrong_state(pool: BlockPool) -> None:
-    block, _ = pool._cached.popitem()
-    pool._blank.append(block)
+    digest, _ = pool._cached.popitem()
+    pool._blank.append(pool._block_of[digest])
 
 
 def wrong_digest(pool: BlockPool) -> None:

@@ -61,6 +61,7 @@ class Anything(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             mixed_steps=data.draw(st.booleans()),
             padded=padded,
+            defrag_threshold=data.draw(st.sampled_from([None, 0, 2])),
         )
         self.next_id = 0
 

@@ -58,10 +58,13 @@ class Batch:
 
 
 class Packer:
-    """Builds batches for a model. Host work is a few numpy gathers, whatever the number of rows."""
+    """Builds batches for a model. Host work is a few numpy gathers, whatever the number of rows.
 
-    def __init__(self, slots: Slots, spec: ModelSpec, dtype: torch.dtype, plan: Plan) -> None:
-        self.slots, self.spec, self.dtype, self.plan = slots, spec, dtype, plan
+    With ``contiguous`` reads, decoding rows read the cache in place, see :func:`preheat.ops.tiles.plan_tiles`.
+    """
+
+    def __init__(self, slots: Slots, spec: ModelSpec, dtype: torch.dtype, plan: Plan, contiguous: bool = False) -> None:
+        self.slots, self.spec, self.dtype, self.plan, self.contiguous = slots, spec, dtype, plan, contiguous
         self.max_keys = max_keys(spec.num_kv_heads, spec.head_dim, dtype)
         self.widest = widest_tile(spec.num_heads // spec.num_kv_heads, spec.head_dim, dtype)
         self.windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
@@ -116,7 +119,9 @@ class Packer:
             cut = Rows(starts[part], begin, extend, slots.block_table[rows, :blocks])
             if more:
                 cut = _padded(cut, more)
-            tiles = plan_tiles(cut, slots.block_size, window, self.max_keys, widest=self.widest)
+            tiles = plan_tiles(
+                cut, slots.block_size, window, self.max_keys, widest=self.widest, contiguous=self.contiguous
+            )
             groups.append(PagedAttention(tiles, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.dtype))
         return groups
 

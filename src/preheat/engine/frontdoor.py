@@ -293,6 +293,7 @@ class FrontDoor:
         metrics.cache_usage = stats.blocks_used / max(stats.blocks_total, 1)
         metrics.prefix_queries, metrics.prefix_hits = stats.prefix_queries, stats.prefix_hits
         metrics.preemptions = stats.preemptions
+        metrics.blocks_moved = stats.blocks_moved
 
     def _end(self, choice: Choice, reason: str, because: int | str | None = None) -> None:
         ticket, metrics = choice.ticket, self.metrics

@@ -12,7 +12,7 @@ import logging
 from typing import Protocol
 
 from preheat.batch.pack import Batch, Packer
-from preheat.core import Ask, Cancel, Delta, Drain, Finish, FromEngine, Report, Request, Schedule, ToEngine
+from preheat.core import Ask, Cancel, Delta, Drain, Finish, FromEngine, Report, Request, Schedule, Swaps, ToEngine
 from preheat.errors import PreheatError
 from preheat.execute.executor import Executor
 from preheat.schedule.scheduler import Scheduler
@@ -31,9 +31,11 @@ class EngineSide(Protocol):
 
 
 class Observer(Protocol):
-    """Told of every step that ran, before it is settled; an error that it raises fails the step's requests."""
+    """Told of every step that ran, before it is settled, and of every compaction; an error that it raises fails the
+    step's requests.
+    """
 
-    def step(self, batch: Batch) -> None: ...
+    def step(self, event: Batch | Swaps) -> None: ...
 
     def report(self) -> bytes:
         """What it has seen, for a Report."""
@@ -57,11 +59,24 @@ class Loop:
 
     def step(self) -> bool:
         """One step. False when nothing could run."""
+        self._compact()
         schedule = self.scheduler.schedule()
         if schedule is None:
             return False
         self.mailbox.put(self._run(schedule))
         return True
+
+    def _compact(self) -> None:
+        """Bring the blocks in use together where they lie too scattered."""
+        swaps = self.scheduler.compact()
+        if swaps is None:
+            return
+        try:
+            self.executor.swap(swaps)
+            self.observer.step(swaps)
+        except Exception as error:  # what the cache holds is unknown: nobody may read it
+            logger.exception("A swap of %d blocks failed", len(swaps.pairs))
+            self.mailbox.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
 
     def _run(self, schedule: Schedule) -> Delta:
         try:

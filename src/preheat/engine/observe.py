@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from preheat.batch.pack import Batch
+from preheat.core import Swaps
 from preheat.engine.loop import Loop, Observer
 from preheat.execute.compile import compilations, compile_seconds, graph_breaks
 from preheat.plan.modes import Mode
@@ -40,13 +41,18 @@ class Meter:
     def _now(self) -> tuple[int, float]:
         return self.count(), self.seconds() if self.seconds else 0.0
 
-    def log(self, batch: Batch) -> None:
+    def log(self, event: Batch | Swaps) -> None:
         now, before = self._now(), self._before
         self._before = now
         grown = now[0] - before[0]
         if grown or self.every:
             took = f" in {now[1] - before[1]:.3f} s" if self.seconds else ""
-            logger.info("%s: %d%s, %s, %d tokens sampled", self.name, grown, took, batch.shape, len(batch.sampled_rows))
+            what = f"a swap of {event.size}" if isinstance(event, Swaps) else _step_text(event)
+            logger.info("%s: %d%s, %s", self.name, grown, took, what)
+
+
+def _step_text(batch: Batch) -> str:
+    return f"{batch.shape}, {len(batch.sampled_rows)} tokens sampled"
 
 
 class StepLog:
@@ -55,10 +61,10 @@ class StepLog:
     def __init__(self, inner: Observer, meters: Sequence[Meter]) -> None:
         self._inner, self._meters = inner, meters
 
-    def step(self, batch: Batch) -> None:
+    def step(self, event: Batch | Swaps) -> None:
         for meter in self._meters:
-            meter.log(batch)
-        self._inner.step(batch)
+            meter.log(event)
+        self._inner.step(event)
 
     def report(self) -> bytes:
         return self._inner.report()

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from preheat.batch.pack import Batch, PromptRow
-from preheat.core import StepResult, TokenLogprobs
+from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.kv_cache import KVCache
 from preheat.execute.logprobs import token_logprobs
 from preheat.execute.sampler import Sampler
 from preheat.model.decoder import Attention, Decoder
+from preheat.schedule.defrag import pad_pairs
 from preheat.schedule.slots import NO_LOGPROBS
 
 
@@ -40,6 +41,12 @@ class Executor:
         for row in batch.prompt_rows:
             result.prompt_logprobs[row.row] = self._prompt_logprobs(hidden, row)
         return result
+
+    @torch.inference_mode()
+    def swap(self, swaps: Swaps) -> None:
+        """Exchange the contents of blocks, in the padded size that is one program."""
+        pairs = pad_pairs(swaps.pairs, swaps.size)
+        self.cache.swap(torch.from_numpy(pairs).to(torch.int64))
 
     def _sample(self, hidden: Tensor, batch: Batch) -> StepResult:
         """One token for each sampling row, from ``hidden`` [sampling_size, hidden], of which the last rows may pad."""

@@ -14,6 +14,7 @@ proven, on this machine, to give the same bits, and calls read a power of two of
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 REFERENCE_ROWS = 64
 SPANS = (64, 128, 256)
+
+Reader = Callable[[Tensor], Sequence[Tensor]]
+"""Cache [blocks, 2, kv heads, slots, dim] -> keys and values of a call, each [pairs, kv heads, span, dim]."""
 
 WORKSPACE_BYTES = 8 << 20
 """Keys and values gathered for one kernel call: about what a core's cache holds. Changes no bits."""
@@ -49,7 +53,7 @@ class PagedAttention:
         self.valid = None if tiles.valid.all() else torch.from_numpy(np.flatnonzero(tiles.valid))
         self.targets = self.queries if self.valid is None else self.queries[self.valid]
         self.calls = [
-            (torch.from_numpy(call.tile), self._cache_rows(call), call.span, self._mask(call, dtype))
+            (torch.from_numpy(call.tile), self._reader(call), call.span, self._mask(call, dtype))
             for call in tiles.calls
         ]
         pairs = sum(len(call.tile) for call in tiles.calls)
@@ -88,12 +92,11 @@ class PagedAttention:
         return flat if self.valid is None else flat.index_select(0, self.valid)
 
     def _pairs(
-        self, call: tuple[Tensor, Tensor, int, Tensor | None], tiled: Tensor, cache: Tensor, scale: float
+        self, call: tuple[Tensor, Reader, int, Tensor | None], tiled: Tensor, cache: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """The partial output [pairs, kv heads, rows, dim] and log-sum-exp [pairs, kv heads, rows] of a call's pairs."""
-        tile, cache_rows, span, mask = call
-        block = cache.view(-1, cache.shape[-2] * self.dim)
-        key, value = block.index_select(0, cache_rows).view(2, len(tile), self.kv_heads, span, self.dim)
+        tile, read, span, mask = call
+        key, value = read(cache)
         query = tiled if self.direct else tiled.index_select(0, tile)
         if mask is not None:
             mask = mask.expand(len(tile), 1, query.shape[2], span)
@@ -112,12 +115,16 @@ class PagedAttention:
             norm = norm + weight[:, i]
         return (total / norm).to(part.dtype)
 
-    def _cache_rows(self, call: Call) -> Tensor:
-        """Which (block, key or value, head) rows of the cache hold the call's keys, then its values, head by head."""
+    def _reader(self, call: Call) -> Reader:
+        """Gathers the call's keys and its values, head by head, or looks at them where they lie."""
+        if call.in_place:
+            return lambda cache: cache[: len(call.tile)].unbind(1)
         block = torch.from_numpy(call.blocks)[None, :, None, :]
         kind = torch.arange(2)[:, None, None, None]
         head = torch.arange(self.kv_heads)[None, None, :, None]
-        return ((block * 2 + kind) * self.kv_heads + head).view(-1)
+        rows = ((block * 2 + kind) * self.kv_heads + head).view(-1)
+        shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
+        return lambda cache: cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows).view(shape).unbind()
 
     def _mask(self, call: Call, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""

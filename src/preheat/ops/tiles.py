@@ -10,6 +10,7 @@ Pure numpy; :mod:`preheat.ops.attention` does the arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ class Call:
     Pair p is tile ``tile[p]`` against ``span`` keys held by the physical blocks ``blocks[p]``. Its query q sees keys
     from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
     no layer limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of
-    nothing; its output is not used.
+    nothing; its output is not used. ``in_place``: pair p reads block p, so that the keys need not be gathered.
     """
 
     tile: np.ndarray
@@ -43,6 +44,7 @@ class Call:
     masked: bool
     begin: np.ndarray | None
     end: np.ndarray
+    in_place: bool = False
 
 
 @dataclass(slots=True)
@@ -73,11 +75,20 @@ class Rows:
     block_tables: np.ndarray
 
 
-def plan_tiles(rows: Rows, block_size: int, window: int | None, max_keys: int, *, widest: int = MAX_TILE) -> Tiles:
+def plan_tiles(
+    rows: Rows,
+    block_size: int,
+    window: int | None,
+    max_keys: int,
+    *,
+    widest: int = MAX_TILE,
+    contiguous: bool = False,
+) -> Tiles:
     """Cut ``rows`` into tiles and pairs.
 
-    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers, ``widest`` (a power of
-    two) how many queries a tile has.
+    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers, ``widest`` (a power of two)
+    how many queries a tile has. With ``contiguous``, which needs blocks of ``SPLIT`` tokens, tiles of one query read
+    the cache in place, from block 0 to the highest of theirs.
     """
     width = min(widest, _power_of_two(int(rows.extend.max())))
     tiles_per_row = -(-rows.extend // width)
@@ -101,11 +112,21 @@ def plan_tiles(rows: Rows, block_size: int, window: int | None, max_keys: int, *
         full[:] = False  # one mask row a pair costs less than a call of its own
     span = _spans(np.minimum(last[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
 
-    order = np.lexsort((span, ~full))
+    columns = start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
+    last_column = rows.block_tables.shape[1] - 1
+    blocks = rows.block_tables[row[tile][:, None], np.minimum(columns, last_column)].astype(np.int64)
+    pairs = _Pairs(tile, start, span, full, blocks)
+    number = np.empty(len(tile), np.int64)
+    gathered = np.lexsort((span, ~full))
+    calls: list[Call] = []
+    if contiguous and width == 1:
+        calls, served = _in_place(pairs, position, window)
+        number[served] = blocks[served, 0]
+        gathered = gathered[~served[gathered]]
+    number[gathered] = sum(len(call.tile) for call in calls) + np.arange(len(gathered))
+    calls += _gathering(pairs.take(gathered), position, (block_size, window, max_keys))
     pair_of = np.zeros((len(row), int(splits.max())), np.int64)
-    pair_of[tile[order], nth[order]] = np.arange(len(order))
-    pairs = _Pairs(tile[order], row[tile[order]], start[order], span[order], full[order])
-    calls = _calls(pairs, rows.block_tables, position, (block_size, window, max_keys))
+    pair_of[tile, nth] = number
     split_start = (first_split[:, None] + np.arange(pair_of.shape[1])) * SPLIT
     seen = valid[:, None, :] & (split_start[:, :, None] <= position[:, None, :])
     if window:
@@ -133,41 +154,63 @@ def _spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class _Pairs:
-    """Pair p is tile ``tile[p]``, of row ``row[p]``, against ``span[p]`` keys from position ``start[p]`` on, of which
-    its real queries see all where ``full[p]``.
+    """Pair p is tile ``tile[p]`` against ``span[p]`` keys from position ``start[p]`` on, held by the physical blocks
+    ``blocks[p]``, of which its real queries see all where ``full[p]``.
     """
 
     tile: np.ndarray
-    row: np.ndarray
     start: np.ndarray
     span: np.ndarray
     full: np.ndarray
+    blocks: np.ndarray
+
+    def take(self, some: np.ndarray) -> _Pairs:
+        return _Pairs(self.tile[some], self.start[some], self.span[some], self.full[some], self.blocks[some])
 
 
-def _calls(
-    pairs: _Pairs, block_tables: np.ndarray, position: np.ndarray, sizes: tuple[int, int | None, int]
-) -> list[Call]:
+def _in_place(pairs: _Pairs, position: np.ndarray, window: int | None) -> tuple[list[Call], np.ndarray]:
+    """One call that reads every block from 0 to the highest of the pairs' where it lies, and which pairs it serves.
+
+    Of several pairs with one block it serves the first, and of the pad block's all: their outputs are not used. A block
+    that no pair wants is read in vain.
+    """
+    block = pairs.blocks[:, 0]
+    wanted, first = np.unique(block, return_index=True)
+    count = int(wanted[-1]) + 1
+    tile, start = np.zeros(count, np.int64), np.full(count, position.max() + 1)  # behind all: sees nothing
+    tile[wanted], start[wanted] = pairs.tile[first], pairs.start[first]
+    served = block == 0
+    served[first] = True
+    begin, end = _visible(position[tile] - start[:, None], window)
+    return [Call(tile, np.arange(count)[:, None], SPLIT, True, begin, end, in_place=True)], served
+
+
+def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[Call]:
     """The pairs, which are in the order of their calls, cut into calls of one span and at most ``max_keys`` keys."""
     block_size, window, max_keys = sizes
-    columns = pairs.start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
-    blocks = block_tables[pairs.row[:, None], np.minimum(columns, block_tables.shape[1] - 1)].astype(np.int64)
-    query = position[pairs.tile] - pairs.start[:, None]
+    begin, end = _visible(position[pairs.tile] - pairs.start[:, None], window)
+    calls = []
+    edges = np.flatnonzero((np.diff(pairs.span) != 0) | (np.diff(pairs.full) != 0)) + 1
+    for at, to in itertools.pairwise([0, *edges.tolist(), len(pairs.tile)] if len(pairs.tile) else []):
+        span, masked = int(pairs.span[at]), not pairs.full[at]
+        count = max(1, max_keys // span)
+        for i in range(at, to, count):
+            some = slice(i, min(i + count, to))
+            seen_from = None if begin is None else begin[some]
+            blocks = pairs.blocks[some, : span // block_size]
+            calls.append(Call(pairs.tile[some], blocks, span, masked, seen_from, end[some]))
+    return calls
+
+
+def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
+    """From which to which key of its split each ``query`` sees, by its position from the split's start; see Call."""
     end = np.minimum(query + 1, SPLIT)
     begin = np.maximum(query - window + 1, 0) if window else None
     blind = end <= (0 if begin is None else begin)
     end[blind] = SPLIT
     if begin is not None:
         begin[blind] = 0
-    calls = []
-    edges = np.flatnonzero((np.diff(pairs.span) != 0) | (np.diff(pairs.full) != 0)) + 1
-    for at, to in zip([0, *edges.tolist()], [*edges.tolist(), len(pairs.tile)], strict=True):
-        span, masked = int(pairs.span[at]), not pairs.full[at]
-        count = max(1, max_keys // span)
-        for i in range(at, to, count):
-            some = slice(i, min(i + count, to))
-            seen_from = None if begin is None else begin[some]
-            calls.append(Call(pairs.tile[some], blocks[some, : span // block_size], span, masked, seen_from, end[some]))
-    return calls
+    return begin, end
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:

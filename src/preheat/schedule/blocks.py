@@ -5,7 +5,8 @@ known by a digest and may be shared again) or *blank* (free, nothing worth keepi
 digest as well. Allocation takes the lowest blank id, then evicts the cached block that was left alone for longest.
 
 The pool alone maps digests to ids, so whoever moves a block rewrites it here and in the slots' block tables, nowhere
-else. Block 0 is the pad block: never allocated, never published.
+else: :meth:`preheat.schedule.running.Running.swap` does both. Block 0 is the pad block: never allocated, published or
+moved.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = np.zeros(num_blocks, np.int32)
         self._blank = list(range(1, num_blocks))  # a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # digests of free blocks, least recently used first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: list[bytes | None] = [None] * num_blocks
 
@@ -63,8 +64,9 @@ class BlockPool:
     def share(self, blocks: Ids[int]) -> None:
         """Add a reference to each of ``blocks``, all found by :meth:`find`."""
         for block in blocks:
-            if not self.refs[block]:
-                del self._cached[block]
+            digest = self._digest_of[block]
+            if not self.refs[block] and digest is not None:
+                del self._cached[digest]
             self.refs[block] += 1
 
     def release(self, blocks: Ids[int]) -> None:
@@ -78,10 +80,11 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
-            if self._digest_of[block] is None:
+            digest = self._digest_of[block]
+            if digest is None:
                 heapq.heappush(self._blank, block)
             else:
-                self._cached[block] = None
+                self._cached[digest] = None
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let the content of used ``block`` be found by ``digest``; the first block published for a digest stays it."""
@@ -97,12 +100,35 @@ class BlockPool:
         """How many of ``blocks`` nobody references: sharing those takes them out of the free ones."""
         return int(np.count_nonzero(self.refs[blocks] == 0)) if blocks else 0
 
+    def swap(self, pairs: np.ndarray, moved: np.ndarray) -> None:
+        """The contents of each of the ``pairs`` [n, 2], no id twice, change places, and all that is known of them.
+
+        ``moved`` [num_blocks] gives each content its new id. The order of eviction, kept by digest, stays as it is.
+        """
+        self.refs[pairs] = self.refs[pairs[:, ::-1]]
+        self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
+        digests = self._digest_of
+        for one, other in pairs.tolist():
+            digests[one], digests[other] = digests[other], digests[one]
+            for block in (one, other):
+                digest = digests[block]
+                if digest is not None:
+                    self._block_of[digest] = block
+
+    def forget_contents(self) -> None:
+        """Nothing in the cache can be relied on: no block, used or free, is found any more."""
+        self._blank += [self._block_of[digest] for digest in self._cached]
+        heapq.heapify(self._blank)
+        self._cached.clear()
+        self._block_of.clear()
+        self._digest_of = [None] * self.num_blocks
+
     def check(self, references: np.ndarray | None = None) -> None:
         """Prove that the books agree; with ``references`` [num_blocks], that they are exactly the counts held.
 
         All zeros proves that nothing leaks. Raises RuntimeError naming the first disagreement.
         """
-        blank, cached = set(self._blank), set(self._cached)
+        blank, cached = set(self._blank), {self._block_of.get(digest, PAD_BLOCK) for digest in self._cached}
         free = set(np.flatnonzero(self.refs == 0).tolist()) - {PAD_BLOCK}
         known = {block for block, digest in enumerate(self._digest_of) if digest is not None}
         for broken, message in (
@@ -125,9 +151,7 @@ class BlockPool:
                 raise RuntimeError(f"block pool: {message}")
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        digest = self._digest_of[block]
-        assert digest is not None
-        del self._block_of[digest]
+        digest, _ = self._cached.popitem(last=False)
+        block = self._block_of.pop(digest)
         self._digest_of[block] = None
         return block

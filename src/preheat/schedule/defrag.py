@@ -2,15 +2,44 @@
 
 Pure planning on the ids that the block pool owns. The swaps are true ones: the contents of both blocks change places,
 so a free block that holds a cached prefix keeps it, under its new id. Source: the defragmenter of vLLM on Gaudi.
+
+:func:`compact` runs between settled steps, and logs what it does at debug level.
 """
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
+from preheat.core import Swaps
 from preheat.plan.items import SWAP_SIZES
+from preheat.schedule.running import Running
+
+logger = logging.getLogger(__name__)
 
 THRESHOLD = 32
+
+
+def compact(running: Running, threshold: int = THRESHOLD) -> Swaps | None:
+    """Book the next swaps with the pool and the block tables; the device owes the exchange before it runs a step.
+
+    None up to the threshold. More than 512 pairs take several calls.
+    """
+    before = running.pool.refs > 0
+    pairs = plan_swaps(before, threshold)
+    if not len(pairs):
+        return None
+    running.swap(pairs)
+    size = padded_size(len(pairs))
+    if logger.isEnabledFor(logging.DEBUG):
+        after = running.pool.refs > 0
+        logger.debug(
+            "Defragmentation: %d blocks swapped with as many free ones (padded to %d), %d in use, "
+            "fragmentation %d before, %d after",
+            len(pairs), size, running.pool.num_used, fragmentation(before), fragmentation(after),
+        )  # fmt: skip
+    return Swaps(pairs, size)
 
 
 def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:

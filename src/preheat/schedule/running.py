@@ -87,6 +87,17 @@ class Running:
         self.stop([slot])
         return slot, sequence
 
+    def swap(self, pairs: np.ndarray) -> None:
+        """The contents of each of the ``pairs`` of blocks [n, 2], no id twice, change places: pool and tables follow.
+
+        Nothing else keeps a block's id from one step to the next: who waits, preempted or not, holds none.
+        """
+        moved = np.arange(self.pool.num_blocks, dtype=np.int32)
+        moved[pairs] = pairs[:, ::-1]
+        self.pool.swap(pairs, moved)
+        table = self.slots.block_table
+        table[self.order] = moved[table[self.order]]
+
     def check(self) -> None:
         """Prove that the pool's references are exactly the blocks in the running rows' tables (none when idle)."""
         slots = self.slots

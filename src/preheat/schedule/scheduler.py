@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from preheat.core import Delta, Request, Schedule, Stats, StepResult
+from preheat.core import Delta, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
-from preheat.schedule import settle
+from preheat.schedule import defrag, settle
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
@@ -68,11 +68,11 @@ class _Step:
 
 class Scheduler:
     """Continuous batching within ``limits``. One step at a time: each :meth:`schedule` is followed by :meth:`settle`
-    or :meth:`fail`; requests are added and cancelled between steps.
+    or :meth:`fail`; requests are added and cancelled, and blocks compacted, between steps.
 
-    ``padded`` says what a step costs (see :data:`Padded`). Without ``mixed_steps`` a step either reads prompts or
-    decodes, prompts first (source: the two phases of vLLM on Gaudi). Raises SettingsError, naming the options, for
-    limits under which some sequence could never run.
+    ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). Without
+    ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
+    Raises SettingsError, naming the options, for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         mixed_steps: bool = True,
         padded: Padded = unpadded,
+        defrag_threshold: int | None = None,
     ) -> None:
         _check_limits(limits, padded)
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
@@ -92,6 +93,7 @@ class Scheduler:
         self.prefix = PrefixCache(self.pool, enable_prefix_caching)
         self.running = Running(self.slots, self.pool)
         self.waiting = WaitingQueue()
+        self._defrag_threshold = defrag_threshold
         self._watermark = int(WATERMARK * self.pool.num_usable)
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self._totals = Stats(blocks_total=self.pool.num_usable)
@@ -133,6 +135,23 @@ class Scheduler:
         self._between_steps()
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
+
+    def compact(self) -> Swaps | None:
+        """Where the blocks in use lie scattered, the swaps that bring them together, already booked: the device must
+        exchange the contents before the next step. None when there is nothing to do.
+        """
+        self._between_steps()
+        if self._defrag_threshold is None:
+            return None
+        swaps = defrag.compact(self.running, self._defrag_threshold)
+        if swaps is not None:
+            self._totals.blocks_moved += len(swaps.pairs)
+        return swaps
+
+    def lose_cache(self, message: str) -> Delta:
+        """Nobody knows what the cache holds: end all running requests with an error, keep nothing for later prompts."""
+        self._between_steps()
+        return settle.lose_cache(self.running, message)
 
     def schedule(self) -> Schedule | None:
         """The next step, its blocks allocated; None exactly when :attr:`idle`."""

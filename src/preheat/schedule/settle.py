@@ -49,6 +49,14 @@ def fail(running: Running, schedule: Schedule, message: str) -> Delta:
     return Delta(finished=dict.fromkeys(ids, Finish("error", message=message)), started=schedule.started)
 
 
+def lose_cache(running: Running, message: str) -> Delta:
+    """All running sequences end with an error, and nothing that the cache holds is ever read again."""
+    ids = running.ids[running.order].tolist()
+    running.stop(running.order.tolist())
+    running.pool.forget_contents()
+    return Delta(finished=dict.fromkeys(ids, Finish("error", message=message)))
+
+
 def _publish(running: Running, prefix: PrefixCache, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
     slots, size = running.slots, running.slots.block_size
     first, last = before // size, after // size

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from preheat.batch.pack import Batch
 from preheat.batch.sampling import Level
+from preheat.core import Swaps
 from preheat.errors import PreheatError
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.plan import Plan
@@ -47,13 +48,13 @@ class Guard:
         for source in sources:  # what happened until now is no news
             source.taken()
 
-    def step(self, batch: Batch) -> None:
-        """Book a step. Raises ColdStep, naming the sources, if something was cold and ``on_cold`` is raise."""
+    def step(self, event: Batch | Swaps) -> None:
+        """Book a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
+        ``on_cold`` is raise.
+        """
         if self.on_cold == "off":
             return
-        events = self._hit(batch.shape)
-        if len(batch.sampled_rows):
-            events += self._hit(("sampler", batch.sampling_size, Level(batch.sampling.level).name.lower()))
+        events = [cold for program in _programs(event) for cold in self._hit(program)]
         for source in self._sources:
             events += [(source.name, detail) for detail in source.taken()]
         if events:
@@ -82,6 +83,15 @@ class Guard:
             logger.warning("Cold after ready: %s", said)
             if self.on_cold == "raise":
                 raise ColdStep(f"The step ran something cold ({said})")
+
+
+def _programs(event: Batch | Swaps) -> list[object]:
+    """What ran."""
+    if isinstance(event, Swaps):
+        return [("swap", event.size)]
+    if not len(event.sampled_rows):
+        return [event.shape]
+    return [event.shape, ("sampler", event.sampling_size, Level(event.sampling.level).name.lower())]
 
 
 def _program(key: object, program: tuple[object, ...]) -> object:

@@ -25,6 +25,7 @@ from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.warmup.feed import Feed, rows_of
 from preheat.warmup.record import Entry, Record
+from preheat.warmup.swaps import SwapRuns
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WarmUp:
         """Run every item, in the plan's order; what becomes of each is in the record."""
         self._started = time.monotonic()
         memory = self.platform.used_memory()
+        self._swaps = SwapRuns(self.executor)
         self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
         entries = {entry.name: entry for entry in self.record.entries}
         kinds: dict[str, list[Item]] = {}
@@ -100,6 +102,8 @@ class WarmUp:
                 self._forward(shape)
             case SamplerKey() as key:
                 self._sample(key)
+            case int() as size if item.kind == "swap":
+                self._swaps.run(size)
             case _ if item.kind == "determinism":
                 self._forward(self.plan.determinism_shape)
 
@@ -129,12 +133,16 @@ class WarmUp:
         return states.to(self.platform.device, decoder.dtype)
 
     def _begin(self, kind: str, items: Sequence[Item]) -> None:
+        if kind == "swap":
+            self._swaps.begin()
         if kind == "sampler":
             settings = [(name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
             for line in lines.sampler_start(self.plan.sampler_sizes, settings):
                 logger.info("%s", line)
 
     def _end(self, kind: str) -> None:
+        if kind == "swap":
+            self._swaps.end()
         if kind == "sampler":
             logger.info("%s", lines.sampler_finished())
 

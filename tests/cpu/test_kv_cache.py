@@ -1,0 +1,92 @@
+"""Swaps on real tensors: every padded size, every layer, keys and values."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from preheat import LLM
+from preheat.core import Swaps
+from preheat.execute.executor import Executor
+from preheat.execute.kv_cache import KVCache
+from preheat.plan.items import SWAP_SIZES
+from preheat.warmup.swaps import SwapRuns
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_model_len=64, num_gpu_blocks_override=2)
+
+
+def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> Executor:
+    """The engine's own, over a cache of ``num_blocks`` blocks of 16 random tokens."""
+    own = llm.loop.executor
+    cache = KVCache(own.decoder.spec, num_blocks, 16, dtype, torch.device("cpu"))
+    cache.data.normal_(generator=torch.Generator().manual_seed(0))
+    return Executor(own.decoder, cache, own.sampler)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 100, 512])
+def test_pairs_change_places_and_nothing_else_does(llm: LLM, count: int, dtype: torch.dtype) -> None:
+    runner = executor(llm, 1100, dtype)
+    before = runner.cache.data.clone()
+    pairs = np.random.default_rng(count).permutation(np.arange(1, 1100))[: 2 * count].reshape(-1, 2).astype(np.int32)
+    size = next(size for size in SWAP_SIZES if size >= count)
+    runner.swap(Swaps(pairs, size))
+    here, there = torch.from_numpy(pairs).long().unbind(1)
+    expected = before.clone()
+    expected[:, here], expected[:, there] = before[:, there], before[:, here]
+    assert torch.equal(runner.cache.data, expected)
+    runner.swap(Swaps(pairs, size))
+    assert torch.equal(runner.cache.data, before)
+
+
+def test_every_size_runs_and_the_cache_is_as_it_was(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    runner = executor(llm, 3)
+    before = runner.cache.data.clone()
+    exchanged = before[:, [1, 0, 2]]
+    runs = SwapRuns(runner)
+    with caplog.at_level(logging.INFO):
+        assert runs.begin()
+        for number, size in enumerate(SWAP_SIZES):
+            runs.run(size)
+            assert torch.equal(runner.cache.data, before if number % 2 else exchanged)
+        runs.end()
+    assert torch.equal(runner.cache.data, before), "seven sizes and the first once more"
+    assert [record.getMessage() for record in caplog.records] == [
+        "Warming up defragmenter with thresholds: [8, 16, 32, 64, 128, 256, 512]",
+        "Defragmenter warmup completed successfully",
+    ]
+
+
+@pytest.mark.parametrize("left_out", [[], [8], [512], [16, 64], [*SWAP_SIZES]])
+def test_whatever_is_left_out_the_cache_is_as_it_was(llm: LLM, left_out: list[int]) -> None:
+    runner = executor(llm, 2)
+    before = runner.cache.data.clone()
+    runs = SwapRuns(runner)
+    for size in SWAP_SIZES:
+        if size not in left_out:
+            runs.run(size)
+    runs.end()
+    assert torch.equal(runner.cache.data, before)
+
+
+def test_control_padding_the_pair_would_contradict_it(llm: LLM) -> None:
+    """Why all pairs of a size are (1, 0): block 0, which pads, is one of the two."""
+    runner = executor(llm, 2)
+    before = runner.cache.data.clone()
+    runner.swap(Swaps(np.array([[1, 0]], np.int32), 8))
+    assert not torch.equal(runner.cache.data, before[:, [1, 0]])
+
+
+def test_one_block_is_not_enough(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert not SwapRuns(executor(llm, 1)).begin()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "Warming up defragmenter with thresholds: [8, 16, 32, 64, 128, 256, 512]"),
+        ("WARNING", "Skipping defragmenter warmup, insufficient blocks (1)"),
+    ]
