@@ -30,6 +30,7 @@ _general = partial(option, group="General")
 _bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up", later="warm-up comes in a later version; nothing is warmed up in this one")
+_store = partial(option, group="Warm-up")
 _graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
 _defrag = partial(option, group="Defragmenter", later="the defragmenter comes in a later version")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
@@ -186,6 +187,11 @@ class Settings:
     )
     on_cold: str = _warm(
         "warn", "What happens when something is built after ready.", choices=("off", "count", "warn", "raise")
+    )
+    cache_dir: str | None = _store(
+        None,
+        "Folder where a boot leaves its record and what it compiled, for the next one that is the same.",
+        default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
     )
 
     graph_reserved_mem: float = _graph(

@@ -13,6 +13,9 @@ from preheat.plan.plan import Plan
 
 Outcome = Literal["pending", "ready", "reused", "dropped", "failed"]
 
+DONE: tuple[Outcome, ...] = ("ready", "reused")
+"""The item ran."""
+
 MAX_EVENTS = 100
 """Cold events and misses that are kept in full; all of them are counted."""
 
