@@ -122,7 +122,8 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-OPTIONAL = {"transformers"}  # imported where it is needed, with an error that says so
+# transformers is imported where it is needed, with an error that says so; Triton comes with torch, on CUDA alone.
+OPTIONAL = {"transformers", "triton"}
 
 _PROJECTS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 
