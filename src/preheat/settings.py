@@ -30,7 +30,7 @@ _general = partial(option, group="General")
 _bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up", later="warm-up comes in a later version; nothing is warmed up in this one")
-_graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
+_graph = partial(option, group="Device graphs")
 _defrag = partial(option, group="Defragmenter", later="the defragmenter comes in a later version")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
 _trace = partial(option, group="Diagnostics", later="step diagnostics come in a later version")
@@ -195,7 +195,11 @@ class Settings:
     )
 
     graph_reserved_mem: float = _graph(
-        0.1, "Share of the usable memory for graphs.", env="VLLM_GRAPH_RESERVED_MEM", low=0, high=1
+        0.1,
+        "Share of the usable memory for graphs, in execution mode graphs.",
+        env="VLLM_GRAPH_RESERVED_MEM",
+        low=0,
+        high=1,
     )
     graph_prompt_ratio: float = _graph(
         0.3, "Share of the graphs' memory for prompts.", env="VLLM_GRAPH_PROMPT_RATIO", low=0, high=1
@@ -206,7 +210,13 @@ class Settings:
     graph_decode_strategy: str = _graph(
         "max_bs", "Order of capturing decodes.", env="VLLM_GRAPH_DECODE_STRATEGY", choices=("min_tokens", "max_bs")
     )
-    config_hidden_layers: int = _graph(1, "Layers in one graph.", env="VLLM_CONFIG_HIDDEN_LAYERS", low=1)
+    config_hidden_layers: int = _graph(
+        1,
+        "Layers in one graph.",
+        env="VLLM_CONFIG_HIDDEN_LAYERS",
+        low=1,
+        later="a graph holds all layers, or on a CPU none",
+    )
 
     defrag_threshold: int = _defrag(
         32, "Blocks between the highest in use and the number in use that start it.", env="VLLM_DEFRAG_THRESHOLD", low=0

@@ -24,7 +24,8 @@ class Entry(msgspec.Struct):
     """One item. ``started`` counts seconds from the start of warm-up; ``bytes`` are what the device holds more since.
 
     ``ready``: it was run. ``reused``: it was run, and what it compiled came from the store. ``dropped`` and ``failed``
-    say why in ``reason``. ``hits`` are the steps after ready that ran it.
+    say why in ``reason``; so does an item without a ``graph`` where others have one. ``hits`` are the steps after ready
+    that ran it.
     """
 
     name: str
