@@ -29,7 +29,7 @@ _server = partial(option, group="Server")
 _general = partial(option, group="General")
 _bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
-_warm = partial(option, group="Warm-up", later="warm-up comes in a later version; nothing is warmed up in this one")
+_warm = partial(option, group="Warm-up")
 _graph = partial(option, group="Device graphs")
 _defrag = partial(option, group="Defragmenter", later="the defragmenter comes in a later version")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
@@ -39,7 +39,6 @@ _quant = partial(option, group="Quantization", later="quantized weights and cach
 _spread = partial(option, group="Several devices", later="this version runs on one device")
 _lora = partial(option, group="LoRA", later="LoRA adapters come in a later version")
 _spec = partial(option, group="Speculation", later="speculative decoding comes in a later version")
-_boot = partial(option, group="Warm-up")
 
 
 def _count_or_zero(text: str) -> int:
@@ -178,7 +177,7 @@ class Settings:
     )
 
     skip_warmup: bool = _warm(False, "Do not warm up before serving.", env="VLLM_SKIP_WARMUP")
-    determinism_warmup_iterations: int = _boot(
+    determinism_warmup_iterations: int = _warm(
         3,
         "Passes that settle the numerics before serving; negative or unreadable means none.",
         env="VLLM_DETERMINISM_WARMUP_ITERATIONS",
@@ -188,7 +187,7 @@ class Settings:
     on_cold: str = _warm(
         "warn", "What happens when something is built after ready.", choices=("off", "count", "warn", "raise")
     )
-    cache_dir: str | None = _boot(
+    cache_dir: str | None = _warm(
         None,
         "Folder where a boot leaves its record and what it compiled, for the next one that is the same.",
         default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
@@ -273,6 +272,10 @@ class Settings:
             opt.check(getattr(self, opt.name), opt.name)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl_keyfile and ssl_certfile belong together: give both or none")
+        if self.skip_warmup and self.on_cold == "raise":
+            raise SettingsError(
+                "on_cold raise would fail every first request without warm-up: drop skip_warmup", param="on_cold"
+            )
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size & (self.block_size - 1):

@@ -18,6 +18,8 @@ from preheat.limits import Limits
 from preheat.metrics import Metrics, set_up_logging
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
+from preheat.plan import lines
+from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
@@ -69,6 +71,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     from preheat.schedule.scheduler import Scheduler
     from preheat.warmup.guard import Guard
     from preheat.warmup.record import Record
+    from preheat.warmup.run import WarmUp
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
@@ -81,19 +84,26 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
     bytes_per_block = KVCache.bytes_per_block(spec, settings.block_size, dtype)
     limits = resolve_limits(settings, spec, platform, bytes_per_block)
-    plan = make_plan(limits, PlanOptions.of(settings))
+    sizes = ModelSizes.of(spec, dtype.itemsize)
+    plan = make_plan(limits, PlanOptions.of(settings), Costs(sizes, MACHINES[platform.name], limits.block_size))
+    for phase in plan.phases:
+        logger.info("%s", lines.bucket_config(phase))
+        logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
     scheduler = Scheduler(
         limits,
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
+        mixed_steps=settings.bucketing_policy == "unified",
         padded=plan.padded,
     )
     cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
     executor = Executor(Decoder(spec, weights, limits.max_model_len), cache, sampler)
     record = Record.of(plan, model=settings.model, platform=platform.name, dtype=name)
-    guard = Guard(record, plan, "off")
-    loop = Loop(mailbox, scheduler, Packer(scheduler.slots, spec, dtype, plan), executor, guard)
+    packer = Packer(scheduler.slots, spec, dtype, plan)
+    if not settings.skip_warmup:
+        WarmUp(plan, packer, executor, platform, record, say=mailbox.put).run()
+    loop = Loop(mailbox, scheduler, packer, executor, Guard(record, plan, settings.on_cold))
     seconds = time.monotonic() - started
     logger.info(
         "%s on %s in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",

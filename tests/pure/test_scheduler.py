@@ -59,6 +59,7 @@ class Anything(RuleBasedStateMachine):
             ),
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
+            mixed_steps=data.draw(st.booleans()),
             padded=padded,
         )
         self.next_id = 0
@@ -416,3 +417,17 @@ def test_running_rows_own_what_their_tables_say() -> None:
     running.slots.block_table[0, 0] = 7
     with pytest.raises(RuntimeError, match="differ"):
         harness.scheduler.check()
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_step_has_one_phase_unless_it_may_be_mixed(mixed):
+    harness = Harness(limits(), mixed_steps=mixed)
+    harness.add(request(0, [1, 2, 3]))
+    harness.step()
+    harness.add(request(1, [4, 5, 6]))
+    phases = []
+    while (schedule := harness.step()) is not None:
+        phases.append((schedule.num_decode, schedule.rows - schedule.num_decode))
+    assert phases[0] == ((1, 1) if mixed else (0, 1))
+    assert mixed or all(0 in phase for phase in phases)
+    harness.verify()

@@ -22,15 +22,15 @@ from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 @dataclass(slots=True)
 class PromptRow:
-    """A row whose prompt logprobs are wanted: ``alternatives`` of them for each of ``successors``.
+    """A row whose prompt logprobs are wanted: ``alternatives`` of them for each token of the prompt after another.
 
-    ``successors[i]`` is the prompt's token after the one that step token ``start + i`` computes.
+    A part holds such tokens, int32 [n], and the step's tokens that each of them follows, int64 [at least n], padded
+    with the last to a size that logits are computed at.
     """
 
     row: int
-    start: int
-    successors: np.ndarray
     alternatives: int
+    parts: list[tuple[Tensor, np.ndarray]]
 
 
 @dataclass(slots=True)
@@ -135,8 +135,18 @@ class Packer:
             last = min(first + schedule.extend[row], slots.prompt_len[slot])
             successors = slots.tokens[slot, first:last].copy()
             if len(successors):
-                found.append(PromptRow(int(row), int(starts[row]), successors, int(slots.prompt_logprobs[slot])))
+                parts = self._logit_parts(int(starts[row]), successors)
+                found.append(PromptRow(int(row), int(slots.prompt_logprobs[slot]), parts))
         return found
+
+    def _logit_parts(self, start: int, successors: np.ndarray) -> list[tuple[Tensor, np.ndarray]]:
+        """``successors`` of the step's tokens from ``start`` on, in parts of the most rows that are sampled at once."""
+        parts, most = [], self.plan.sampler_sizes[-1]
+        for at in range(0, len(successors), most):
+            part = successors[at : at + most]
+            before = np.minimum(np.arange(self.plan.sampler_rows(len(part))), len(part) - 1) + start + at
+            parts.append((torch.from_numpy(before), part))
+        return parts
 
 
 def _padded(rows: Rows, count: int) -> Rows:

@@ -18,6 +18,12 @@ class Platform(Protocol):
     def free_memory(self) -> int:
         """Bytes that may still be allocated on the device."""
 
+    def used_memory(self) -> int:
+        """Bytes that this process holds on the device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was told."""
+
     def kv_cache_memory(self) -> int | None:
         """Bytes of KV cache when nobody asked for a size; None means a share of the free memory."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KV_CACHE_BYTES = 1 << 30
 
 
@@ -21,6 +23,13 @@ class CPU:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
         raise OSError("/proc/meminfo has no MemAvailable line; set --kv-cache-memory-bytes")
+
+    def used_memory(self) -> int:
+        """The resident set."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+    def synchronize(self) -> None:
+        """Nothing runs on when a call returns."""
 
     def kv_cache_memory(self) -> int | None:
         """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""

@@ -14,9 +14,6 @@ from preheat.execute.sampler import Sampler
 from preheat.model.decoder import Attention, Decoder
 from preheat.schedule.slots import NO_LOGPROBS
 
-LOGPROB_ROWS = 256
-"""Rows of logits computed at once for prompt logprobs: bounds the memory of a long prompt."""
-
 
 class Executor:
     """Runs steps of one model on one device."""
@@ -27,17 +24,24 @@ class Executor:
         self._scale, self._windows = spec.head_dim**-0.5, spec.layer_windows
         self._heads, self._head_dim = spec.num_heads, spec.head_dim
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Forward, logits of the sampling rows, one token for each of them."""
-        hidden = self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
-        result = self.sample(hidden.index_select(0, batch.sampled), batch)
+        return self.finish(self.forward(batch), batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, hidden]; keys and values are in the cache."""
+        return self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
+
+    @torch.inference_mode()
+    def finish(self, hidden: Tensor, batch: Batch) -> StepResult:
+        """What the rows of ``batch`` want to know of ``hidden`` [T, hidden]."""
+        result = self._sample(hidden.index_select(0, batch.sampled), batch)
         for row in batch.prompt_rows:
             result.prompt_logprobs[row.row] = self._prompt_logprobs(hidden, row)
         return result
 
-    @torch.inference_mode()
-    def sample(self, hidden: Tensor, batch: Batch) -> StepResult:
+    def _sample(self, hidden: Tensor, batch: Batch) -> StepResult:
         """One token for each sampling row, from ``hidden`` [sampling_size, hidden], of which the last rows may pad."""
         rows = len(batch.sampled_rows)
         if not rows:
@@ -71,8 +75,7 @@ class Executor:
     def _prompt_logprobs(self, hidden: Tensor, row: PromptRow) -> list[TokenLogprobs]:
         """One entry for each successor, from the hidden state [tokens, hidden] of the token before it."""
         entries: list[TokenLogprobs] = []
-        for start in range(0, len(row.successors), LOGPROB_ROWS):
-            part = row.successors[start : start + LOGPROB_ROWS]
-            logits = self.decoder.logits(hidden[row.start + start : row.start + start + len(part)])
+        for before, part in row.parts:
+            logits = self.decoder.logits(hidden.index_select(0, before))[: len(part)]
             entries += token_logprobs(logits, part, np.full(len(part), row.alternatives))
         return entries

@@ -50,6 +50,12 @@ class TokenCounts:
         np.add.at(self.output, (slots, tokens), 1)
         self.seen[slots, tokens] = True
 
+    def forget(self) -> None:
+        """Be as new."""
+        slots = self._owner != _NO_OWNER
+        self.output[slots] = self.seen[slots] = 0
+        self._owner[slots], self._length[slots] = _NO_OWNER, 0
+
     def follow(self, rows: PenaltyRows) -> None:
         """Bring the counts of these rows up to their tokens: what is new is added, another owner's is replaced."""
         lengths = np.array([len(tokens) for tokens in rows.tokens], np.int64)

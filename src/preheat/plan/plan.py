@@ -72,6 +72,11 @@ class Plan:
         """The numbers of rows that sampling is padded to."""
         return _sampler_sizes(self.limits, self.table)
 
+    @property
+    def determinism_shape(self) -> Shape:
+        """What the determinism passes run: a step of as many tokens as a usual batch has rows."""
+        return _determinism_shape(self.limits, self.table)
+
     def sampler_rows(self, rows: int) -> int:
         """What the sampling of ``rows`` rows is padded to."""
         return self.sampler_sizes[bisect_left(self.sampler_sizes, rows)]
@@ -187,11 +192,15 @@ def _swap(size: int, costs: Costs | None) -> Item:
 
 
 def _determinism(limits: Limits, table: Table, passes: int, costs: Costs | None) -> list[Item]:
-    """Passes over a step of as many tokens as a usual batch has rows: the programs that serve it, run again."""
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks - 1, MAX_DETERMINISM_TOKENS)
-    shape = table.peek(Need("decode", rows, rows, longest=1, blocks=rows))
+    """Passes over a program that serves, run again."""
+    shape = _determinism_shape(limits, table)
     cost = costs.forward(str(shape), shape) if costs else (0.0, 0)
     return [Item("determinism", number + 1, "last", *cost) for number in range(passes)]
+
+
+def _determinism_shape(limits: Limits, table: Table) -> Shape:
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks - 1, MAX_DETERMINISM_TOKENS)
+    return table.peek(Need("decode", rows, rows, longest=1, blocks=rows))
 
 
 def _shadow_reason(shape: Shape, winner: Shape | None) -> str:

@@ -70,8 +70,9 @@ class Scheduler:
     """Continuous batching within ``limits``. One step at a time: each :meth:`schedule` is followed by :meth:`settle`
     or :meth:`fail`; requests are added and cancelled between steps.
 
-    ``padded`` says what a step costs (see :data:`Padded`). Raises SettingsError, naming the options, for limits under
-    which some sequence could never run.
+    ``padded`` says what a step costs (see :data:`Padded`). Without ``mixed_steps`` a step either reads prompts or
+    decodes, prompts first (source: the two phases of vLLM on Gaudi). Raises SettingsError, naming the options, for
+    limits under which some sequence could never run.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Scheduler:
         *,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        mixed_steps: bool = True,
         padded: Padded = unpadded,
     ) -> None:
         _check_limits(limits, padded)
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
+        self.mixed_steps = mixed_steps
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching)
@@ -134,9 +137,11 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """The next step, its blocks allocated; None exactly when :attr:`idle`."""
         self._between_steps()
-        step = self._decoding()
+        step = self._decoding() if self.mixed_steps else _Step(np.zeros(0, np.int32))
         self._continue_prefills(step)
         self._admit(step)
+        if not self.mixed_steps and not step.prefill:
+            step = self._decoding()
         decode = len(step.decode)
         if not decode + len(step.prefill):
             return None

@@ -1,0 +1,146 @@
+"""Warm-up: every item of the plan runs once, through the packer and the executor that serve requests.
+
+Only the work is made up (:mod:`preheat.warmup.feed`); what runs it is what will serve. Nothing of it stays behind: the
+slots are given back, the sampler forgets, and keys and values went to the pad block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from preheat.batch.pack import Packer
+from preheat.core import Progress
+from preheat.device.base import Platform
+from preheat.execute.executor import Executor
+from preheat.plan import lines
+from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
+from preheat.plan.plan import Plan
+from preheat.plan.shape import Shape
+from preheat.warmup.feed import Feed, rows_of
+from preheat.warmup.record import Entry, Record
+
+logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+SAY_SECONDS = 0.1  # between two messages of progress
+
+
+@dataclass
+class WarmUp:
+    """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
+    process; ``reused`` are items that an earlier boot with the same fingerprint has compiled.
+    """
+
+    plan: Plan
+    packer: Packer
+    executor: Executor
+    platform: Platform
+    record: Record
+    say: Callable[[Progress], None] = lambda _: None
+    compiled: Callable[[], float] = lambda: 0.0
+    reused: frozenset[str] = frozenset()
+    _started: float = field(default=0.0, init=False)
+    _said: float = field(default=0.0, init=False)
+
+    def run(self) -> None:
+        """Run every item, in the plan's order; what becomes of each is in the record."""
+        self._started = time.monotonic()
+        memory = self.platform.used_memory()
+        self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
+        entries = {entry.name: entry for entry in self.record.entries}
+        kinds: dict[str, list[Item]] = {}
+        for item in self.plan.items:
+            kinds.setdefault(item.kind, []).append(item)
+        done = 0
+        for kind, items in kinds.items():
+            self._begin(kind, items)
+            for number, item in enumerate(items, 1):
+                self._say(done, item)
+                if isinstance(item.key, Shape):
+                    free = self.platform.free_memory()
+                    logger.info("%s", lines.running(item.key.phase, item.key, number, len(items), free))
+                self._account(item, entries[item.name])
+                done += 1
+            self._end(kind)
+        self.executor.sampler.counts.forget()
+        self.record.seconds = time.monotonic() - self._started
+        logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
+
+    def _account(self, item: Item, entry: Entry) -> None:
+        """Run an item and book what it took. Out of memory drops it; any other error is loud, and the rest go on."""
+        memory, compiled, start = self.platform.used_memory(), self.compiled(), time.monotonic()
+        entry.started = start - self._started
+        try:
+            self._run(item)
+            self.platform.synchronize()
+            entry.outcome = "reused" if item.name in self.reused else "ready"
+        except OUT_OF_MEMORY as error:
+            entry.outcome, entry.reason = "dropped", f"out of memory: {error}"
+            logger.warning("%s was dropped: %s", item.name, entry.reason)
+        except Exception as error:
+            entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
+            logger.exception("%s failed; a step that needs it will be cold", item.name)
+        entry.compile_seconds = self.compiled() - compiled
+        entry.touch_seconds = time.monotonic() - start - entry.compile_seconds
+        entry.bytes = self.platform.used_memory() - memory
+
+    def _run(self, item: Item) -> None:
+        match item.key:
+            case Shape() as shape:
+                self._forward(shape)
+            case SamplerKey() as key:
+                self._sample(key)
+            case _ if item.kind == "determinism":
+                self._forward(self.plan.determinism_shape)
+
+    def _forward(self, shape: Shape) -> None:
+        rows = rows_of(self.plan.table.example(shape), self.plan.limits)
+        with self._feed.work(rows) as schedule:
+            batch = self.packer.pack(schedule)
+            if batch.shape != shape:
+                raise RuntimeError(f"the work for {shape} runs as {batch.shape}")
+            self.executor.execute(batch)
+
+    def _sample(self, key: SamplerKey) -> None:
+        """Hidden states to tokens; the second time, what the sampler keeps of the rows is theirs already."""
+        params = SAMPLER_SETTINGS[key.setting]
+        with self._feed.work(self._feed.sampled(key.rows, params), params) as schedule:
+            if not schedule.rows:
+                return
+            batch = self.packer.pack(schedule)
+            hidden = self._hidden(len(batch.tokens))
+            for _ in range(1 if key.batch_changed else 2):
+                self.executor.finish(hidden, batch)
+
+    def _hidden(self, tokens: int) -> Tensor:
+        """Random hidden states [tokens, hidden], with randomness of their own."""
+        decoder, chance = self.executor.decoder, torch.Generator().manual_seed(0)
+        states = torch.randn(tokens, decoder.spec.hidden_size, generator=chance)
+        return states.to(self.platform.device, decoder.dtype)
+
+    def _begin(self, kind: str, items: Sequence[Item]) -> None:
+        if kind == "sampler":
+            settings = [(name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
+            for line in lines.sampler_start(self.plan.sampler_sizes, settings):
+                logger.info("%s", line)
+
+    def _end(self, kind: str) -> None:
+        if kind == "sampler":
+            logger.info("%s", lines.sampler_finished())
+
+    def _say(self, done: int, item: Item) -> None:
+        """Tell of progress, not too often; the time left is estimated in the plan's proportions."""
+        now = time.monotonic()
+        if done and now - self._said < SAY_SECONDS:
+            return
+        self._said, items = now, self.plan.items
+        before = sum(i.estimated_seconds for i in items[:done])
+        after = sum(i.estimated_seconds for i in items[done:])
+        eta = (now - self._started) / before * after if before else after or None
+        self.say(Progress(done, len(items), item.name, eta))

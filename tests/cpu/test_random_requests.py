@@ -1,0 +1,134 @@
+"""Two thousand requests over everything that a request may ask for: nothing is cold, nothing is missed.
+
+The model is small and its weights random: what is tested is which programs run, not what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from msgspec.structs import fields
+
+from preheat import LLM, SamplingParams
+from preheat.model.files import BUNDLED_PATH
+from preheat.plan.items import NOT_SAMPLED
+from preheat.warmup.record import Record
+from tests.tokenizers import byte_level
+
+REQUESTS, VOCAB = 2_000, 320
+SMALL = {
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 160,
+    "block_size": 16,
+    "load_format": "dummy",
+}
+
+# How each field of SamplingParams is drawn when a request sets it; every field is here (tested).
+DRAWS = {
+    "n": lambda r: r.randint(1, 3),
+    "temperature": lambda r: r.choice([0.0, 0.3, 1.0, 1.9]),
+    "top_p": lambda r: r.uniform(0.05, 1.0),
+    "top_k": lambda r: r.choice([-1, 0, 1, 5, 100, 10_000]),
+    "min_p": lambda r: r.uniform(0.0, 1.0),
+    "presence_penalty": lambda r: r.uniform(-2, 2),
+    "frequency_penalty": lambda r: r.uniform(-2, 2),
+    "repetition_penalty": lambda r: r.uniform(0.5, 2.0),
+    "logit_bias": lambda r: {r.randrange(VOCAB): r.uniform(-100, 100) for _ in range(r.randint(1, 20))},
+    "seed": lambda r: r.randrange(2**63),
+    "stop": lambda r: r.choice(["a", [" the", "\n"], ["def", "e", "xyz"]]),
+    "stop_token_ids": lambda r: r.sample(range(VOCAB), r.randint(1, 8)),
+    "include_stop_str_in_output": lambda r: True,
+    "ignore_eos": lambda r: True,
+    "min_tokens": lambda r: r.randint(1, 5),
+    "max_tokens": lambda r: r.randint(5, 8),
+    "logprobs": lambda r: r.randint(0, 20),
+    "prompt_logprobs": lambda r: r.randint(0, 5),
+    "skip_special_tokens": lambda r: False,
+}
+PLAIN = ("n", "stop", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens", "stop_token_ids")
+CHOOSING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs")
+
+
+def test_every_field_is_drawn():
+    assert set(DRAWS) == {field.name for field in fields(SamplingParams)}
+    assert set(NOT_SAMPLED) <= set(DRAWS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A configuration without weights."""
+    folder = tmp_path_factory.mktemp("model")
+    config = json.loads((BUNDLED_PATH / "config.json").read_text())
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": VOCAB}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    byte_level().save(str(folder / "tokenizer.json"))
+    return {"model": str(folder)}
+
+
+def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
+    """Each field of ``names`` is set or left alone; the same draw decides for a whole wave how rich it may be."""
+    values = {name: DRAWS[name](chance) for name in names if chance.random() < 0.4}
+    values.setdefault("max_tokens", 5)
+    if "temperature" not in names:
+        values["temperature"] = 0.0
+    return SamplingParams(**values)
+
+
+def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
+    """Waves of requests that arrive between steps, some of which are cancelled; how they ended."""
+    chance, door, loop = random.Random(seed), llm.frontdoor, llm.loop
+    ended: Counter[str] = Counter()
+    tickets, sent, patient = [], 0, True
+    while sent < requests or door.busy:
+        if sent < requests and (not door.busy or (not patient and chance.random() < 0.3)):
+            names, patient = chance.choice([PLAIN, PLAIN + CHOOSING, tuple(DRAWS)]), chance.random() < 0.3
+            for _ in range(min(chance.choice([1, 1, 2, 3, 5, 8]), requests - sent)):
+                length = min(int(chance.expovariate(1 / 20)) + 1, 140)
+                prompt = [chance.randrange(VOCAB) for _ in range(length)]
+                if tickets and chance.random() < 0.2:  # for the prefix cache to find
+                    prompt = [*tickets[-1].prompt_ids, *prompt][:140]
+                tickets.append(door.prepare(prompt, draw(chance, names), request_id=str(sent)))
+                door.start([tickets[-1]])
+                sent += 1
+        if tickets and chance.random() < 0.02:
+            door.abort(chance.choice(tickets[-8:]))
+        loop.take(0)
+        loop.step()
+        llm._receive()
+    for ticket in tickets:
+        ended["error" if ticket.error is not None else "done"] += 1
+    loop.take(0)
+    loop.scheduler.check()
+    return ended
+
+
+def hits(llm: LLM) -> dict[str, int]:
+    """Of every item that a step can run."""
+    record = Record.from_json(llm.loop.observer.report())
+    items = {item.name for item in llm.loop.packer.plan.items if item.kind in ("prompt", "decode", "mixed", "sampler")}
+    zero = {item.name for item in llm.loop.packer.plan.items if item.program and item.program[:2] == ("sampler", 0)}
+    return {entry.name: entry.hits for entry in record.entries if entry.name in items - zero}
+
+
+def test_nothing_is_cold_and_nothing_is_missed(model, capsys):
+    llm = LLM(**model | SMALL, skip_warmup=False, on_cold="raise")
+    assert run(llm, REQUESTS, seed=1) == {"done": REQUESTS}
+    record = Record.from_json(llm.loop.observer.report())
+    assert record.cold == {}
+    assert record.misses == {}
+    found = hits(llm)
+    missed = [name for name, count in found.items() if not count]
+    with capsys.disabled():
+        print(f"\n{len(found) - len(missed)} of {len(found)} items were hit; not: {missed}")
+        print("; ".join(f"{name} {count}" for name, count in found.items() if "sampler" not in name))
+    assert len(missed) <= 0.05 * len(found)
+
+
+def test_without_warm_up_the_same_requests_find_it_cold(model):
+    llm = LLM(**model | SMALL, skip_warmup=True, on_cold="count")
+    assert run(llm, 50, seed=1) == {"done": 50}
+    assert sum(Record.from_json(llm.loop.observer.report()).cold.values()) >= 5

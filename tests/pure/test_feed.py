@@ -1,0 +1,57 @@
+"""The law of the round trip: dummy work for a shape needs exactly that shape."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from preheat.batch.need import need_of
+from preheat.errors import SettingsError
+from preheat.limits import Limits
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.schedule.slots import Slots
+from preheat.warmup.feed import Feed, Row, rows_of
+from tests.pure.test_plan_laws import options
+
+limits = st.builds(
+    Limits,
+    max_model_len=st.integers(2, 600),
+    max_num_seqs=st.integers(1, 40),
+    max_num_batched_tokens=st.integers(2, 900),
+    max_num_prefill_seqs=st.none() | st.integers(1, 40),
+    block_size=st.sampled_from([16, 64]),
+    num_blocks=st.integers(40, 900),
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(limits, options())
+def test_work_for_a_shape_runs_in_that_shape(at, chosen):
+    try:
+        plan = make_plan(at, chosen, on_miss=lambda need, shape: None)
+    except SettingsError:
+        return  # ranges that make no sense
+    slots = Slots(at.max_num_seqs, at.max_model_len, at.block_size)
+    feed = Feed(slots, at, vocab_size=50)
+    for shape in plan.table.shapes:
+        rows = rows_of(plan.table.example(shape), at)
+        assert all(0 < row.cached + row.extend <= at.max_model_len for row in rows)
+        with feed.work(rows) as schedule:
+            assert schedule.rows <= at.max_num_seqs
+            assert schedule.tokens <= at.max_num_batched_tokens
+            assert plan.fit(need_of(schedule, slots, chosen.bucketing_policy)) == shape
+        assert slots.num_free == at.max_num_seqs
+    assert not slots.block_table.any()
+
+
+def test_other_work_runs_in_another_shape():
+    at = Limits(
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_num_prefill_seqs=None,
+        block_size=16,
+        num_blocks=17,
+    )
+    plan, slots = make_plan(at, PlanOptions()), Slots(4, 64, 16)
+    with Feed(slots, at, 50).work([Row(0, 1, decoding=True)] * 3) as schedule:
+        assert plan.fit(need_of(schedule, slots, "unified")) != plan.largest
