@@ -189,7 +189,7 @@ class Settings:
     )
     cache_dir: str | None = _warm(
         None,
-        "Folder where a boot leaves its record and what it compiled, for the next one that is the same.",
+        "Folder where a boot leaves its record and what it compiled, for the next one that is the same; `off`: none.",
         default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
     )
 

@@ -105,6 +105,15 @@ def test_raise_fails_the_steps_requests_with_the_sources_name_and_no_others(llm)
     assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
+def test_an_engine_that_was_told_to_raise_watches_from_its_first_request():
+    llm = LLM(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, skip_warmup=False, on_cold="raise")
+    expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    compile_something()
+    with pytest.raises(PreheatError, match="dynamo: triple"):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
 def test_offline_a_cold_step_is_an_error_that_says_what_was_cold(llm):
     watch(llm, "raise")
     compile_something()

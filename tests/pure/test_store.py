@@ -251,6 +251,14 @@ def test_processes_that_start_at_once_see_whole_records_only(tmp_path):
     assert len(Store(tmp_path, "f").load().entries) == 300
 
 
+def test_a_store_that_is_off_keeps_nothing_and_says_nothing(caplog):
+    with caplog.at_level(logging.WARNING):
+        store = Store(cache_root(Settings(cache_dir="off")), "f")
+        store.save(record())
+    assert (store.folder, store.load(), store.costs(), store.reused()) == (None, None, {}, frozenset())
+    assert caplog.records == []
+
+
 def test_where_the_store_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

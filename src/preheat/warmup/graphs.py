@@ -18,6 +18,7 @@ from preheat.plan.budget import (
     Strategy,
     capture_graphs,
     capture_order,
+    graph_pool,
     graph_shares,
     split_memory,
 )
@@ -99,6 +100,17 @@ def capture(
     captures = Captures(pool, phases)
     record.memory |= {"graph_pool": pool, "graphs": captures.used}
     return captures
+
+
+def capture_twin(
+    plan: Plan, record: Record, settings: Settings, *, split: MemorySplit, sizes: ModelSizes, block_bytes: int
+) -> Captures:
+    """`capture` on a CPU, where nothing is captured and the bytes of each graph are counted."""
+    limits = plan.limits
+    free = split.free - limits.num_blocks * block_bytes
+    twin = Twin(sizes, limits.max_blocks_per_seq, free)
+    pool = graph_pool(split, block_bytes, free)
+    return capture(plan, record, settings, pool=pool, capture_one=twin.capture_one, free=twin.free)
 
 
 def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Shape]]:

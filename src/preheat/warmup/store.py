@@ -28,6 +28,7 @@ from preheat.warmup.record import DONE, Record
 
 logger = logging.getLogger(__name__)
 
+OFF = "off"
 RECORD = "record.json"
 SAMPLES, SAMPLE_BYTES = 64, 4096
 LIBRARIES = ("torch", "triton", "numpy")
@@ -35,18 +36,20 @@ PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
 class Store:
-    """The folder of one fingerprint, made if need be. Nothing here ever stops a boot: what cannot be read or written is
-    warned about and done without.
+    """The folder of one fingerprint in ``root``, made if need be; without a root nothing is kept. Nothing here ever
+    stops a boot: what cannot be read or written is warned about and done without.
     """
 
-    def __init__(self, root: Path, fingerprint: str) -> None:
+    def __init__(self, root: Path | None, fingerprint: str) -> None:
         self.fingerprint = fingerprint
-        self._home = root / fingerprint
-        self.folder = self._home if _can_write(self._home) else None
+        self._home = root and root / fingerprint
+        self.folder = self._home if self._home and _can_write(self._home) else None
         """Where compilers may keep their caches; None where nothing can be written."""
 
     @cached_property
     def _last(self) -> Record | None:
+        if self._home is None:
+            return None
         path = self._home / RECORD
         try:
             record = Record.from_json(path.read_bytes())
@@ -66,7 +69,7 @@ class Store:
 
     def reused(self) -> frozenset[str]:
         """The items that an earlier boot ran: what they compile is in the folder."""
-        return frozenset(entry.name for entry in self._last.entries if entry.outcome in DONE) if self._last else _NONE
+        return frozenset(self.costs())
 
     def costs(self) -> dict[str, float]:
         """Measured seconds of those items, by name."""
@@ -84,11 +87,10 @@ class Store:
             logger.warning("The record cannot be kept for the next boot: %s", error)
 
 
-_NONE: frozenset[str] = frozenset()
-
-
-def cache_root(settings: Settings) -> Path:
-    """The folder of all stores: ``--cache-dir``, else ``preheat`` in the user's cache folder."""
+def cache_root(settings: Settings) -> Path | None:
+    """The folder of all stores: ``--cache-dir``, else ``preheat`` in the user's cache folder; None if it is "off"."""
+    if settings.cache_dir == OFF:
+        return None
     if settings.cache_dir is not None:
         return Path(settings.cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
