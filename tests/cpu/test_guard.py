@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
+from preheat.batch.sampling import SamplingBatch
 from preheat.engine.ticket import Ticket
 from preheat.errors import PreheatError
+from preheat.execute.sampler import Sampler
 from preheat.warmup.guard import FIRST_RUN, Guard
 from preheat.warmup.record import MAX_EVENTS, Record
 from preheat.warmup.sources import sources_for
@@ -65,6 +68,23 @@ def serve(llm: LLM, count: int, then_compile: int = -1) -> list[Ticket]:
 
 def tokens(ticket: Ticket) -> list[int]:
     return ticket.output().outputs[0].token_ids
+
+
+def test_a_module_that_a_step_imports_is_cold(llm, tmp_path, monkeypatch):
+    (tmp_path / "rare_branch.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    sample = Sampler.sample
+
+    def lazily(self: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        importlib.import_module("rare_branch")
+        return sample(self, logits, batch)
+
+    monkeypatch.setattr(Sampler, "sample", lazily)
+    guard = watch(llm, "raise")
+    failed, served = serve(llm, 1) + serve(llm, 1)
+    assert "import: rare_branch was imported" in str(failed.error)
+    assert guard.record.cold == {"import": 1}
+    assert served.error is None
 
 
 @pytest.mark.parametrize("on_cold", ["off", "count", "warn", "raise"])

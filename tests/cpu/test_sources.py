@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from preheat.batch.pack import Packer
 from preheat.errors import SettingsError
+from preheat.execute.executor import Executor
+from preheat.schedule.scheduler import Scheduler
 from preheat.warmup import sources
 from preheat.warmup.sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for
 
@@ -90,27 +94,43 @@ def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
         "assert 'torch._dynamo' not in sys.modules\n"
         "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(3))\n"
         "told = {source.name: source.taken() for source in found}\n"
-        "assert len(told['dynamo']) == 1 and 'torch._dynamo' in told['import'][0], told"
+        "assert len(told['dynamo']) == 1 and told['import'] == (), told"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_only_modules_of_the_engine_are_news(monkeypatch):
+def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkeypatch):
+    for name in ("late_inner", "late_other", "late_mine"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "late_outer").mkdir()
+    (tmp_path / "late_outer" / "__init__.py").write_text("import late_inner")
+    (tmp_path / "late_outer" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    step: dict[str, Any] = {"__name__": f"{sources.STEP[0]}scheduler"}
+    exec("def run(call): call()", step)
     source = named("import")
-    for name in (
-        "users_own",
-        "preheat.server.late",
-        "torches",
-        "preheat.model.late",
-    ):  # the front door reads the model's
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert list(source.taken()) == []
-    for name in ("torch.late", "torch.late.part", "preheat.ops.late", "numpy.late"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    (said,) = source.taken()
-    assert said.startswith("4 modules were loaded: torch.late 2, ")
+
+    def needs() -> None:
+        import late_outer.part  # noqa: F401
+
+    def needs_more() -> None:
+        importlib.import_module("late_other")
+
+    import late_mine  # noqa: F401
+
     assert source.taken() == ()
+    step["run"](needs)
+    assert source.taken() == ["late_outer.part was imported"]  # and not what that one imports in its turn
+    step["run"](needs)
+    assert source.taken() == ()
+    step["run"](needs_more)
+    assert source.taken() == ["late_other was imported"]
+
+
+def test_a_step_is_what_the_loop_calls():
+    called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.settle)
+    assert [function.__module__.startswith(sources.STEP) for function in called] == [True] * 4
 
 
 class Recorder:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from typing import Any, Literal
 
 from preheat.errors import SettingsError
@@ -21,12 +22,8 @@ How = Literal["hook", "counter", "none"]
 MAX_DETAILS = 64
 """Events of one hook that are kept in words until they are taken; all of them are counted."""
 
-MAX_PACKAGES = 3
-"""Packages that are named when modules were loaded."""
-
-IMPORT_ROOTS = ("torch", "numpy", "triton")
-ENGINE_PARTS = ("batch", "device", "execute", "ops", "schedule")
-"""What of preheat only the engine's side imports."""
+STEP = ("preheat.schedule.", "preheat.batch.", "preheat.execute.")
+"""The packages that the loop calls in a step: everything that a step runs has one of them among its callers."""
 
 
 class Counted:
@@ -79,24 +76,39 @@ def _last_frames(number: int) -> list[str]:
 
 
 def imports() -> Source:
-    """Modules that the engine's packages load: code that no step ran before this one."""
-    known = set(sys.modules)
-
-    def news(_: int) -> list[str]:
-        new = sys.modules.keys() - known
-        known.update(new)
-        packages = Counter(".".join(name.split(".")[:2]) for name in new if _is_engine(name))
-        if not packages:
-            return []
-        most = ", ".join(f"{package} {count}" for package, count in packages.most_common(MAX_PACKAGES))
-        return [f"{packages.total()} modules were loaded: {most}"]
-
-    return Counted("import", sys.modules.__len__, news)
+    """Import statements that a step runs and no earlier one ran; what others import in the same process is no news."""
+    tally = _import_tally()
+    return Counted("import", tally.read, tally.last)
 
 
-def _is_engine(module: str) -> bool:
-    root, _, rest = module.partition(".")
-    return root in IMPORT_ROOTS or (root == "preheat" and rest.partition(".")[0] in ENGINE_PARTS)
+@functools.cache
+def _import_tally() -> Tally:
+    finder = ImportFinder()
+    sys.meta_path.insert(0, finder)
+    return finder.tally
+
+
+class ImportFinder(MetaPathFinder):
+    """Finds nothing: it is asked first about every module that is not loaded yet, and notes those that a step wants."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if _is_asked_by_a_step():
+            self.tally.add(f"{name} was imported")
+
+
+def _is_asked_by_a_step() -> bool:
+    """Whether a step is among the callers, with no other import between it and this one."""
+    frame, imports = sys._getframe(), 0
+    while frame is not None and imports < 2:
+        code = frame.f_code
+        imports += code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
+        if frame.f_globals.get("__name__", "").startswith(STEP):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def triton() -> Source:
@@ -191,7 +203,7 @@ class Origin:
 
 
 _DYNAMO = Watch("counter", "frames that Dynamo has compiled", dynamo)
-_IMPORTS = Watch("counter", "the number of loaded modules; those of torch, numpy, Triton and the engine tell", imports)
+_IMPORTS = Watch("hook", "a finder of modules, which looks whether a step is asking", imports)
 
 SOURCES: tuple[Origin, ...] = (
     Origin(
@@ -231,7 +243,7 @@ SOURCES: tuple[Origin, ...] = (
             "cuda": Watch("none", "the driver tells nobody; `CUDA_MODULE_LOADING=EAGER` loads everything at the start"),
         },
     ),
-    Origin("import", "Python loads a module that no step needed before", {"cpu": _IMPORTS, "cuda": _IMPORTS}),
+    Origin("import", "a step imports a module that nobody has loaded", {"cpu": _IMPORTS, "cuda": _IMPORTS}),
 )
 """Every origin of cold events but one: that a planned item runs first after ready, which the guard itself sees."""
 
