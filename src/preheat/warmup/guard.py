@@ -14,12 +14,11 @@ from preheat.core import Swaps
 from preheat.errors import PreheatError
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.plan import Plan
-from preheat.warmup.record import MAX_EVENTS, ColdEvent, Entry, Record
+from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, Entry, Record
 
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
-DONE = ("ready", "reused")
 
 
 class ColdStep(PreheatError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +22,7 @@ from preheat.plan import lines
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
+from preheat.trace import Span, no_span
 from preheat.warmup.feed import Feed, rows_of
 from preheat.warmup.record import Entry, Record
 from preheat.warmup.swaps import SwapRuns
@@ -47,7 +47,7 @@ class WarmUp:
     record: Record
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
-    span: Callable[..., AbstractContextManager[None]] = lambda name, **args: nullcontext()
+    span: Span = no_span
     reused: frozenset[str] = frozenset()
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
