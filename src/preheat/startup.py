@@ -25,6 +25,7 @@ from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.modes import resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
+from preheat.plan.table import WarnOnce
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
@@ -102,8 +103,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     platform.prepare(settings.num_threads)
     mode = resolve(platform.name, settings)
     steps = Steps(platform, started, trace.span)
-    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
-    spec = read_spec(read_config(folder))
+    folder, spec = _checkpoint(settings)
     name = _dtype_name(settings, spec, platform)
     dtype = getattr(torch, name)
     with steps("Loading model weights"):
@@ -113,23 +113,38 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     limits = resolve_limits(settings, spec, platform, bytes_per_block, split.cache)
     sizes = ModelSizes.of(spec, dtype.itemsize)
     store = _open_store(settings, folder, limits, platform, dtype=name, mode=mode)
-    plan = _plan(settings, limits, Costs(sizes, MACHINES[platform.name], limits.block_size, store.costs()))
+    misses: dict[str, int] = {}
+    plan = _plan(settings, limits, Costs(sizes, MACHINES[platform.name], limits.block_size, store.costs()), misses)
     scheduler = _scheduler(settings, limits, plan)
-    with steps("Initializing cache engine"):
-        cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
-    decoder = Decoder(spec, weights, limits.max_model_len, builder(mode))
-    executor = Executor(decoder, cache, Sampler(limits.max_num_seqs, spec.vocab_size, settings.handle_topk_duplicates))
     record = Record.of(
-        plan, model=settings.model, platform=platform.name, dtype=name, mode=mode, fingerprint=store.fingerprint
+        plan,
+        model=settings.model,
+        platform=platform.name,
+        dtype=name,
+        mode=mode,
+        fingerprint=store.fingerprint,
+        memory={"usable": split.usable, "kv_cache": limits.num_blocks * bytes_per_block},
+        misses=misses,
     )
-    packer = Packer(scheduler.slots, spec, dtype, plan, settings.contiguous_pa)
-    warm = WarmUp(plan, packer, executor, platform, record, mailbox.put, compile_seconds, trace.span, store.reused())
-    graphs = partial(capture_twin, plan, record, settings, split=split, sizes=sizes, block_bytes=bytes_per_block)
-    guard = _heat(settings, warm, graphs if mode == GRAPHS else None, store, steps)
-    loop = Loop(mailbox, scheduler, packer, executor, with_step_log(settings, mode, guard))
+    with steps.total("init_cache_engine"):
+        with steps("Initializing cache engine"):
+            cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
+        decoder = Decoder(spec, weights, limits.max_model_len, builder(mode, store.folder))
+        sampler = Sampler(limits.max_num_seqs, spec.vocab_size, settings.handle_topk_duplicates)
+        packer = Packer(scheduler.slots, spec, dtype, plan, settings.contiguous_pa)
+        warm = WarmUp(plan, packer, Executor(decoder, cache, sampler), platform, record)
+        warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
+        graphs = partial(capture_twin, plan, record, settings, split=split, sizes=sizes, block_bytes=bytes_per_block)
+        guard = _heat(settings, warm, graphs if mode == GRAPHS else None, store, steps)
+    loop = Loop(mailbox, scheduler, packer, warm.executor, with_step_log(settings, mode, guard))
     trace_steps(trace, loop)
     mailbox.put(_ready(record, limits, bytes_per_block, time.monotonic() - started))
     return loop
+
+
+def _checkpoint(settings: Settings) -> tuple[Path, ModelSpec]:
+    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
+    return folder, read_spec(read_config(folder))
 
 
 def _dtype_name(settings: Settings, spec: ModelSpec, platform: Platform) -> str:
@@ -159,8 +174,8 @@ def _open_store(
     return Store(cache_root(settings), fingerprint(parts))
 
 
-def _plan(settings: Settings, limits: Limits, costs: Costs) -> Plan:
-    plan = make_plan(limits, PlanOptions.of(settings), costs)
+def _plan(settings: Settings, limits: Limits, costs: Costs, misses: dict[str, int]) -> Plan:
+    plan = make_plan(limits, PlanOptions.of(settings), costs, on_miss=WarnOnce(misses))
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
