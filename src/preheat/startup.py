@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config, weight_files
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
 from preheat.plan import commands, lines
+from preheat.plan.budget import MemorySplit
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.modes import resolve
 from preheat.plan.options import PlanOptions
@@ -34,8 +35,11 @@ from preheat.text.tokenizer import Tokenizer
 from preheat.trace import open_trace
 
 if TYPE_CHECKING:
+    import torch
+
     from preheat.device.base import Platform
     from preheat.engine.loop import EngineSide, Loop
+    from preheat.model.weights import Weights
     from preheat.warmup.guard import Guard
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -82,8 +86,6 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
     with trace.span("Importing torch"):
-        import torch
-
         from preheat.batch.pack import Packer
         from preheat.device.base import pick_platform
         from preheat.engine.loop import Loop
@@ -93,9 +95,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         from preheat.execute.kv_cache import KVCache
         from preheat.execute.sampler import Sampler
         from preheat.model.decoder import Decoder
-        from preheat.model.weights import load_weights
-        from preheat.warmup.graphs import GRAPHS, capture_twin, divide_memory
-        from preheat.warmup.record import Record
+        from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
 
@@ -103,70 +103,71 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     platform.prepare(settings.num_threads)
     mode = resolve(platform.name, settings)
     steps = Steps(platform, started, trace.span)
-    folder, spec = _checkpoint(settings)
-    name = _dtype_name(settings, spec, platform)
-    dtype = getattr(torch, name)
-    with steps("Loading model weights"):
-        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
-    bytes_per_block = KVCache.bytes_per_block(spec, settings.block_size, dtype)
-    split = divide_memory(settings, mode, platform.free_memory(), bytes_per_block)
-    limits = resolve_limits(settings, spec, platform, bytes_per_block, split.cache)
-    sizes = ModelSizes.of(spec, dtype.itemsize)
-    store = _open_store(settings, folder, limits, platform, dtype=name, mode=mode)
-    misses: dict[str, int] = {}
-    plan = _plan(settings, limits, Costs(sizes, MACHINES[platform.name], limits.block_size, store.costs()), misses)
+    model = _load_model(settings, platform, steps)
+    split = divide_memory(settings, mode, platform.free_memory(), model.bytes_per_block)
+    limits = resolve_limits(settings, model.spec, platform, model.bytes_per_block, split.cache)
+    store = _open_store(settings, model, limits, platform, mode)
+    plan, record = _plan(settings, model, limits, store, usable=split.usable, platform=platform, mode=mode)
     scheduler = _scheduler(settings, limits, plan)
-    record = Record.of(
-        plan,
-        model=settings.model,
-        platform=platform.name,
-        dtype=name,
-        mode=mode,
-        fingerprint=store.fingerprint,
-        memory={"usable": split.usable, "kv_cache": limits.num_blocks * bytes_per_block},
-        misses=misses,
-    )
     with steps.total("init_cache_engine"):
         with steps("Initializing cache engine"):
-            cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
-        decoder = Decoder(spec, weights, limits.max_model_len, builder(mode, store.folder))
-        sampler = Sampler(limits.max_num_seqs, spec.vocab_size, settings.handle_topk_duplicates)
-        packer = Packer(scheduler.slots, spec, dtype, plan, settings.contiguous_pa)
+            cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, platform.device)
+        decoder = Decoder(model.spec, model.weights, limits.max_model_len, builder(mode, store.folder))
+        sampler = Sampler(limits.max_num_seqs, model.spec.vocab_size, settings.handle_topk_duplicates)
+        packer = Packer(scheduler.slots, model.spec, model.dtype, plan, settings.contiguous_pa)
         warm = WarmUp(plan, packer, Executor(decoder, cache, sampler), platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
-        graphs = partial(capture_twin, plan, record, settings, split=split, sizes=sizes, block_bytes=bytes_per_block)
-        guard = _heat(settings, warm, graphs if mode == GRAPHS else None, store, steps)
+        guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
     loop = Loop(mailbox, scheduler, packer, warm.executor, with_step_log(settings, mode, guard))
     trace_steps(trace, loop)
-    mailbox.put(_ready(record, limits, bytes_per_block, time.monotonic() - started))
+    mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
 
 
-def _checkpoint(settings: Settings) -> tuple[Path, ModelSpec]:
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
+
+    folder: Path
+    spec: ModelSpec
+    dtype: torch.dtype
+    dtype_name: str
+    weights: Weights
+    bytes_per_block: int
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes.of(self.spec, self.dtype.itemsize)
+
+
+def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
+    import torch
+
+    from preheat.execute.kv_cache import KVCache
+    from preheat.model.weights import load_weights
+
     folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
-    return folder, read_spec(read_config(folder))
-
-
-def _dtype_name(settings: Settings, spec: ModelSpec, platform: Platform) -> str:
+    spec = read_spec(read_config(folder))
     name, remark = resolve_dtype(settings.dtype, spec.dtype, platform.supports_bfloat16())
     if remark:
         logger.info("%s", remark)
-    return name
+    dtype = getattr(torch, name)
+    with steps("Loading model weights"):
+        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
+    return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
-def _open_store(
-    settings: Settings, folder: Path, limits: Limits, platform: Platform, *, dtype: str, mode: str
-) -> Store:
+def _open_store(settings: Settings, model: Model, limits: Limits, platform: Platform, mode: str) -> Store:
     """What an earlier boot like this one has left."""
     import torch
 
     from preheat.warmup.store import Store, boot_parts, cache_root, fingerprint
 
     parts = boot_parts(
-        folder,
-        [] if settings.load_format == "dummy" else weight_files(folder),
+        model.folder,
+        [] if settings.load_format == "dummy" else weight_files(model.folder),
         make_plan(limits, PlanOptions.of(settings)),
-        dtype=dtype,
+        dtype=model.dtype_name,
         device=(platform.name, torch.backends.cpu.get_cpu_capability()),
         threads=torch.get_num_threads(),
         mode=mode,
@@ -174,13 +175,23 @@ def _open_store(
     return Store(cache_root(settings), fingerprint(parts))
 
 
-def _plan(settings: Settings, limits: Limits, costs: Costs, misses: dict[str, int]) -> Plan:
+def _plan(
+    settings: Settings, model: Model, limits: Limits, store: Store, *, usable: int, platform: Platform, mode: str
+) -> tuple[Plan, Record]:
+    """The plan, with what the store knows of its costs, and the record in which nothing has become of it yet."""
+    from preheat.warmup.record import Record
+
+    costs = Costs(model.sizes, MACHINES[platform.name], limits.block_size, store.costs())
+    misses: dict[str, int] = {}
     plan = make_plan(limits, PlanOptions.of(settings), costs, on_miss=WarnOnce(misses))
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
     logger.info("%s", lines.cache_blocks(limits.num_blocks))
-    return plan
+    record = Record.of(plan, model=settings.model, platform=platform.name, dtype=model.dtype_name, mode=mode)
+    record.fingerprint, record.misses = store.fingerprint, misses
+    record.memory = {"usable": usable, "kv_cache": limits.num_blocks * model.bytes_per_block}
+    return plan, record
 
 
 def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
@@ -196,20 +207,24 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
     )
 
 
-def _heat(settings: Settings, warm: WarmUp, graphs: Callable[[], object] | None, store: Store, steps: Steps) -> Guard:
-    """Warm up, capture ``graphs``, leave the record to the next boot; from then on the guard watches."""
+def _heat(
+    settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit, store: Store, steps: Steps
+) -> Guard:
+    """Warm up, capture graphs, leave the record to the next boot; from then on the guard watches."""
+    from preheat.warmup.graphs import GRAPHS, capture_twin
     from preheat.warmup.guard import Guard
     from preheat.warmup.sources import sources_for
 
+    plan, record = warm.plan, warm.record
     if not settings.skip_warmup:
         with steps("warm-up"):
             warm.run()
-    if graphs is not None:  # as in the source, also where warm-up is skipped
-        graphs()
-    warm.record.steps = steps.done
+    if record.mode == GRAPHS:  # as in the source, also where warm-up is skipped
+        capture_twin(plan, record, settings, split=split, sizes=model.sizes, block_bytes=model.bytes_per_block)
+    record.steps = steps.done
     if not settings.skip_warmup:
-        store.save(warm.record)
-    return Guard(warm.record, warm.plan, settings.on_cold, sources_for(warm.platform.name))
+        store.save(record)
+    return Guard(record, plan, settings.on_cold, sources_for(warm.platform.name))
 
 
 def _ready(record: Record, limits: Limits, bytes_per_block: int, seconds: float) -> Ready:

@@ -44,7 +44,6 @@ class Guard:
         for item in plan.items:
             if item.program is not None:
                 self._entries[_program(item.key, item.program)].append(entries[item.name])
-        record.cold = dict.fromkeys((FIRST_RUN, *(source.name for source in sources)), 0)
         for source in sources:  # what happened until now is no news
             source.taken()
 
@@ -75,7 +74,7 @@ class Guard:
     def _tell(self, events: list[tuple[str, str]]) -> None:
         record = self.record
         for source, detail in events:
-            record.cold[source] += 1
+            record.cold[source] = record.cold.get(source, 0) + 1
             if len(record.events) < MAX_EVENTS:
                 record.events.append(ColdEvent(source, detail, time.time()))
         if self.on_cold in ("warn", "raise"):

@@ -84,10 +84,12 @@ class WarmUp:
     def _kind(self, kind: str, turns: Sequence[Callable[[], None]]) -> None:
         """Every turn; what one raises is booked already."""
         if kind == "determinism":
-            left = list(turns)
-            run_determinism_warmup(
-                lambda: left.pop(0)(), len(turns), batch_invariant=True, synchronize=self.platform.synchronize
-            )
+            passes = iter(turns)
+
+            def one() -> None:
+                next(passes)()
+
+            run_determinism_warmup(one, len(turns), batch_invariant=True, synchronize=self.platform.synchronize)
             return
         for turn in turns:
             with suppress(Exception):
