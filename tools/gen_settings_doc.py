@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the registry of options: ``python -m tools.gen_settings_doc``."""
+"""Write docs/settings.md, and the knobs of docs/warm-up.md, from the registry: ``python -m tools.gen_settings_doc``."""
 
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,31 @@ An unknown flag, keyword or key is an error; an unknown variable that begins wit
 What comes in a later version is listed here too, and refused, with the reason, for any value but the default.
 `HF_TOKEN` and `HF_HOME` are read by the Hugging Face library.
 """
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+SIZES = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_seqs", "block_size",
+    "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "batch_invariant",
+)  # fmt: skip
+"""Options of other groups that decide what is planned and run."""
+
+KNOBS = ("Buckets", "Warm-up", "Device graphs", "Defragmenter", "Diagnostics")
+"""The groups that are about nothing else."""
+
+BEGIN, END = "<!-- knobs: written by tools/gen_settings_doc.py -->\n", "<!-- end of knobs -->\n"
+
+
+def with_knobs(text: str) -> str:
+    """``text``, a document with both marks, with the tables of knobs between them."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    parts = [f"\n### Limits\n\n{_table([OPTIONS[name] for name in SIZES])}"]
+    for group, options in groupby(OPTIONS.values(), key=lambda opt: opt.group):
+        if group in KNOBS:
+            parts.append(f"\n### {group}\n\n{_table(list(options))}")
+    return f"{before}{BEGIN}{''.join(parts)}\n{END}{after}"
 
 
 def render() -> str:
@@ -55,4 +80,6 @@ def _later(opt: Option) -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).parents[1].joinpath("docs", "settings.md").write_text(render(), encoding="utf-8")
+    (DOCS / "settings.md").write_text(render(), encoding="utf-8")
+    guide = DOCS / "warm-up.md"
+    guide.write_text(with_knobs(guide.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,7 @@
-"""The command line: ``preheat generate`` and ``preheat serve``. Help and errors never wait for torch."""
+"""The command line: ``preheat generate``, ``serve``, ``plan``, ``warm`` and ``buckets``.
+
+Help and errors never wait for torch; neither do plans and ladders.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
 from preheat import __version__
-from preheat.core import SamplingParams
+from preheat.core import Ready, SamplingParams
 from preheat.engine.frontdoor import check_params
+from preheat.engine.mailbox import InlineMailbox
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.metrics import set_up_logging
 from preheat.options import add_flags, did_you_mean
+from preheat.plan import commands as plan_commands
 from preheat.settings import OPTIONS, Settings
 
 if TYPE_CHECKING:
@@ -26,8 +32,10 @@ if TYPE_CHECKING:
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
+ENGINE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server"]
+
 # The sampling seed takes the flag --seed here; the engine's own seed is still PREHEAT_SEED or a config file's.
-GENERATE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server" and opt.name != "seed"]
+GENERATE_OPTIONS = [opt for opt in ENGINE_OPTIONS if opt.name != "seed"]
 
 SAMPLING_HELP = {
     "n": "choices for each prompt",
@@ -96,7 +104,27 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object for each result, one a line")
     _add_sampling_flags(generate)
     add_flags(generate, GENERATE_OPTIONS)
+    _add_plan_commands(commands)
     return parser
+
+
+def _add_plan_commands(commands: Any) -> None:
+    """What may run, what became of it, and the ladders that it comes from."""
+    plan = commands.add_parser("plan", help="print what may run; reads the model's config alone", allow_abbrev=False)
+    plan.set_defaults(run=_plan)
+    plan.add_argument("--json", action="store_true", help="print one JSON object: items, dropped, padding, estimates")
+
+    warm = commands.add_parser("warm", help="boot, warm up, print what became of the plan, exit", allow_abbrev=False)
+    warm.set_defaults(run=_warm)
+    warm.add_argument("--json", action="store_true", help="print the record as JSON")
+    warm.add_argument("--html", metavar="FILE", help="also write the record as a page, one file with all in it")
+    for parser in (plan, warm):
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+        add_flags(parser, ENGINE_OPTIONS)
+
+    buckets = commands.add_parser("buckets", help="print one ladder of bucket sizes", allow_abbrev=False)
+    buckets.set_defaults(run=_buckets)
+    plan_commands.add_bucket_flags(buckets)
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,16 +165,61 @@ def _dashed(arg: str) -> str:
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
 
-def _serve(values: dict[str, Any]) -> int:
+def _load(values: dict[str, Any]) -> Settings:
+    """The settings of a command that takes the model as its argument as well."""
     model = values.pop("model_argument")
     if model is not None:
         values.setdefault("model", model)
-    settings = Settings.load(values)
+    return Settings.load(values)
+
+
+def _serve(values: dict[str, Any]) -> int:
+    settings = _load(values)
     from preheat.server.app import run_server
 
-    if settings.port:
-        print(f"When ready, try:\n\n{curl(settings)}\n", file=sys.stderr, flush=True)
-    return run_server(settings)
+    def on_ready(opened: Settings) -> None:
+        print(f"Ready. Try:\n\n{curl(opened)}\n", file=sys.stderr, flush=True)
+
+    return run_server(settings, on_ready=on_ready)
+
+
+def _plan(values: dict[str, Any]) -> int:
+    as_json = values.pop("json")
+    settings = _load(values)
+    from preheat.startup import planned
+
+    print(planned(settings, as_json=as_json))
+    return 0
+
+
+def _buckets(values: dict[str, Any]) -> int:
+    print(plan_commands.buckets(argparse.Namespace(**values)))
+    return 0
+
+
+def _warm(values: dict[str, Any]) -> int:
+    as_json, html = values.pop("json"), values.pop("html")
+    settings = _load(values)
+    if html is not None and not Path(html).absolute().parent.is_dir():
+        raise SettingsError(f"--html {html}: there is no such folder")
+    set_up_logging(settings.log_level)
+    from preheat.engine.bootbar import BootBar
+    from preheat.startup import boot_engine
+    from preheat.warmup.page import render
+    from preheat.warmup.record import Record
+    from preheat.warmup.text import describe
+
+    mailbox = InlineMailbox(BootBar().show)
+    boot_engine(settings, mailbox)
+    json_text = next(message.record for message in mailbox.receive() if isinstance(message, Ready))
+    record = Record.from_json(json_text)
+    print(json_text.decode() if as_json else describe(record))
+    if html is not None:
+        try:
+            Path(html).write_text(render(record), encoding="utf-8")
+        except OSError as error:
+            raise PreheatError(f"cannot write {html}: {error.strerror}") from None
+    return FAILURE if record.states["failed"] else 0
 
 
 def curl(settings: Settings) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from preheat.core import SamplingParams
+from preheat.engine.bootbar import BootBar
 from preheat.engine.mailbox import InlineMailbox
 from preheat.engine.ticket import Ticket
 from preheat.errors import InvalidRequest
@@ -27,7 +28,7 @@ class LLM:
 
     def __init__(self, model: str = BUNDLED, **options: Any) -> None:
         self.settings = Settings.load({"model": model, **options})
-        mailbox = InlineMailbox()
+        mailbox = InlineMailbox(BootBar().show)
         self.loop = boot_engine(self.settings, mailbox)
         self.frontdoor, self.template = boot_front(self.settings, mailbox.send)
         self._mailbox = mailbox

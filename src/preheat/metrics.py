@@ -9,7 +9,7 @@ import logging
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -45,7 +45,11 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """Everything that one front door counts, for the model ``model_name``. Times are in seconds."""
+    """Everything that one front door counts, for the model ``model_name``. Times are in seconds.
+
+    ``items`` of the warm-up by outcome, ``cold`` events by source, ``misses`` and ``warmup_seconds`` are the engine's
+    and as new as what it last told.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
@@ -53,6 +57,10 @@ class Metrics(Collector):
         self.cache_usage = 0.0
         self.prefix_queries = self.prefix_hits = self.preemptions = self.blocks_moved = 0
         self.prompt_tokens = self.generation_tokens = 0
+        self.items: Mapping[str, int] = {}
+        self.cold: Mapping[str, int] = {}
+        self.misses = 0
+        self.warmup_seconds = 0.0
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.first_token = Histogram(_REQUEST_SECONDS)
         self.inter_token = Histogram(_TOKEN_SECONDS)
@@ -75,33 +83,36 @@ class Metrics(Collector):
         yield self._counter("kv_cache_blocks_moved", "Blocks that compaction moved.", self.blocks_moved)
         yield self._counter("prompt_tokens", "Tokens of prompts read.", self.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield self._finished_family()
+        yield self._counter("request_success", "Sequences that ended, by reason.", self.finished, "finished_reason")
+        yield self._gauge("warmup_seconds", "How long the warm-up took.", self.warmup_seconds)
+        yield self._gauge("warmup_items", "Items of the plan, by what became of them.", self.items, "outcome")
+        yield self._counter("cold_events", "What was built or first run after ready, by source.", self.cold, "source")
+        yield self._counter("plan_misses", "Steps beyond the planned buckets, run in a fallback.", self.misses)
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", self.inter_token)
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self.request)
         yield self._histogram("request_queue_time_seconds", "From arrival to the first step.", self.queue)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
+    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], *label: str) -> Metric:
+        return self._filled(GaugeMetricFamily(PREFIX + name, text, labels=["model_name", *label]), value)
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
+    def _counter(self, name: str, text: str, value: float | Mapping[str, float], *label: str) -> Metric:
+        return self._filled(CounterMetricFamily(PREFIX + name, text, labels=["model_name", *label]), value)
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        """``family`` with one figure, or with one for each value of its label."""
+        if isinstance(value, Mapping):
+            for key, figure in value.items():
+                family.add_metric([self.model_name, key], figure)
+        else:
+            family.add_metric([self.model_name], value)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self.model_name], histogram.buckets(), histogram.total)
-        return family
-
-    def _finished_family(self) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in self.finished.items():
-            family.add_metric([self.model_name, reason], count)
         return family
 
 

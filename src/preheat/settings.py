@@ -33,7 +33,7 @@ _warm = partial(option, group="Warm-up")
 _graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
 _defrag = partial(option, group="Defragmenter")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
-_trace = partial(option, group="Diagnostics", later="step diagnostics come in a later version")
+_trace = partial(option, group="Diagnostics")
 _gaudi = partial(option, group="Gaudi", later="Gaudi is not a supported platform yet")
 _quant = partial(option, group="Quantization", later="quantized weights and caches come in a later version")
 _spread = partial(option, group="Several devices", later="this version runs on one device")
@@ -95,7 +95,17 @@ class Settings:
     )
     seed: int = _run(0, "Seed of dummy weights and of everything else that is random outside of requests.", low=0)
     num_threads: int | None = _run(None, "Threads for the model on a CPU.", low=1, default_text="one per core")
-    enforce_eager: bool = _run(False, "Run without captured graphs. On a CPU there are none.")
+    enforce_eager: bool = _run(False, "Run operation by operation: nothing is compiled or captured.")
+    execution_mode: str = _run(
+        "auto",
+        "How programs run: see docs/execution-modes.md. On a CPU `auto` is eager.",
+        choices=("auto", "graphs", "compile", "eager", "lazy"),
+    )
+    lazy_mode: bool | None = _run(
+        None,
+        "With `enforce_eager`, picks the execution mode by Gaudi's table.",
+        env="PT_HPU_LAZY_MODE",
+    )
     batch_invariant: bool = _run(
         True,
         "The bits of a request never depend on what shares its batch.",
@@ -220,21 +230,27 @@ class Settings:
     boot_check: str = _proof("quick", "Compare bits over all paths before ready.", choices=("off", "quick", "full"))
     require_invariance: bool = _proof(False, "Refuse to start where invariance cannot be promised.")
 
-    debug: tuple[str, ...] = option(
-        (), "Parts that explain themselves in the log.", group="Diagnostics", env="VLLM_DEBUG", choices=("defrag",)
+    debug: tuple[str, ...] = _trace(
+        (), "Parts that explain themselves in the log.", env="VLLM_DEBUG", choices=("defrag",)
     )
-    profiler_enabled: bool = _trace(False, "Write a trace for Perfetto.", env="VLLM_PROFILER_ENABLED")
+    profiler_enabled: bool = _trace(
+        False,
+        "Write a trace of the start and of every step, for https://ui.perfetto.dev, to `preheat_trace_PID.json`.",
+        env="VLLM_PROFILER_ENABLED",
+    )
     log_step_graph_compilation: bool = _trace(
         False, "Log the steps that compile.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION"
     )
     log_step_graph_compilation_all: bool = _trace(
-        False, "Log compilations of every step.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL"
+        False, "Log what every step compiles, nothing included.", env="VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL"
     )
     log_step_cpu_fallbacks: bool = _trace(
-        False, "Log the steps that fall back to the CPU.", env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS"
+        False,
+        "Log the steps in which compiled code leaves an operation to eager Python.",
+        env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS",
     )
     log_step_cpu_fallbacks_all: bool = _trace(
-        False, "Log fallbacks of every step.", env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL"
+        False, "Log such fallbacks of every step, none included.", env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL"
     )
 
     tensor_parallel_size: int = _spread(1, "Devices that share each layer.", low=1)
@@ -253,7 +269,6 @@ class Settings:
     num_speculative_tokens: int | None = _spec(None, "Tokens drafted for one step.", low=1)
     num_scheduler_steps: int = _spec(1, "Steps that are run for one decision of the scheduler.", low=1)
 
-    lazy_mode: bool | None = _gaudi(None, "PyTorch's lazy backend in place of eager.", env="PT_HPU_LAZY_MODE")
     lazy_collectives: bool | None = _gaudi(
         None, "Collectives within lazy graphs.", env="PT_HPU_ENABLE_LAZY_COLLECTIVES"
     )

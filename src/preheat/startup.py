@@ -19,14 +19,16 @@ from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
 from preheat.ops.tiles import SPLIT
-from preheat.plan import lines
+from preheat.plan import commands, lines
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.modes import resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.text.template import ChatTemplate
 from preheat.text.tokenizer import Tokenizer
+from preheat.trace import open_trace
 
 if TYPE_CHECKING:
     from preheat.device.base import Platform
@@ -54,6 +56,17 @@ def boot_front(
     return door, ChatTemplate(tokenizer, settings.chat_template)
 
 
+def planned(settings: Settings, *, as_json: bool = False) -> str:
+    """The plan of these settings, as text or as JSON, from the model's config alone: no weights, no torch.
+
+    The device is not looked at: it counts as one that computes in bfloat16 and has room for every sequence.
+    """
+    spec = read_spec(read_config(find_checkpoint(settings.model, settings.revision, with_weights=False)))
+    dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
+    device = "cpu" if settings.device == "auto" else settings.device
+    return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, device=device, as_json=as_json)
+
+
 def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     """Device, weights, limits, cache, loop; then tell the mailbox that it can run.
 
@@ -61,11 +74,15 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     """
     started = time.monotonic()
     explain(settings.debug)
-    import torch
+    trace = open_trace(settings.profiler_enabled)
+    with trace.span("import torch"):
+        import torch
 
     from preheat.batch.pack import Packer
     from preheat.device.base import pick_platform
     from preheat.engine.loop import Loop
+    from preheat.engine.observe import trace_steps, with_step_log
+    from preheat.execute.compile import builder, compile_seconds
     from preheat.execute.executor import Executor
     from preheat.execute.kv_cache import KVCache
     from preheat.execute.sampler import Sampler
@@ -77,37 +94,51 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
+    mode = resolve(platform.name, settings)
+    build = builder(mode)
     folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
     spec = read_spec(read_config(folder))
-    name, remark = resolve_dtype(settings.dtype, spec.dtype, platform.supports_bfloat16())
-    if remark:
-        logger.info("%s", remark)
+    name = _dtype_name(settings, spec, platform)
     dtype = getattr(torch, name)
-    weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
+    with trace.span("load weights"):
+        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
     bytes_per_block = KVCache.bytes_per_block(spec, settings.block_size, dtype)
     limits = resolve_limits(settings, spec, platform, bytes_per_block)
     sizes = ModelSizes.of(spec, dtype.itemsize)
-    plan = make_plan(limits, PlanOptions.of(settings), Costs(sizes, MACHINES[platform.name], limits.block_size))
+    with trace.span("plan"):
+        plan = make_plan(limits, PlanOptions.of(settings), Costs(sizes, MACHINES[platform.name], limits.block_size))
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
     scheduler = _scheduler(settings, limits, plan)
-    cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
+    with trace.span("cache", blocks=limits.num_blocks):
+        cache = KVCache(spec, limits.num_blocks, limits.block_size, dtype, platform.device)
     sampler = Sampler(limits.max_num_seqs, spec.vocab_size, handle_topk_duplicates=settings.handle_topk_duplicates)
-    executor = Executor(Decoder(spec, weights, limits.max_model_len), cache, sampler)
-    record = Record.of(plan, model=settings.model, platform=platform.name, dtype=name)
+    executor = Executor(Decoder(spec, weights, limits.max_model_len, build), cache, sampler)
+    record = Record.of(plan, model=settings.model, platform=platform.name, dtype=name, mode=mode)
     packer = Packer(scheduler.slots, spec, dtype, plan, settings.contiguous_pa)
     if not settings.skip_warmup:
-        WarmUp(plan, packer, executor, platform, record, say=mailbox.put).run()
-    loop = Loop(mailbox, scheduler, packer, executor, Guard(record, plan, settings.on_cold))
+        WarmUp(
+            plan, packer, executor, platform, record, say=mailbox.put, compiled=compile_seconds, span=trace.span
+        ).run()
+    observer = with_step_log(settings, mode, Guard(record, plan, settings.on_cold))
+    loop = Loop(mailbox, scheduler, packer, executor, observer)
+    trace_steps(trace, loop)
     seconds = time.monotonic() - started
     logger.info(
-        "%s on %s in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
-        settings.model, platform.name, name, limits.num_blocks, limits.block_size,
+        "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
+        settings.model, platform.name, mode, name, limits.num_blocks, limits.block_size,
         limits.num_blocks * bytes_per_block / 2**30, limits.max_num_seqs, limits.max_model_len, seconds,
     )  # fmt: skip
     mailbox.put(Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json()))
     return loop
+
+
+def _dtype_name(settings: Settings, spec: ModelSpec, platform: Platform) -> str:
+    name, remark = resolve_dtype(settings.dtype, spec.dtype, platform.supports_bfloat16())
+    if remark:
+        logger.info("%s", remark)
+    return name
 
 
 def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:

@@ -93,15 +93,23 @@ class Server:
                 return float(line.rpartition(" ")[2])
         raise AssertionError(f"/metrics has no {name}")
 
+    def wait_until_open(self, seconds: float = 60) -> None:
+        """Until the port is open."""
+        self._wait_for("/health", seconds)
+
     def wait_until_ready(self, seconds: float = 60) -> None:
+        """Until requests are taken."""
+        self._wait_for("/ready", seconds)
+
+    def _wait_for(self, path: str, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             assert self.process.poll() is None, f"the server left with {self.process.returncode}"
             with contextlib.suppress(OSError):
-                if self.get("/ready").status == 200:
+                if self.get(path).status == 200:
                     return
             time.sleep(0.05)
-        raise AssertionError("the server did not become ready")
+        raise AssertionError(f"{path} did not become well")
 
 
 def free_port() -> int:

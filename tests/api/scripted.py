@@ -1,17 +1,32 @@
 """An engine without a model: it speaks the mailbox's protocol, and every token that it gives can be told by hand.
 
 Token k of a sequence is ``prompt[(k + 1) % len(prompt)]``: it repeats its prompt, from the second token on. A prompt
-whose first token is HANG makes the step that starts it last for ever; one with FAIL fails its request.
+whose first token is HANG makes the step that starts it last for ever; one with FAIL fails its request. Its record is
+that of a small plan; every step counts as a hit of the first item, every failing request as a cold event.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from preheat.core import Cancel, Delta, Drain, Finish, Ready, Request, Stats, TokenLogprobs
+from preheat.core import (
+    Ask,
+    Cancel,
+    Delta,
+    Drain,
+    Finish,
+    Progress,
+    Ready,
+    Report,
+    Request,
+    Stats,
+    TokenLogprobs,
+)
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.settings import Settings
+from tests import records
 
 HANG, FAIL = 3, 4
 MAX_MODEL_LEN, BLOCKS = 4096, 1000
@@ -40,9 +55,10 @@ class ScriptedEngine:
         self.running: dict[int, Sequence] = {}
         self.new: list[Request] = []
         self.draining = False
+        self.record = records.warmed(records.make(max_num_seqs=8), hits=False)
 
     def run(self) -> None:
-        self.mailbox.put(Ready(self.max_model_len, BLOCKS, 64, 0.0))
+        self.mailbox.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json()))
         while not (self.draining and not self.running):
             self.take(0 if self.running else None)
             if self.running:
@@ -58,6 +74,8 @@ class ScriptedEngine:
                     self.running.pop(message.id, None)
                     if not self.running:
                         self.mailbox.put(Delta(stats=self.stats()))
+                case Ask():
+                    self.mailbox.put(Report(self.record.to_json()))
                 case Drain():
                     self.draining = True
                     if message.now:
@@ -68,6 +86,7 @@ class ScriptedEngine:
 
     def step(self) -> Delta:
         time.sleep(self.step_seconds)
+        self.record.entries[0].hits += 1
         delta = Delta()
         for request in self.new:
             delta.started[request.id] = 0
@@ -85,6 +104,7 @@ class ScriptedEngine:
     def advance(self, id: int, sequence: Sequence, delta: Delta) -> None:
         request = sequence.request
         if request.prompt[0] == FAIL:
+            self.record.cold["script"] = self.record.cold.get("script", 0) + 1
             delta.finished[id] = Finish("error", message="the step failed")
             del self.running[id]
             return
@@ -119,6 +139,17 @@ def run_late_engine(settings: Settings, address: str) -> None:
     """Takes its time to become ready."""
     mailbox = ProcessMailbox(address)
     time.sleep(1.5)
+    ScriptedEngine(mailbox).run()
+    mailbox.close()
+
+
+def run_held_engine(settings: Settings, address: str) -> None:
+    """In the middle of its warm-up until the model's folder has a file named go."""
+    mailbox = ProcessMailbox(address)
+    mailbox.put(Progress(0, 40, "(mixed, 64, 8)"))
+    mailbox.put(Progress(12, 40, "(decode, 8)", 2.5))
+    while not Path(settings.model, "go").exists():
+        time.sleep(0.02)
     ScriptedEngine(mailbox).run()
     mailbox.close()
 

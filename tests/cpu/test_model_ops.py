@@ -13,7 +13,7 @@ from preheat.model.rope import rope_table
 from preheat.model.spec import RopeSpec
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
-from preheat.ops.linear import MANY_INPUTS, Linear
+from preheat.ops.linear import Linear
 from preheat.ops.norm import RMSNorm
 from preheat.ops.rotary import apply_rope_
 
@@ -38,12 +38,11 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def variant_rows(run: Operation, x: Tensor) -> int:
-    """How many (threads, count, offset) give a row other bits than it has among all the rows of ``x`` on one thread."""
-    torch.set_num_threads(1)
-    whole, differing = run(x.clone()), 0
+    """How many (threads, count, offset) give a row other bits than it has among all the rows of ``x``."""
+    differing = 0
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        differing += not torch.equal(run(x.clone()), whole)
+        whole = run(x.clone())
         for count in COUNTS:
             for start in (0, 3):
                 part = run(x[start : start + count].clone())
@@ -100,7 +99,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 33])
-@pytest.mark.parametrize("inputs", [640, MANY_INPUTS])
+@pytest.mark.parametrize("inputs", [640, 2048])
 def test_linear_is_right(inputs, rows, dtype):
     weight, bias = randn(96, inputs, seed=1, dtype=dtype), randn(96, seed=2, dtype=dtype)
     x = randn(rows, inputs, dtype=dtype)

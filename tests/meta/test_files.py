@@ -50,7 +50,7 @@ def test_every_option_is_used():
     planned = {field.name for field in dataclasses.fields(PlanOptions)}  # read all at once
     active = [opt.name for opt in OPTIONS.values() if not isinstance(opt.later, str)]
     unused = {name for name in active if not re.search(rf"settings\.{name}\b", text)}
-    assert unused - planned - {"config", "enforce_eager"} == set()  # read by the settings; the only mode on a CPU
+    assert unused - planned - {"config"} == set()  # read by the settings
 
 
 def test_people_and_ci_share_five_scripts():

@@ -20,8 +20,8 @@ def test_public_names_exist(name):
 
 
 def test_other_names_do_not():
-    with pytest.raises(AttributeError, match="no attribute 'warmup'"):
-        preheat.warmup  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'heat'"):
+        preheat.heat  # noqa: B018
 
 
 @pytest.mark.parametrize("code", ["import preheat", "from preheat import SamplingParams, RequestOutput, PreheatError"])

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -73,6 +74,13 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
         ("generate --prompt x --top-p 3", "top_p"),
         ("generate --prompt x --logit-bias [1]", "--logit-bias"),
         ("generate --prompts missing.txt", "missing.txt"),
+        ("plan --max-num-batched-tokens 0", "at least 1"),
+        ("plan --max-model-len 100000", "exceeds the 2048 positions"),
+        ("plan --port 8000", "unknown argument --port"),
+        ("buckets --min 9 --step 1 --max 8", "must not exceed"),
+        ("buckets --step 1 --max 8", "--min"),
+        ("buckets --strategy lineal --min 1 --step 1 --max 8", "lineal"),
+        ("warm --html no/such/folder/x.html", "no such folder"),
         ("generate --prompt x --config missing.yaml", "missing.yaml"),
     ],
 )
@@ -87,8 +95,20 @@ def test_mistakes_are_one_line_and_status_2(line, message, capsys):
     assert message in error
 
 
-@pytest.mark.parametrize("line", ["--help", "serve --help", "generate --help", "--version", "serve --port x"])
-def test_help_and_mistakes_never_wait_for_torch(line):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--help",
+        "serve --help",
+        "generate --help",
+        "warm --help",
+        "--version",
+        "serve --port x",
+        "plan --json",
+        "buckets --min 1 --step 2 --max 4",
+    ],
+)
+def test_help_mistakes_and_plans_never_wait_for_torch(line):
     code = f"""
 import sys
 from preheat.cli import main
@@ -99,6 +119,43 @@ except SystemExit:
 sys.exit('torch' in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+LLAMA = Path(__file__).parents[1] / "models" / "llama-3.1-8b"
+
+
+def printed(line, capsys):
+    assert main(line.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_one_ladder_as_json_and_as_text(capsys):
+    line = "buckets --strategy linear --min 2 --step 32 --max 64"
+    assert json.loads(printed(f"{line} --json", capsys)) == [2, 4, 8, 16, 32, 64]
+    assert printed(line.replace("--min", "--strategy linear --min"), capsys) == "6 buckets: 2, 4, 8, 16, 32, 64\n"
+
+
+def test_the_plan_of_a_published_config(capsys):
+    """Weights are neither there nor asked for."""
+    asked = f"plan {LLAMA} --max-num-seqs 256 --max_model_len 4096"
+    text = printed(asked, capsys)
+    assert text.startswith("256 sequences x 4,096 tokens, 8,192 tokens a step, blocks of 64\n")
+    plan = json.loads(printed(f"{asked} --json", capsys))
+    assert {"items", "dropped", "padding", "estimated_seconds", "estimated_bytes"} <= set(plan)
+    assert plan["padding"]["decode"]["spread"] == "rows uniform over 1-256"
+    assert plan["padding"]["mixed"]["spread"] == "tokens log-uniform over 16-8192"
+    assert all(padding["mean"] <= 0.10 for padding in plan["padding"].values())
+    wide = json.loads(printed(f"{asked} --dtype float32 --json", capsys))
+    assert wide["estimated_bytes"] == 2 * plan["estimated_bytes"]
+
+
+def test_the_options_of_planning_reach_the_plan(capsys):
+    line = "plan --bucketing-policy split --bucketing-strategy linear --decode-seq-bucket-max 1024 --max-num-seqs 4"
+    plan = json.loads(printed(f"{line} --json", capsys))
+    decodes = [item["shape"] for item in plan["items"] if item["kind"] == "decode" and not item["fallback"]]
+    assert plan["policy"] == "split"
+    assert {shape["rows"] for shape in decodes} == {1, 2, 4}
+    assert max(shape["longest"] for shape in decodes) == 1024
 
 
 def test_version(capsys):

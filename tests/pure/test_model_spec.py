@@ -53,19 +53,7 @@ def test_a_plain_config():
 
 def test_published_llama_3_1_8b():
     """The published config.json, older dialect."""
-    spec = read_spec(
-        {
-            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
-            "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
-            "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, "rope_type": "llama3",
-            },
-            "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
-        }
-    )  # fmt: skip
+    spec = read_spec(read_config(Path(__file__).parents[1] / "models" / "llama-3.1-8b"))
     assert spec.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
     assert spec.max_position_embeddings == 131072
     assert num_parameters(spec) == 8_030_261_248

@@ -12,7 +12,7 @@ from preheat.batch.need import need_of
 from preheat.batch.sampling import SamplingBatch
 from preheat.core import Schedule
 from preheat.model.spec import ModelSpec
-from preheat.ops.attention import PagedAttention, max_keys
+from preheat.ops.attention import PagedAttention, max_keys, widest_tile
 from preheat.ops.linear import MIN_ROWS
 from preheat.ops.tiles import Rows, plan_tiles
 from preheat.plan.plan import Plan
@@ -66,6 +66,7 @@ class Packer:
     def __init__(self, slots: Slots, spec: ModelSpec, dtype: torch.dtype, plan: Plan, contiguous: bool = False) -> None:
         self.slots, self.spec, self.dtype, self.plan, self.contiguous = slots, spec, dtype, plan, contiguous
         self.max_keys = max_keys(spec.num_kv_heads, spec.head_dim, dtype)
+        self.widest = widest_tile(spec.num_heads // spec.num_kv_heads, spec.head_dim, dtype)
         self.windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
 
     def pack(self, schedule: Schedule) -> Batch:
@@ -118,7 +119,9 @@ class Packer:
             cut = Rows(starts[part], begin, extend, slots.block_table[rows, :blocks])
             if more:
                 cut = _padded(cut, more)
-            tiles = plan_tiles(cut, slots.block_size, window, self.max_keys, contiguous=self.contiguous)
+            tiles = plan_tiles(
+                cut, slots.block_size, window, self.max_keys, widest=self.widest, contiguous=self.contiguous
+            )
             groups.append(PagedAttention(tiles, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.dtype))
         return groups
 

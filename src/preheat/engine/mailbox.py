@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,9 +23,10 @@ _LINGER_MS = 1000  # how long a closing end waits for its last message to leave
 
 
 class InlineMailbox:
-    """Both ends in one process: nothing is copied, nothing waits."""
+    """Both ends in one process: nothing is copied, nothing waits. ``on_put`` sees what the engine puts, at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_put: Callable[[FromEngine], None] | None = None) -> None:
+        self._on_put = on_put
         self._to_engine: deque[ToEngine] = deque()
         self._to_front: deque[FromEngine] = deque()
 
@@ -36,6 +38,8 @@ class InlineMailbox:
 
     def put(self, message: FromEngine) -> None:
         self._to_front.append(message)
+        if self._on_put is not None:
+            self._on_put(message)
 
     def send(self, message: ToEngine) -> None:
         self._to_engine.append(message)

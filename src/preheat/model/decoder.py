@@ -8,40 +8,76 @@ from torch import Tensor
 
 from preheat.model.rope import rope_table
 from preheat.model.spec import ModelSpec
-from preheat.model.weights import Weights
+from preheat.model.weights import LayerWeights, Weights
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
+from preheat.ops.norm import RMSNorm
 from preheat.ops.rotary import apply_rope_
 
 Attention = Callable[[int, Tensor], Tensor]
 """``attention(layer, qkv)``: store the keys and values of ``qkv`` [tokens, heads + 2 * kv heads, dim], attend with its
 queries, return [tokens, heads * dim]."""
 
+Region = Callable[..., Tensor]
+"""A part of a layer: a function of its hidden states [tokens, ...], the layer's weights and more, without a state."""
+
+
+def before_attention(
+    normed: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor], heads: tuple[int, int, int]
+) -> Tensor:
+    """Queries, keys and values of ``normed`` [tokens, hidden], as [tokens, all heads, dim].
+
+    ``rope`` holds the cosines and sines that turn queries and keys, ``heads`` the number of these, of all, and dim.
+    """
+    turned, count, dim = heads
+    qkv = layer.qkv(normed).view(-1, count, dim)
+    parts = qkv[:, :turned]
+    if layer.qk_norm is not None:
+        layer.qk_norm.apply_(parts)
+    apply_rope_(parts, *rope)
+    return qkv
+
+
+def after_attention(attended: Tensor, residual: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
+    """The rest of a layer, from ``attended`` [tokens, heads * dim].
+
+    Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, with which the next layer begins.
+    """
+    normed = layer.post_norm.add(layer.o(attended), residual)
+    return norm.add(layer.down(silu_and_mul(layer.gate_up(normed))), residual)
+
+
+def as_it_is(region: Region) -> Region:
+    """For eager execution."""
+    return region
+
 
 class Decoder:
-    """Runs ``weights`` as ``spec`` says, for positions below ``max_model_len``. Call it under inference mode."""
+    """Runs ``weights`` as ``spec`` says, for positions below ``max_model_len``. Call it under inference mode.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, max_model_len: int) -> None:
+    ``build`` turns each of a layer's two regions, around attention, into what is called in its place.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, max_model_len: int, build: Callable[[Region], Region] = as_it_is
+    ) -> None:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype
         self._rope = rope_table(spec.rope, spec.head_dim, max_model_len, self.dtype)
         self._norms_after = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        self._turned = spec.num_heads + spec.num_kv_heads  # heads that rope turns: queries, then keys
-        self._heads = (self._turned + spec.num_kv_heads, spec.head_dim)
+        turned = spec.num_heads + spec.num_kv_heads  # heads that rope turns: queries, then keys
+        self._heads = (turned, turned + spec.num_kv_heads, spec.head_dim)
+        self._before, self._after = build(before_attention), build(after_attention)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens]."""
         cos, sin = self._rope.index_select(0, positions).unbind(1)
+        rope = (cos, sin)
         residual = embed(tokens, self.weights.embedding)
         normed = self.weights.layers[0].input_norm(residual)
         for index, layer in enumerate(self.weights.layers):
-            qkv = layer.qkv(normed).view(-1, *self._heads)
-            turned = qkv[:, : self._turned]
-            if layer.qk_norm is not None:
-                turned.copy_(layer.qk_norm(turned))
-            apply_rope_(turned, cos, sin)
-            normed = layer.post_norm.add(layer.o(attention(index, qkv)), residual)
-            normed = self._norms_after[index].add(layer.down(silu_and_mul(layer.gate_up(normed))), residual)
+            qkv = self._before(normed, layer, rope, self._heads)
+            normed = self._after(attention(index, qkv), residual, layer, self._norms_after[index])
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from preheat.ops.opaque import opaque
 
+
+@opaque("(Tensor gate_up) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for ``gate_up`` [tokens, 2 * inner] (gate first); returns [tokens, inner]."""
     gate, up = gate_up.chunk(2, dim=-1)

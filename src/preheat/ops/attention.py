@@ -6,8 +6,9 @@ together with the split's log-sum-exp in fp32. Across the splits of a query, in 
 out = (sum w_i * out_i) / (sum w_i), in fp32, rounded once. A query with one split is that split's output.
 
 Every query row therefore has the same bits whatever tile, batch, chunk or cache state it was computed in. The CPU
-kernel is torch's flash attention. Its products take another kernel for few rows, the wider the heads the sooner, so
-the tiles are padded to a multiple of ``ROWS_MULTIPLE`` rows; and calls read a power of two of keys.
+kernel is torch's flash attention. Its products take other kernels for few rows, where depends on the processor: so
+what it gives for ``REFERENCE_ROWS`` query rows a head is the contract, tiles are padded to a number of rows that was
+proven, on this machine, to give the same bits, and calls read a power of two of keys.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import torch
 from torch import Tensor
 
 from preheat.errors import ModelError
-from preheat.ops.tiles import SPLIT, Call, Tiles
+from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.tiles import MAX_TILE, SPLIT, Call, Tiles
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
+REFERENCE_ROWS = 64
+SPANS = (64, 128, 256)
+
 Reader = Callable[[Tensor], Sequence[Tensor]]
 """Cache [blocks, 2, kv heads, slots, dim] -> keys and values of a call, each [pairs, kv heads, span, dim]."""
-
-ROWS_MULTIPLE = {64: 4, 128: 16, 256: 32}
-"""By the largest head dimension that it is enough for: wider heads have more kernels for few rows."""
 
 WORKSPACE_BYTES = 8 << 20
 """Keys and values gathered for one kernel call: about what a core's cache holds. Changes no bits."""
@@ -46,7 +48,7 @@ class PagedAttention:
         self.kv_heads, self.group, self.dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self.num_tiles, self.width = tiles.queries.shape
         self.rows = self.group * self.width
-        self.pad_rows = -self.rows % _rows_multiple(head_dim)
+        self.pad_rows = _padded_rows(self.rows, head_dim, dtype) - self.rows
         self.queries = torch.from_numpy(tiles.queries.reshape(-1))
         self.valid = None if tiles.valid.all() else torch.from_numpy(np.flatnonzero(tiles.valid))
         self.targets = self.queries if self.valid is None else self.queries[self.valid]
@@ -138,11 +140,50 @@ class PagedAttention:
         return torch.nn.functional.pad(mask.repeat(1, 1, self.group, 1), (0, 0, 0, self.pad_rows))
 
 
-def _rows_multiple(head_dim: int) -> int:
-    for widest, multiple in ROWS_MULTIPLE.items():
-        if head_dim <= widest:
-            return multiple
-    raise ModelError(f"heads of {head_dim} dimensions are not supported on CPU, only up to {max(ROWS_MULTIPLE)}")
+def widest_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of a tile at most, where ``group`` heads share each key: a power of two up to which all are proven."""
+    width = 1
+    while width < MAX_TILE and _proven_rows(2 * width * group, head_dim, dtype, torch.get_num_threads()):
+        width *= 2
+    return width
+
+
+def _padded_rows(rows: int, head_dim: int, dtype: torch.dtype) -> int:
+    size = _proven_rows(rows, head_dim, dtype, torch.get_num_threads())
+    if not size:
+        raise ModelError(
+            f"attention with {rows} query rows for each key, {head_dim} wide, has no kernel on this machine"
+        )
+    return size
+
+
+@functools.cache
+def _proven_rows(rows: int, head_dim: int, dtype: torch.dtype, threads: int) -> int:
+    """The least number of rows, not below ``rows``, that have the reference's bits on ``threads`` threads; 0: none."""
+    for size in sorted({-(-rows // step) * step for step in (4, 8, 16, 32, REFERENCE_ROWS)}):
+        if all(_is_reference(size, head_dim, span, dtype) for span in SPANS):
+            return size
+    return 0
+
+
+def _is_reference(size: int, head_dim: int, span: int, dtype: torch.dtype) -> bool:
+    """Whether ``size`` rows and the same rows in parts of ``REFERENCE_ROWS`` add in one order, in both products."""
+    rows = -(-size // REFERENCE_ROWS) * REFERENCE_ROWS
+    query, key, value = (noise(1, 1, n, head_dim, seed=n) for n in (rows, span, span + 1))
+    zero_scores = signed_pairs(query.clone(), -1.0), signed_pairs(key.clone(), 1.0), value[:, :, 1:], 1e6
+    equal, opposite = (signed_pairs(x.mT.clone(), sign).mT for x, sign in ((key, 1.0), (value[:, :, 1:], -1.0)))
+    for q, k, v, scale in (zero_scores, (query, equal, opposite, head_dim**-0.5)):
+        run = functools.partial(_attend, key=k.to(dtype), value=v.to(dtype), scale=scale)
+        parts = torch.cat([run(part) for part in torch.split(q.to(dtype), REFERENCE_ROWS, 2)], 2)
+        if not torch.equal(run(q[:, :, :size].to(dtype)), parts[:, :, :size]):
+            return False
+    return True
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[1, 1, rows, dim]."""
+    part: Tensor = _flash(query.contiguous(), key.contiguous(), value.contiguous(), 0.0, False, scale=scale)[0]
+    return part
 
 
 @functools.cache

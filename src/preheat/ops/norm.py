@@ -12,6 +12,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from preheat.ops.opaque import opaque
+
+
+@opaque("(Tensor x, Tensor weight, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x))
+def _norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
+    wide = x.float()
+    scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()
+    return (wide * scale).type_as(x).mul_(weight)
+
+
+@opaque("(Tensor(a!) x, Tensor weight, Tensor share, Tensor eps) -> ()", lambda *_: None)
+def _norm_(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> None:
+    x.copy_(_norm(x, weight, share, eps))
+
+
+@opaque(
+    "(Tensor x, Tensor(a!) residual, Tensor weight, Tensor share, Tensor eps) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+)
+def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
+    return _norm(residual.add_(x), weight, share, eps)
+
 
 class RMSNorm:
     """The norm of rows of ``weight.shape[-1]`` numbers."""
@@ -25,10 +47,12 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
-        wide = x.float()
-        scale = (wide * wide).sum(-1, True).mul_(self._share).add_(self._eps).rsqrt_()
-        return (wide * scale).type_as(x).mul_(self._weight)
+        return _norm(x, self._weight, self._share, self._eps)
+
+    def apply_(self, x: Tensor) -> None:
+        """Norm ``x`` in place."""
+        _norm_(x, self._weight, self._share, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, then the norm of the sum."""
-        return self(residual.add_(x))
+        return _add_norm(x, residual, self._weight, self._share, self._eps)

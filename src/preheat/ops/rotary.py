@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from preheat.ops.opaque import opaque
 
-def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place; returns it."""
+
+@opaque("(Tensor(a!) x, Tensor cos, Tensor sin) -> ()", lambda *_: None)
+def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     x.mul_(cos)
-    return x.add_(swapped.mul_(sin))
+    x.add_(swapped.mul_(sin))

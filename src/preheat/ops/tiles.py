@@ -75,13 +75,22 @@ class Rows:
     block_tables: np.ndarray
 
 
-def plan_tiles(rows: Rows, block_size: int, window: int | None, max_keys: int, *, contiguous: bool = False) -> Tiles:
+def plan_tiles(
+    rows: Rows,
+    block_size: int,
+    window: int | None,
+    max_keys: int,
+    *,
+    widest: int = MAX_TILE,
+    contiguous: bool = False,
+) -> Tiles:
     """Cut ``rows`` into tiles and pairs.
 
-    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers. With ``contiguous``, which
-    needs blocks of ``SPLIT`` tokens, tiles of one query read the cache in place, from block 0 to the highest of theirs.
+    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers, ``widest`` (a power of two)
+    how many queries a tile has. With ``contiguous``, which needs blocks of ``SPLIT`` tokens, tiles of one query read
+    the cache in place, from block 0 to the highest of theirs.
     """
-    width = min(MAX_TILE, _power_of_two(int(rows.extend.max())))
+    width = min(widest, _power_of_two(int(rows.extend.max())))
     tiles_per_row = -(-rows.extend // width)
     row = np.repeat(np.arange(len(rows.extend)), tiles_per_row)
     offset = _ranges(tiles_per_row) * width

@@ -43,9 +43,17 @@ def buckets(args: argparse.Namespace) -> str:
     return f"{len(values)} buckets: {', '.join(map(str, values))}"
 
 
-def plan(settings: Settings, spec: SpecLike, max_positions: int, *, device: str = "cpu", as_json: bool = False) -> str:
-    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, on ``device``."""
-    sizes = ModelSizes.of(spec, 4 if settings.dtype in ("float32", "float") else 2)
+def plan(
+    settings: Settings,
+    spec: SpecLike,
+    max_positions: int,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    as_json: bool = False,
+) -> str:
+    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``."""
+    sizes = ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     limits = asked_limits(settings, sizes, max_positions)
     made = make_plan(limits, PlanOptions.of(settings), Costs(sizes, MACHINES[device], limits.block_size))
     return json.dumps(made.to_dict(), indent=2) if as_json else render(made)

@@ -149,5 +149,34 @@ class Status(Struct):
     message: str | None = None
 
 
+class Starting(Struct):
+    """How far the warm-up is: ``done`` items of ``total``; ``eta_s`` is null while nobody can tell."""
+
+    done: int
+    total: int
+    current: str
+    eta_s: float | None
+
+
+class WarmingUp(Struct):
+    """What there is in place of the record until the engine is ready."""
+
+    progress: Starting
+    state: Literal["starting"] = "starting"
+
+
+class Ready(Struct):
+    """The warm-up's record in short: items by outcome, and what was cold or missed since."""
+
+    items: dict[str, int]
+    seconds: float
+    invariant: bool
+    cold_events: int
+    misses: int
+    fingerprint: str
+    notes: list[str]
+    status: Literal["ready"] = "ready"
+
+
 class Version(Struct):
     version: str

@@ -1,20 +1,21 @@
 """The server: routes and middleware, and the process that serves them.
 
-The port opens at once, for /health, /ready and /metrics; requests are refused with 503 until the engine is ready. The
-first SIGTERM or SIGINT drains: new requests are refused, running ones finish, then the server stops. A second one
-stops now. When the engine dies, what runs ends with an error and the server leaves with status 1.
+The port opens at once, for /health, /ready, /warmup and /metrics; requests are refused with 503 until the engine is
+ready. The first SIGTERM or SIGINT drains: new requests are refused, running ones finish, then the server stops. A
+second one stops now. When the engine dies, what runs ends with an error and the server leaves with status 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
@@ -26,6 +27,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from preheat.core import FromEngine, Ready
+from preheat.engine.bootbar import BootBar
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.metrics import set_up_logging
 from preheat.server import chat, completions, openapi, status
@@ -42,12 +45,23 @@ _CLOSE_SECONDS = 2  # for clients to read their last bytes once nothing runs any
 _LAST_SECONDS = 4.5  # after the engine's death, the process is gone by then whatever hangs
 
 
-def run_server(settings: Settings, entry: str = ENGINE) -> int:
-    """Serve until told to stop; the process's exit status. ``entry`` is what the engine's process runs."""
+def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None) -> int:
+    """Serve until told to stop; the process's exit status. ``entry`` is what the engine's process runs.
+
+    ``on_ready`` is called once requests are taken, with the settings and the port that was really opened.
+    """
     set_up_logging(settings.log_level)
     listener = _listener(settings)
+    settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+    bar = BootBar()
+
+    def on_message(message: FromEngine) -> None:
+        bar.show(message)
+        if isinstance(message, Ready) and on_ready is not None:
+            on_ready(settings)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, entry, listener))
+        return runner.run(_serve(settings, entry, listener, on_message))
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -61,6 +75,7 @@ def build_app(service: Service) -> ASGIApp:
         Route("/detokenize", status.detokenize, methods=["POST"]),
         Route("/health", status.health),
         Route("/ready", status.ready),
+        Route("/warmup", status.warmup),
         Route("/version", status.version),
         Route("/metrics", status.metrics),
         Route("/openapi.json", _openapi),
@@ -123,8 +138,11 @@ def _listener(settings: Settings) -> socket.socket:
         ) from error
 
 
-async def _serve(settings: Settings, entry: str, listener: socket.socket) -> int:
+async def _serve(
+    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None]
+) -> int:
     service = Service(settings, entry)
+    service.on_message = on_message
     server = _Server(
         uvicorn.Config(
             build_app(service),

@@ -15,8 +15,11 @@ from preheat.errors import InvalidRequest, PreheatError, TooLarge, TooManyReques
 from preheat.server.service import Service
 from preheat.server.stream import encode, error_body
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/warmup", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key and count for no limit."""
+
+RETRY = {"retry-after": "1"}
+"""How long a client should wait, in seconds, before it asks again."""
 
 BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
@@ -34,7 +37,7 @@ def error_response(error: PreheatError) -> Response:
     """``error`` in OpenAI's shape, with its status."""
     headers = {}
     if error.status in {429, 503}:
-        headers["retry-after"] = "1"
+        headers.update(RETRY)
     elif error.status == 401:
         headers["www-authenticate"] = "Bearer"
     elif error.status == 408:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,6 +15,10 @@ import preheat
 from preheat.core import _RANGES as RANGES
 from preheat.server import answers, schema
 from preheat.server.schema import ErrorResponse
+from preheat.warmup.record import Record
+
+Kind = type[msgspec.Struct]
+Kinds = Kind | types.UnionType
 
 _REF = "#/components/schemas/{name}"
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
@@ -30,16 +37,22 @@ _REFUSALS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path: its bodies, what it may answer, and whether it can also stream or needs a key."""
+    """One method of one path: its bodies, what it may answer, and whether it can also stream or needs a key.
+
+    ``answer`` may be several kinds; ``instead`` are bodies that a status may have in place of an error; ``formats`` are
+    what the query may ask for.
+    """
 
     method: str
     path: str
     summary: str
-    answer: type[msgspec.Struct] | None = None
+    answer: Kinds | None = None
     body: type[msgspec.Struct] | None = None
     refusals: tuple[int, ...] = ()
     streams: bool = False
     key: bool = True
+    instead: Mapping[int, Kind] = field(default_factory=dict)
+    formats: Mapping[str, str] = field(default_factory=dict)
 
 
 _POST = (400, 401, 404, 408, 413, 429, 500, 503)
@@ -57,7 +70,14 @@ OPERATIONS = (
     Operation("post", "/detokenize", "Token ids to text", answers.Text, schema.DetokenizeRequest, _POST),
     Operation("get", "/version", "The version of preheat", answers.Version, key=False),
     Operation("get", "/health", "Alive?", answers.Status, None, (500, 504), key=False),
-    Operation("get", "/ready", "Taking requests?", answers.Status, None, (500, 503), key=False),
+    Operation(
+        "get", "/ready", "Taking requests?", answers.Ready, None, (500, 503), key=False,
+        instead={503: answers.Starting},
+    ),
+    Operation(
+        "get", "/warmup", "What became of the plan", Record | answers.WarmingUp, None, (400, 500, 503), key=False,
+        formats={"json": "application/json", "html": "text/html"},
+    ),
     Operation("get", "/metrics", "Counters and times, for Prometheus", key=False),
 )  # fmt: skip
 
@@ -65,8 +85,11 @@ OPERATIONS = (
 @functools.cache
 def document() -> bytes:
     """The OpenAPI document, as JSON."""
-    kinds = {kind for operation in OPERATIONS for kind in (operation.answer, operation.body) if kind}
-    _, components = msgspec.json.schema_components([ErrorResponse, *kinds], ref_template=_REF)
+    kinds: set[Kind] = {ErrorResponse}
+    for operation in OPERATIONS:
+        for kind in (operation.answer, operation.body, *operation.instead.values()):
+            kinds |= set(_each(kind))
+    _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     for component in components.values():
         _add_ranges(component.get("properties", {}))
     paths: dict[str, dict[str, Any]] = {}
@@ -99,9 +122,12 @@ def _described(operation: Operation) -> dict[str, Any]:
     )
     if operation.streams:
         answer["text/event-stream"] = {"schema": _EVENT}
+    for media in operation.formats.values():
+        answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
     for status in operation.refusals:
-        responses[str(status)] = {"description": _REFUSALS[status], "content": _content(ErrorResponse)}
+        kinds = ErrorResponse | operation.instead.get(status, ErrorResponse)
+        responses[str(status)] = {"description": _REFUSALS[status], "content": _content(kinds)}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body:
         described["requestBody"] = {"required": True, "content": _content(operation.body)}
@@ -109,8 +135,16 @@ def _described(operation: Operation) -> dict[str, Any]:
         described["security"] = [{"key": []}, {}]
     if "{model}" in operation.path:
         described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.formats:
+        formats = {"type": "string", "enum": list(operation.formats)}
+        described["parameters"] = [{"name": "format", "in": "query", "schema": formats}]
     return described
 
 
-def _content(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}}
+def _each(kinds: Kinds | None) -> tuple[Kind, ...]:
+    return () if kinds is None else typing.get_args(kinds) or (kinds,)
+
+
+def _content(kinds: Kinds) -> dict[str, Any]:
+    references = [{"$ref": _REF.format(name=kind.__name__)} for kind in _each(kinds)]
+    return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}

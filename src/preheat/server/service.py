@@ -11,9 +11,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from preheat.core import FromEngine, Progress, Ready, Report
 from preheat.engine.frontdoor import FrontDoor
 from preheat.errors import EngineDead, ModelNotFound, NotReady, StepTimeout
 from preheat.metrics import Metrics
+from preheat.server.live import Live
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.settings import Settings
 from preheat.startup import boot_front
@@ -25,7 +27,9 @@ _TICK_SECONDS = 0.2
 
 
 class Service:
-    """Serves one model. ``on_dead`` is called once, when the engine has gone and the server must follow."""
+    """Serves one model. ``on_dead`` is called once, when the engine has gone and the server must follow; ``on_message``
+    is told of everything that the engine says.
+    """
 
     def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
         self.settings = settings
@@ -36,7 +40,9 @@ class Service:
         self.stalled: str | None = None
         self.dead: str | None = None
         self.on_dead: Callable[[], None] = lambda: None
+        self.on_message: Callable[[FromEngine], None] = lambda _: None
         self._engine = EngineProcess(settings, entry)
+        self.live = Live(self._engine.mailbox.send)
         self._door: FrontDoor | None = None
         self._template: ChatTemplate | None = None
         self._heard_at = time.monotonic()
@@ -56,6 +62,25 @@ class Service:
         if self._door is None or self._door.ready is None:
             raise NotReady("The engine is still starting; try again later")
         return self._door
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the engine's start is; None once it is ready, or will never be."""
+        over = self.dead is not None or self.draining or self.max_model_len is not None
+        return None if over else (self._door and self._door.progress) or Progress(0, 0, "")
+
+    async def refresh(self, patience: float) -> None:
+        """Bring ``live`` and the metrics that come from it up to date, within ``patience`` seconds if that is possible.
+
+        Before the engine is ready there is nothing to know.
+        """
+        if self.max_model_len is None:
+            return
+        if self.dead is None:
+            await self.live.refresh(patience)
+        record = self.live.record
+        self.metrics.items, self.metrics.warmup_seconds = record.states, record.seconds
+        self.metrics.cold, self.metrics.misses = record.cold, sum(record.misses.values())
 
     @property
     def template(self) -> ChatTemplate:
@@ -114,6 +139,9 @@ class Service:
             self._heard_at, self.stalled = time.monotonic(), None
         for message in messages:
             door.handle(message)
+            if isinstance(message, Ready | Report):
+                self.live.book(message.record)
+            self.on_message(message)
         if door.dead is not None:
             self._die(door.dead)
 

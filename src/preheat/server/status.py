@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import Response
 
 import preheat
+from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
-from preheat.server.answers import Model, ModelList, Status, Text, Tokens, Version
+from preheat.server.answers import Model, ModelList, Ready, Starting, Status, Text, Tokens, Version, WarmingUp
 from preheat.server.chat import render
-from preheat.server.guard import read_body
+from preheat.server.guard import RETRY, read_body
 from preheat.server.params import encoded
 from preheat.server.schema import DetokenizeRequest, TokenizeRequest, decode
 from preheat.server.service import Service
 from preheat.server.stream import encode
+from preheat.warmup.page import render as record_page
+from preheat.warmup.page import render_progress
+
+PATIENCE = 1.0
+"""Seconds that a client waits for an engine in the middle of a step to say what is new."""
 
 
 def _service(request: Request) -> Service:
@@ -23,8 +31,12 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _json(body: Struct) -> Response:
-    return Response(encode(body), media_type="application/json")
+def _json(body: Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, "application/json")
+
+
+def _starting(progress: Progress) -> Starting:
+    return Starting(progress.done, progress.total, progress.current, progress.eta_s)
 
 
 async def health(request: Request) -> Response:
@@ -34,9 +46,41 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: requests are taken."""
-    _ = _service(request).door
-    return _json(Status("ready"))
+    """GET /ready: requests are taken. Never waits, so what it says of cold events may be as old as the last call."""
+    service = _service(request)
+    if progress := service.progress:
+        return _json(_starting(progress), 503, RETRY)
+    _ = service.door
+    await service.refresh(0)
+    return _json(Ready(**service.live.record.summary()))
+
+
+async def warmup(request: Request) -> Response:
+    """GET /warmup: the record as JSON, or as a page; until there is one, how far the warm-up is."""
+    service = _service(request)
+    as_page = _wants_page(request)
+    headers = {"vary": "accept", "cache-control": "no-cache"}
+    if progress := service.progress:
+        if as_page:
+            return Response(render_progress(progress, service.names[0]), 200, headers, "text/html")
+        return _json(WarmingUp(_starting(progress)), 200, headers)
+    if service.max_model_len is None:
+        _ = service.door  # it says why there is no record and never will be
+    await service.refresh(PATIENCE)
+    headers["age"] = str(int(service.live.age))
+    if as_page:
+        page = await asyncio.to_thread(record_page, service.live.record)
+        return Response(page, 200, headers, "text/html")
+    return Response(service.live.json, 200, headers, "application/json")
+
+
+def _wants_page(request: Request) -> bool:
+    asked = request.query_params.getlist("format")
+    if not asked:
+        return "text/html" in request.headers.get("accept", "")
+    if asked not in (["json"], ["html"]):
+        raise InvalidRequest(f"format must be json or html, not {', '.join(asked)}", param="format")
+    return asked == ["html"]
 
 
 async def version(_: Request) -> Response:
@@ -46,7 +90,9 @@ async def version(_: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """GET /metrics, for Prometheus."""
-    return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    service = _service(request)
+    await service.refresh(PATIENCE)
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _models(service: Service) -> list[Model]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -12,6 +12,7 @@ from preheat.plan.items import Dropped, Item
 from preheat.plan.plan import Plan
 
 Outcome = Literal["pending", "ready", "reused", "dropped", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 MAX_EVENTS = 100
 """Cold events and misses that are kept in full; all of them are counted."""

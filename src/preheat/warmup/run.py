@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.warmup.feed import Feed, rows_of
 from preheat.warmup.record import Entry, Record
+from preheat.warmup.swaps import SwapRuns
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ SAY_SECONDS = 0.1  # between two messages of progress
 @dataclass
 class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
-    process; ``reused`` are items that an earlier boot with the same fingerprint has compiled.
+    process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
+    has compiled.
     """
 
     plan: Plan
@@ -44,6 +47,7 @@ class WarmUp:
     record: Record
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
+    span: Callable[..., AbstractContextManager[None]] = lambda name, **args: nullcontext()
     reused: frozenset[str] = frozenset()
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
@@ -52,6 +56,7 @@ class WarmUp:
         """Run every item, in the plan's order; what becomes of each is in the record."""
         self._started = time.monotonic()
         memory = self.platform.used_memory()
+        self._swaps = SwapRuns(self.executor)
         self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
         entries = {entry.name: entry for entry in self.record.entries}
         kinds: dict[str, list[Item]] = {}
@@ -77,8 +82,9 @@ class WarmUp:
         memory, compiled, start = self.platform.used_memory(), self.compiled(), time.monotonic()
         entry.started = start - self._started
         try:
-            self._run(item)
-            self.platform.synchronize()
+            with self.span(item.name, kind=item.kind):
+                self._run(item)
+                self.platform.synchronize()
             entry.outcome = "reused" if item.name in self.reused else "ready"
         except OUT_OF_MEMORY as error:
             entry.outcome, entry.reason = "dropped", f"out of memory: {error}"
@@ -96,6 +102,8 @@ class WarmUp:
                 self._forward(shape)
             case SamplerKey() as key:
                 self._sample(key)
+            case int() as size if item.kind == "swap":
+                self._swaps.run(size)
             case _ if item.kind == "determinism":
                 self._forward(self.plan.determinism_shape)
 
@@ -125,12 +133,16 @@ class WarmUp:
         return states.to(self.platform.device, decoder.dtype)
 
     def _begin(self, kind: str, items: Sequence[Item]) -> None:
+        if kind == "swap":
+            self._swaps.begin()
         if kind == "sampler":
             settings = [(name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
             for line in lines.sampler_start(self.plan.sampler_sizes, settings):
                 logger.info("%s", line)
 
     def _end(self, kind: str) -> None:
+        if kind == "swap":
+            self._swaps.end()
         if kind == "sampler":
             logger.info("%s", lines.sampler_finished())
 

@@ -1,0 +1,95 @@
+"""Execution mode ``compile``: the regions of a decoder layer go through ``torch.compile``.
+
+Regional: a region is compiled for a number of tokens when it first runs with it, and every layer of that kind runs the
+same code, because weights are arguments. Shapes are static. Operations stay as they are (:mod:`preheat.ops.opaque`), so
+compiled code has the bits of eager code; attention, whose work follows the context, runs between the regions.
+Inductor keeps what it built in ``TORCHINDUCTOR_CACHE_DIR``, for the next boot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.errors import SettingsError
+from preheat.model.decoder import Region, as_it_is
+from preheat.plan.modes import Mode
+
+
+class Regional:
+    """``region``, compiled for each number of tokens when it is first called with it."""
+
+    def __init__(self, region: Region) -> None:
+        assert isinstance(region, FunctionType)
+        self._region, self._programs = region, dict[int, Region]()
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        program = self._programs.get(len(x)) or self._program(len(x))
+        return program(x.contiguous(), *args)  # another layout would be another program
+
+    def _program(self, tokens: int) -> Region:
+        """The region in a code object of its own.
+
+        Dynamo keeps what it compiled by code object, tries one after the other and gives up beyond a few; this way each
+        number of tokens finds its own at once, however many there are.
+        """
+        code: CodeType = self._region.__code__.replace(co_name=f"{self._region.__name__}_{tokens}")
+        copy = FunctionType(code, self._region.__globals__)
+        program = self._programs[tokens] = torch.compile(copy, fullgraph=True, dynamic=False)
+        return program
+
+
+def builder(mode: Mode) -> Callable[[Region], Region]:
+    """What builds a decoder's regions in ``mode``. SettingsError where it cannot."""
+    if mode != "compile":
+        return as_it_is
+    check_compiler()
+    importlib.import_module("torch._inductor.compile_fx")  # seconds, which are no part of the first region's
+    return Regional
+
+
+def check_compiler() -> None:
+    """Raise SettingsError unless Inductor finds the C++ compiler that it needs on a CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise SettingsError(
+            "execution mode compile needs a C++ compiler, and none is installed: install g++ or clang++, "
+            "name yours in the variable CXX, or use execution mode eager",
+            param="execution_mode",
+        ) from None
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in torch.compile so far; what came from the cache on disk took less."""
+    utils = _dynamo_utils()
+    return sum(utils.compilation_time_metrics.get("_compile.compile_inner", ())) if utils else 0.0
+
+
+def compilations() -> int:
+    """Graphs that this process has compiled so far: of our regions, one a program."""
+    utils = _dynamo_utils()
+    return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
+
+
+def graph_breaks() -> int:
+    """Times that compiled code had to leave an operation to eager Python, so far.
+
+    Our regions never do: one that cannot be compiled whole fails.
+    """
+    utils = _dynamo_utils()
+    return sum(utils.counters["graph_break"].values()) if utils else 0
+
+
+def _dynamo_utils() -> Any:
+    """Dynamo's counters; None while nothing has imported it, which takes seconds."""
+    return sys.modules.get("torch._dynamo.utils")

@@ -1,0 +1,42 @@
+"""Operations that a compiler calls and does not look into, so that compiled code has the bits of eager code.
+
+A compiler that sees inside may fuse, reorder a sum, or keep more digits than a dtype has; each of these changes bits.
+Outside of compiled code a decorated function is called as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAMESPACE = "preheat"
+
+
+def opaque(schema: str, like: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function an operation of its name in torch's library, with a ``schema`` such as "(Tensor(a!) x) -> ()",
+    which must tell what it changes in place. Its results are new tensors.
+
+    ``like`` takes the same arguments and returns an uninitialised result of the same shape.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__.lstrip("_")
+        torch.library.define(f"{NAMESPACE}::{name}", schema)
+        torch.library.impl(f"{NAMESPACE}::{name}", "default", function)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", like)
+        operation = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            run: Callable[P, R] = operation if torch.compiler.is_compiling() else function
+            return run(*args, **kwargs)
+
+        return call
+
+    return wrap

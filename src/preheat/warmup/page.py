@@ -1,0 +1,138 @@
+"""The record as a page for people: one HTML file with everything in it, which works from a disk and without scripts."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from preheat import __version__
+from preheat.core import Progress
+from preheat.plan.lines import format_bytes
+from preheat.warmup.charts import format_seconds, grids, timeline
+from preheat.warmup.record import OUTCOMES, Entry, Record
+
+DONE = ("ready", "reused")
+MOST_DROPPED = 1_000
+"""Dropped candidates in the table; the JSON has all of them."""
+
+
+class Tile(NamedTuple):
+    """A figure in large type, and what it is of."""
+
+    name: str
+    value: str
+    note: str
+    style: str = ""
+
+
+def render(record: Record) -> str:
+    """The page of a record. The same record gives the same bytes."""
+    listed = _listed(record)
+    return _template("record.html").render(
+        record=record,
+        verdict=_verdict(record),
+        tiles=_tiles(record),
+        timeline=timeline(record),
+        grids=grids(record),
+        outcomes=[outcome for outcome in OUTCOMES if record.states[outcome]],
+        kinds=list(dict.fromkeys(entry.kind for entry in record.entries)),
+        listed=listed,
+        hidden=len(record.entries) - len(listed),
+        most_memory=max(record.memory.values(), default=0) or 1,
+    )
+
+
+def render_progress(progress: Progress, model: str) -> str:
+    """The page while there is no record yet; it asks for itself again until there is."""
+    return _template("starting.html").render(progress=progress, model=model)
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    folder = jinja2.FileSystemLoader(Path(__file__).parent / "html")
+    environment = jinja2.Environment(
+        loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(_FILTERS)
+    environment.globals["version"] = __version__
+    return environment.get_template(name)
+
+
+def _verdict(record: Record) -> tuple[str, str, str]:
+    """A style, a word and a sentence: the worst that the record has to say."""
+    failed, cold, misses = record.states["failed"], sum(record.cold.values()), sum(record.misses.values())
+    pending = record.states["pending"]
+    if failed:
+        return "bad", f"{failed:,} failed", "Not everything that may run could be run before the first request."
+    if cold:
+        return "bad", "Cold", f"{cold:,} cold {_plural('event', cold)} since ready."
+    if pending:
+        return "warn", "Not warmed up", f"{pending:,} {_plural('item', pending)} will first run in a request."
+    if misses:
+        return "warn", "Hot", f"Nothing cold since ready; {misses:,} {_plural('step', misses)} ran in a fallback."
+    return "good", "Hot", "Everything was run before the first request, and nothing cold has happened since."
+
+
+def _tiles(record: Record) -> list[Tile]:
+    planned = [entry for entry in record.entries if entry.outcome != "dropped"]
+    done = [entry for entry in planned if entry.outcome in DONE]
+    hit = sum(entry.hits > 0 for entry in planned)
+    sources = [source for source, count in record.cold.items() if count]
+    cold, misses = sum(record.cold.values()), sum(record.misses.values())
+    reused = record.states["reused"]
+    return [
+        Tile(
+            "items warmed", f"{len(done):,}", f"of {len(planned):,}" + (f", {reused:,} from the store" * bool(reused))
+        ),
+        Tile("warm-up", format_seconds(record.seconds), _boot(record)),
+        Tile("items hit", f"{100 * hit / max(len(planned), 1):.0f} %", f"{hit:,} have served a request"),
+        Tile("cold events", f"{cold:,}", ", ".join(sources) or "none since ready", "bad" if cold else "good"),
+        Tile("misses", f"{misses:,}", "steps beyond the buckets", "warn" if misses else "good"),
+        Tile("padding", _mean_padding(record), " · ".join(record.padding) + ", on average"),
+    ]
+
+
+def _boot(record: Record) -> str:
+    end = max((step.started + step.seconds for step in record.steps), default=0.0)
+    return f"boot {format_seconds(end)} in all" if end else "of the boot"
+
+
+def _mean_padding(record: Record) -> str:
+    return " · ".join(f"{100 * padding['mean']:.0f} %" for padding in record.padding.values()) or "–"
+
+
+def _listed(record: Record) -> list[tuple[int, Entry]]:
+    """The lines of the table: all items, and as many of what was dropped as a browser takes well."""
+    room = MOST_DROPPED
+    listed = []
+    for index, entry in enumerate(record.entries):
+        if entry.outcome == "dropped":
+            room -= 1
+        if entry.outcome != "dropped" or room >= 0:
+            listed.append((index, entry))
+    return listed
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else word + "s"
+
+
+_FILTERS: dict[str, Callable[[Any], object]] = {
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "count": lambda value: f"{value:,}",
+    "percent": lambda value: f"{100 * value:.1f} %",
+    "px": lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
+    "time": _time,
+    "outcomes": lambda entries: Counter(entry.outcome for entry in entries),
+}

@@ -1,0 +1,24 @@
+"""``preheat serve``: what it prints is true when it is printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import urllib.request
+
+
+def test_the_curl_is_printed_when_it_works() -> None:
+    command = [sys.executable, "-m", "preheat", "serve", "--port", "0", "--num-threads", "1", "--log-level", "warning"]
+    command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            lines = iter(server.stderr.readline, "")
+            assert any(line == "Ready. Try:\n" for line in lines)
+            found = next(match for line in lines if (match := re.search(r"curl (http://\S+)/v1/completions", line)))
+            with urllib.request.urlopen(f"{found[1]}/ready", timeout=30) as answer:
+                assert answer.status == 200
+        finally:
+            server.terminate()
+    assert server.returncode == 0

@@ -1,0 +1,183 @@
+"""Execution mode compile: the bits of eager, one program for all layers, kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat import LLM, SamplingParams
+from preheat.errors import SettingsError
+from preheat.execute.compile import Regional, builder, check_compiler, compilations, compile_seconds
+from preheat.model import decoder as decoder_module
+from preheat.model.decoder import Decoder, after_attention, before_attention
+from preheat.ops.activation import silu_and_mul
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.test_model_families import dense_attention, open_decoder, random_tokens
+from tests.cpu.test_model_paged import WAYS, Steps
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache on disk that no other test has filled."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("inductor")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compiled(eager: Decoder) -> Decoder:
+    return Decoder(eager.spec, eager.weights, 256, builder("compile"))
+
+
+@torch.inference_mode()
+def hidden(decoder: Decoder, tokens: Tensor) -> Tensor:
+    return decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3", torch.bfloat16), ("llama with biases", torch.float32), ("llama tied", torch.bfloat16)],
+)
+def test_prefill_and_decode_have_the_bits_of_eager(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_checkpoint(MODELS[name], tmp_path)
+    eager = open_decoder(tmp_path, dtype)
+    other = compiled(eager)
+    for way in ("at once", "decode"):
+        assert all(map(torch.equal, Steps(other).run(WAYS[way]), Steps(eager).run(WAYS[way])))
+
+
+def test_the_comparison_of_bits_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an operation does something else in compiled code."""
+    save_checkpoint(MODELS["llama"], tmp_path)
+    right = decoder_module.apply_rope_
+    monkeypatch.setattr(
+        decoder_module, "apply_rope_", lambda *args: None if torch.compiler.is_compiling() else right(*args)
+    )
+    eager = open_decoder(tmp_path)
+    assert not all(map(torch.equal, Steps(compiled(eager)).run(WAYS["decode"]), Steps(eager).run(WAYS["decode"])))
+
+
+def operations(region: Callable[..., Any], *args: Any) -> list[str]:
+    """The operations that a compiler gets to see in ``region``."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    seen: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    with torch.inference_mode():
+        torch.compile(region, backend=aot_autograd(fw_compiler=look), fullgraph=True, dynamic=False)(*args)
+    return seen
+
+
+MOVES = ("aten.view", "aten.slice", "aten.reshape", "aten.as_strided", "aten.copy_", "<built-in function getitem>")
+
+
+def arithmetic(seen: list[str]) -> list[str]:
+    """Those that are neither ours nor a mere change of view."""
+    ours = ("preheat.", "auto_functionalized")
+    return [name for name in seen if not name.startswith(MOVES + ours)]
+
+
+def test_inductor_sees_no_arithmetic_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(MODELS["qwen3"], tmp_path)
+    decoder = open_decoder(tmp_path)
+    layer, spec = decoder.weights.layers[0], decoder.spec
+    x, residual = torch.ones(2, 4, spec.hidden_size).unbind()
+    rope = (torch.ones(4, 1, spec.head_dim), torch.ones(4, 1, spec.head_dim))
+    before = operations(before_attention, x, layer, rope, decoder._heads)
+    attended = torch.ones(4, spec.q_size)
+    after = operations(after_attention, attended, residual, layer, layer.input_norm)
+    assert before and arithmetic(before) == []
+    assert after and arithmetic(after) == []
+    monkeypatch.setattr(decoder_module, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore[attr-defined]
+    torch._dynamo.reset()
+    assert arithmetic(operations(after_attention, attended, residual, layer, layer.input_norm)) != []
+
+
+def test_layers_share_a_program_for_each_number_of_tokens(tmp_path: Path) -> None:
+    save_checkpoint(MODELS["llama"], tmp_path)
+    decoder = compiled(open_decoder(tmp_path))
+    assert decoder.spec.num_layers > 2
+    for count in (5, 9):
+        before, seconds = compilations(), compile_seconds()
+        hidden(decoder, random_tokens(count))
+        assert compilations() == before + 2  # before attention and after it
+        assert compile_seconds() > seconds
+    before, seconds = compilations(), compile_seconds()
+    for count in (9, 5):
+        hidden(decoder, random_tokens(count))
+    assert (compilations(), compile_seconds()) == (before, seconds)
+
+
+def test_memory_layout_makes_no_second_program() -> None:
+    """Attention leaves its result as its kernel wrote it, which may have gaps between the rows."""
+    before, wide = compilations(), torch.ones(4, 128)
+    run = Regional(lambda x: silu_and_mul(x))
+    with torch.inference_mode():
+        assert torch.equal(run(wide[:, :64]), run(wide[:, :64].contiguous()))
+    assert compilations() == before + 1
+
+
+def test_shapes_may_be_more_than_dynamo_keeps_for_a_function() -> None:
+    count = torch._dynamo.config.recompile_limit + 2
+    double = Regional(lambda x: x.view(-1))
+    before = compilations()
+    with torch.inference_mode():
+        for _ in range(2):
+            for rows in range(2, 2 + count):
+                assert len(double(torch.ones(rows, 3))) == rows * 3
+    assert compilations() == before + count
+
+
+def test_the_cache_on_disk_is_used(tmp_path: Path, cache: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    save_checkpoint(MODELS["llama"], tmp_path)
+    eager, tokens = open_decoder(tmp_path), random_tokens(13)
+    hidden(compiled(eager), tokens)
+    before = counters["inductor"]["fxgraph_cache_hit"]
+    hidden(compiled(eager), tokens)
+    assert counters["inductor"]["fxgraph_cache_hit"] == before + 2
+    assert any(cache.rglob("*"))
+
+
+def test_without_a_compiler_it_is_refused() -> None:
+    check_compiler()
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(SettingsError, match="C\\+\\+ compiler") as error:
+            LLM(execution_mode="compile")
+        assert error.value.param == "execution_mode"
+        LLM(execution_mode="eager")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_gives_the_same_tokens_and_logprobs(dtype: str) -> None:
+    prompts = ["def add(a, b):", "class Stack:", "import os", "for i in range(10):\n    print(i)"]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=6, logprobs=2, ignore_eos=True)
+    seen = []
+    for mode in ("eager", "compile"):
+        before = compilations()
+        llm = LLM(execution_mode=mode, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128)
+        choices = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        seen.append([(choice.token_ids, choice.logprobs) for choice in choices])
+        programs = getattr(llm.loop.executor.decoder._before, "_programs", {})
+        assert bool(programs) is (mode == "compile")
+        assert compilations() == before + 2 * len(programs)
+    assert seen[0] == seen[1]

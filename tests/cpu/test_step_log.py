@@ -1,0 +1,138 @@
+"""Who asks to be told of every step: the log of compilations and of fallbacks, and the trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from preheat import LLM, SamplingParams
+from preheat.engine.observe import StepLog
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Dynamo forgets what earlier tests compiled."""
+    torch._dynamo.reset()
+
+
+def steps(llm: LLM) -> int:
+    """The steps that one request takes."""
+    before = llm.loop.scheduler.stats().steps
+    llm.generate("def f():", PARAMS, use_tqdm=False)
+    return llm.loop.scheduler.stats().steps - before
+
+
+def logged(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith(name)]
+
+
+def in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, extra: Callable[[], Any]) -> None:
+    """Have ``extra`` happen in every step of ``llm``."""
+    right = llm.loop.executor.execute
+
+    def execute(batch: Any) -> Any:
+        extra()
+        return right(batch)
+
+    monkeypatch.setattr(llm.loop.executor, "execute", execute)
+
+
+def broken_graph() -> Callable[[], Any]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    run = torch.compile(function, backend="eager")
+    return lambda: run(torch.ones(2))
+
+
+def compiled_once() -> Callable[[], Any]:
+    run = torch.compile(lambda x: x + 1, backend="eager")
+    return lambda: run(torch.ones(2))
+
+
+CASES = [
+    ("log_step_graph_compilation", "STEP_GRAPH_COMPILATION", compiled_once),
+    ("log_step_cpu_fallbacks", "STEP_CPU_FALLBACKS", broken_graph),
+]
+
+
+@pytest.mark.parametrize(("option", "name", "event"), CASES)
+def test_steps_in_which_something_happened(option, name, event, caplog, monkeypatch):
+    llm = LLM(**{option: True})
+    with caplog.at_level(logging.INFO):
+        steps(llm)
+        assert logged(caplog, name) == []
+        in_a_step(llm, monkeypatch, event())
+        steps(llm)
+    (line,) = logged(caplog, name)  # compiled in the first step, found in the others
+    assert line.startswith(f"{name}: 1")
+    assert "tokens sampled" in line
+
+
+@pytest.mark.parametrize(("option", "name", "event"), CASES)
+def test_every_step(option, name, event, caplog, monkeypatch):
+    llm = LLM(**{f"{option}_all": True})
+    in_a_step(llm, monkeypatch, event())
+    with caplog.at_level(logging.INFO):
+        count = steps(llm)
+    first, *others = logged(caplog, name)
+    assert len(others) == count - 1 > 0
+    assert first.startswith(f"{name}: 1")
+    assert all(line.startswith(f"{name}: 0") for line in others)
+
+
+def test_without_the_options_nobody_stands_between_loop_and_guard():
+    assert not isinstance(LLM().loop.observer, StepLog)
+    assert isinstance(LLM(log_step_graph_compilation=True).loop.observer, StepLog)
+
+
+def test_the_report_passes_through():
+    assert LLM(log_step_graph_compilation=True).loop.observer.report().startswith(b"{")
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("eager", True), ("compile", False)])
+def test_a_mode_that_cannot_fall_back_says_so(mode, warned, caplog):
+    LLM(execution_mode=mode, log_step_cpu_fallbacks=True, max_num_seqs=2, max_num_batched_tokens=16)
+    assert bool([text for text in caplog.messages if "fall back from" in text]) is warned
+
+
+def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llm = LLM(profiler_enabled=True)
+    count = steps(llm)
+    (path,) = tmp_path.glob("preheat_trace_*.json")
+    events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+    named: dict[str, list[Any]] = {}
+    for event in events:
+        named.setdefault(event["name"], []).append(event)
+    assert {"import torch", "load weights", "plan", "cache"} <= named.keys()
+    parts = ("schedule", "pack", "execute", "settle")
+    assert {name: len(named[name]) for name in ("step", *parts)} == dict.fromkeys(("step", *parts), count)
+    for i, step in enumerate(named["step"]):
+        times = [(named[part][i]["ts"], named[part][i]["ts"] + named[part][i]["dur"]) for part in parts]
+        edges = [step["ts"], *(edge for pair in times for edge in pair), step["ts"] + step["dur"]]
+        assert edges == sorted(edges)
+    said = named["pack"][-1]["args"]
+    assert said == {"rows": 1, "tokens": 1, "shape": "(decode, 1)"}
+
+
+def test_without_a_trace_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = LLM().loop
+    watched = {
+        loop: {"step"},
+        loop.scheduler: {"schedule", "settle"},
+        loop.packer: {"pack"},
+        loop.executor: {"execute"},
+    }
+    assert [method for owner, methods in watched.items() for method in methods & vars(owner).keys()] == []
+    assert list(tmp_path.iterdir()) == []
