@@ -4,3 +4,4 @@ import os
 
 os.environ.setdefault("PREHEAT_SKIP_WARMUP", "1")
 os.environ.setdefault("PREHEAT_ON_COLD", "count")
+os.environ.setdefault("PREHEAT_CACHE_DIR", "off")

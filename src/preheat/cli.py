@@ -319,4 +319,4 @@ def _print_json(results: Iterable[RequestOutput]) -> None:
                 record["logprobs"] = msgspec.to_builtins(choice.logprobs)
             if result.prompt_logprobs is not None:
                 record["prompt_logprobs"] = msgspec.to_builtins(result.prompt_logprobs)
-            print(json.dumps(record, ensure_ascii=False))
+            print(msgspec.json.encode(record).decode())

@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        for name, low, high in RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # NaN fails every comparison, so it is refused too
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
 
 
 _INT32 = 2**31 - 1
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
     ("temperature", 0, 100),
     ("top_p", 0, 1),

@@ -30,7 +30,7 @@ _general = partial(option, group="General")
 _bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up")
-_graph = partial(option, group="Device graphs", later="graph capture comes with CUDA, in a later version")
+_graph = partial(option, group="Device graphs")
 _defrag = partial(option, group="Defragmenter")
 _proof = partial(option, group="Proof", later="the check at boot comes in a later version")
 _trace = partial(option, group="Diagnostics")
@@ -197,9 +197,18 @@ class Settings:
     on_cold: str = _warm(
         "warn", "What happens when something is built after ready.", choices=("off", "count", "warn", "raise")
     )
+    cache_dir: str | None = _warm(
+        None,
+        "Folder where a boot leaves its record and what it compiled, for the next one that is the same; `off`: none.",
+        default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
+    )
 
     graph_reserved_mem: float = _graph(
-        0.1, "Share of the usable memory for graphs.", env="VLLM_GRAPH_RESERVED_MEM", low=0, high=1
+        0.1,
+        "Share of the usable memory for graphs, in execution mode graphs.",
+        env="VLLM_GRAPH_RESERVED_MEM",
+        low=0,
+        high=1,
     )
     graph_prompt_ratio: float = _graph(
         0.3, "Share of the graphs' memory for prompts.", env="VLLM_GRAPH_PROMPT_RATIO", low=0, high=1
@@ -210,7 +219,13 @@ class Settings:
     graph_decode_strategy: str = _graph(
         "max_bs", "Order of capturing decodes.", env="VLLM_GRAPH_DECODE_STRATEGY", choices=("min_tokens", "max_bs")
     )
-    config_hidden_layers: int = _graph(1, "Layers in one graph.", env="VLLM_CONFIG_HIDDEN_LAYERS", low=1)
+    config_hidden_layers: int = _graph(
+        1,
+        "Layers in one graph.",
+        env="VLLM_CONFIG_HIDDEN_LAYERS",
+        low=1,
+        later="a graph holds all layers, or on a CPU none",
+    )
 
     defrag_threshold: int = _defrag(
         32,

@@ -20,6 +20,15 @@ Describe = Callable[[tuple[Any, ...], Any], dict[str, Any] | None]
 """What an event says of a call, from its arguments and its result; None leaves the event out."""
 
 
+Span = Callable[..., AbstractContextManager[None]]
+"""See :meth:`Trace.span`."""
+
+
+def no_span(name: str, **args: Any) -> AbstractContextManager[None]:
+    """For what is not traced."""
+    return nullcontext()
+
+
 class Trace(Protocol):
     """Where events go."""
 
@@ -33,8 +42,7 @@ class Trace(Protocol):
 class NoTrace:
     """Traces nothing, at no cost: calls are not even wrapped."""
 
-    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    span = staticmethod(no_span)
 
     def watch(self, owner: object, method: str, describe: Describe) -> None:
         pass

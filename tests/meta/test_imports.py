@@ -26,7 +26,8 @@ RULE = {
     "parallel": "device",
     "engine": "plan schedule batch execute text",
     "warmup": "plan schedule batch execute model ops device engine",
-    "startup": "plan schedule batch execute model ops device engine text parallel warmup",
+    "sizing": "model ops device",
+    "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
     "cli": "startup engine llm server plan warmup",
@@ -123,7 +124,8 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-OPTIONAL = {"transformers"}  # imported where it is needed, with an error that says so
+# transformers is imported where it is needed, with an error that says so; Triton comes with torch, on CUDA alone.
+OPTIONAL = {"transformers", "triton"}
 
 _PROJECTS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 

@@ -9,7 +9,7 @@ from bench.plan_fit import planning_seconds
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan import commands
-from preheat.plan.cost import MACHINES, Cost, Costs, ModelSizes
+from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.shape import Need, Shape
@@ -84,10 +84,13 @@ def test_estimates_follow_the_models_sizes():
 
 
 def test_measured_costs_replace_estimates():
-    measured = {"(decode, 256)": Cost(1.5, 77), "(swap, 8)": Cost(2.5, 78)}
+    measured = {"(decode, 256)": 1.5, "(swap, 8)": 2.5}
+    before = make_plan(LIMITS, PlanOptions(), COSTS)
     plan = make_plan(LIMITS, PlanOptions(), Costs(SIZES, MACHINES["cuda"], 64, measured))
     assert plan.by_name["(decode, 256)"].estimated_seconds == 1.5
-    assert plan.by_name["(swap, 8)"].estimated_bytes == 78
+    assert plan.by_name["(swap, 8)"].estimated_seconds == 2.5
+    assert plan.by_name["(decode, 256)"].estimated_bytes == before.by_name["(decode, 256)"].estimated_bytes
+    assert plan.by_name["(decode, 1)"] == before.by_name["(decode, 1)"]
 
 
 def test_items_come_in_stages_and_kinds_in_order():

@@ -63,7 +63,6 @@ class FrontDoor:
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.record = b""
-        self.reports = 0  # how often the engine has sent its record since it was ready
         self.dead: str | None = None
         self._send = send
         self._max_logprobs, self._max_queued = max_logprobs, max_queued
@@ -203,7 +202,6 @@ class FrontDoor:
                 self.ready, self.record = message, message.record
             case Report():
                 self.record = message.record
-                self.reports += 1
             case Died():
                 self.die(message.message)
 

@@ -9,8 +9,10 @@ Inductor keeps what it built in ``TORCHINDUCTOR_CACHE_DIR``, for the next boot.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -45,11 +47,15 @@ class Regional:
         return program
 
 
-def builder(mode: Mode) -> Callable[[Region], Region]:
-    """What builds a decoder's regions in ``mode``. SettingsError where it cannot."""
+def builder(mode: Mode, cache: Path | None = None) -> Callable[[Region], Region]:
+    """What builds a decoder's regions in ``mode``, keeping them in ``cache`` unless the environment names another
+    place. SettingsError where it cannot.
+    """
     if mode != "compile":
         return as_it_is
     check_compiler()
+    if cache is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     importlib.import_module("torch._inductor.compile_fx")  # seconds, which are no part of the first region's
     return Regional
 

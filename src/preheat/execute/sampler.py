@@ -72,7 +72,7 @@ class TokenCounts:
 class Sampler:
     """Draws tokens for the sequences in ``num_slots`` slots. Its one state is the penalties' token counts."""
 
-    def __init__(self, num_slots: int, vocab_size: int, *, handle_topk_duplicates: bool = False) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool = False) -> None:
         self.counts = TokenCounts(num_slots, vocab_size)
         self.handle_topk_duplicates = handle_topk_duplicates
 

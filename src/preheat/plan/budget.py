@@ -49,6 +49,14 @@ def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reser
     return MemorySplit(free, usable, graphs, cache, num_blocks)
 
 
+def graph_pool(split: MemorySplit, block_bytes: int, free: int) -> int:
+    """Bytes for graphs once the cache is there and ``free`` bytes are: what was reserved for them, and the part of a
+    block that the cache's share had over; never more than is left of the usable memory.
+    """
+    usable_left = free - (split.free - split.usable)
+    return max(min(split.graphs + split.cache % block_bytes, usable_left), 0)
+
+
 @dataclass(frozen=True)
 class Skipped:
     """A shape that was not captured and runs without a graph; ``failed``: it was tried."""

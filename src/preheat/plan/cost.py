@@ -102,12 +102,14 @@ MACHINES: Mapping[str, Machine] = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Answers what an item costs. ``measured`` maps item names to what a record says of them."""
+    """Answers what an item costs. ``measured`` gives the seconds of items that ran before, by name; what they held on
+    to then says nothing of the memory that they need, which stays estimated.
+    """
 
     sizes: ModelSizes
     machine: Machine
     block_size: int
-    measured: Mapping[str, Cost] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     def forward(self, name: str, shape: Shape) -> Cost:
         """One forward step: the slower of its arithmetic and of reading weights and context, logits not included."""
@@ -132,6 +134,5 @@ class Costs:
         return self._known(name, 0.0, 2 * moved, moved // self.sizes.layers, self.machine.call_overhead)
 
     def _known(self, name: str, flops: float, moved: float, memory: int, overhead: float) -> Cost:
-        if name in self.measured:
-            return self.measured[name]
-        return Cost(overhead + max(flops / self.machine.flops, moved / self.machine.bandwidth), memory)
+        estimate = overhead + max(flops / self.machine.flops, moved / self.machine.bandwidth)
+        return Cost(self.measured.get(name, estimate), memory)

@@ -59,11 +59,14 @@ def finished(seconds: float, used: int) -> str:
     return f"Warmup finished in {seconds:.0f} secs, allocated {format_bytes(used)} of device memory"
 
 
-def memory_step(what: str, device: tuple[int, int, int], host: tuple[int, int, int]) -> str:
-    """What a step of the boot took; both are (taken, used now, total) in bytes, and a negative one was released."""
+def memory_step(what: str, device: tuple[int, int, int], host: tuple[int, int, int], *, in_total: bool = False) -> str:
+    """What a step of the boot took, or several ``in_total``; device and host are (taken, used now, total) in bytes, a
+    negative number is released memory.
+    """
     (taken, used, total), (host_taken, host_used, host_total) = device, host
     return (
-        f"{what} took {format_bytes(taken)} of device memory ({format_bytes(used)}/{format_bytes(total)} used) and "
+        f"{what} took {'in total ' if in_total else ''}{format_bytes(taken)} of device memory "
+        f"({format_bytes(used)}/{format_bytes(total)} used) and "
         f"{format_bytes(host_taken)} of host memory ({format_bytes(host_used)}/{format_bytes(host_total)} used)"
     )
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CELLS = 8_000_000
 MAX_MISSES_NAMED = 100
+OTHERS = "others"
 
 OnMiss = Callable[[Need, Shape], None]
 Work = Callable[[Shape], float]
@@ -33,18 +34,24 @@ class NeedOutsideLimits(PreheatError):
 
 
 class WarnOnce:
-    """The usual answer to a miss: one warning for each configuration, the first hundred by name, and a count."""
+    """The usual answer to a miss: ``counts`` by configuration, the first hundred by name, and one warning for each."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._named: set[str] = set()
+    def __init__(self, counts: dict[str, int] | None = None) -> None:
+        self.counts = {} if counts is None else counts
+
+    @property
+    def count(self) -> int:
+        """All misses."""
+        return sum(self.counts.values())
 
     def __call__(self, need: Need, shape: Shape) -> None:
-        self.count += 1
         name = str(need)
-        if name not in self._named and len(self._named) < MAX_MISSES_NAMED:
-            self._named.add(name)
-            logger.warning("%s", not_planned(need))
+        if name not in self.counts:
+            if len(self.counts) < MAX_MISSES_NAMED:
+                logger.warning("%s", not_planned(need))
+            else:
+                name = OTHERS
+        self.counts[name] = self.counts.get(name, 0) + 1
 
 
 def not_planned(need: Need) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 import preheat
-from preheat.core import _RANGES as RANGES
+from preheat.core import RANGES
 from preheat.server import answers, schema
 from preheat.server.schema import ErrorResponse
 from preheat.warmup.record import Record

@@ -14,12 +14,11 @@ from preheat.core import Swaps
 from preheat.errors import PreheatError
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.plan import Plan
-from preheat.warmup.record import MAX_EVENTS, ColdEvent, Entry, Record
+from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, Entry, Record
 
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
-DONE = ("ready", "reused")
 
 
 class ColdStep(PreheatError):
@@ -45,6 +44,7 @@ class Guard:
         for item in plan.items:
             if item.program is not None:
                 self._entries[_program(item.key, item.program)].append(entries[item.name])
+        record.cold = dict.fromkeys((FIRST_RUN, *(source.name for source in sources)), 0)
         for source in sources:  # what happened until now is no news
             source.taken()
 
@@ -75,7 +75,7 @@ class Guard:
     def _tell(self, events: list[tuple[str, str]]) -> None:
         record = self.record
         for source, detail in events:
-            record.cold[source] = record.cold.get(source, 0) + 1
+            record.cold[source] += 1
             if len(record.events) < MAX_EVENTS:
                 record.events.append(ColdEvent(source, detail, time.time()))
         if self.on_cold in ("warn", "raise"):

@@ -14,6 +14,9 @@ from preheat.plan.plan import Plan
 Outcome = Literal["pending", "ready", "reused", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
+DONE: tuple[Outcome, ...] = ("ready", "reused")
+"""The item ran."""
+
 MAX_EVENTS = 100
 """Cold events and misses that are kept in full; all of them are counted."""
 
@@ -22,7 +25,8 @@ class Entry(msgspec.Struct):
     """One item. ``started`` counts seconds from the start of warm-up; ``bytes`` are what the device holds more since.
 
     ``ready``: it was run. ``reused``: it was run, and what it compiled came from the store. ``dropped`` and ``failed``
-    say why in ``reason``. ``hits`` are the steps after ready that ran it.
+    say why in ``reason``; so does an item without a ``graph`` where others have one. ``hits`` are the steps after ready
+    that ran it.
     """
 
     name: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from preheat.plan import lines
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
+from preheat.trace import Span, no_span
+from preheat.warmup.determinism import run_determinism_warmup
 from preheat.warmup.feed import Feed, rows_of
 from preheat.warmup.record import Entry, Record
 from preheat.warmup.swaps import SwapRuns
@@ -47,7 +50,7 @@ class WarmUp:
     record: Record
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
-    span: Callable[..., AbstractContextManager[None]] = lambda name, **args: nullcontext()
+    span: Span = no_span
     reused: frozenset[str] = frozenset()
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
@@ -65,20 +68,39 @@ class WarmUp:
         done = 0
         for kind, items in kinds.items():
             self._begin(kind, items)
-            for number, item in enumerate(items, 1):
-                self._say(done, item)
-                if isinstance(item.key, Shape):
-                    free = self.platform.free_memory()
-                    logger.info("%s", lines.running(item.key.phase, item.key, number, len(items), free))
-                self._account(item, entries[item.name])
-                done += 1
+            self._kind(
+                kind,
+                [
+                    partial(self._turn, item, entries[item.name], (number, len(items)), done)
+                    for number, item in enumerate(items, 1)
+                ],
+            )
+            done += len(items)
             self._end(kind)
         self.executor.sampler.counts.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
 
-    def _account(self, item: Item, entry: Entry) -> None:
-        """Run an item and book what it took. Out of memory drops it; any other error is loud, and the rest go on."""
+    def _kind(self, kind: str, turns: Sequence[Callable[[], None]]) -> None:
+        """Every turn; what one raises is booked already."""
+        if kind == "determinism":
+            left = list(turns)
+            run_determinism_warmup(
+                lambda: left.pop(0)(), len(turns), batch_invariant=True, synchronize=self.platform.synchronize
+            )
+            return
+        for turn in turns:
+            with suppress(Exception):
+                turn()
+
+    def _turn(self, item: Item, entry: Entry, place: tuple[int, int], done: int) -> None:
+        """Run an item, the n-th of so many of its kind, and book what it took, then raise what it raised.
+
+        Out of memory drops it; any other error is loud. Either way the rest go on.
+        """
+        self._say(done + place[0] - 1, item)
+        if isinstance(item.key, Shape):
+            logger.info("%s", lines.running(item.key.phase, item.key, *place, self.platform.free_memory()))
         memory, compiled, start = self.platform.used_memory(), self.compiled(), time.monotonic()
         entry.started = start - self._started
         try:
@@ -89,12 +111,15 @@ class WarmUp:
         except OUT_OF_MEMORY as error:
             entry.outcome, entry.reason = "dropped", f"out of memory: {error}"
             logger.warning("%s was dropped: %s", item.name, entry.reason)
+            raise
         except Exception as error:
             entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
             logger.exception("%s failed; a step that needs it will be cold", item.name)
-        entry.compile_seconds = self.compiled() - compiled
-        entry.touch_seconds = time.monotonic() - start - entry.compile_seconds
-        entry.bytes = self.platform.used_memory() - memory
+            raise
+        finally:
+            entry.compile_seconds = self.compiled() - compiled
+            entry.touch_seconds = time.monotonic() - start - entry.compile_seconds
+            entry.bytes = self.platform.used_memory() - memory
 
     def _run(self, item: Item) -> None:
         match item.key:

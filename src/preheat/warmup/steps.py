@@ -1,0 +1,56 @@
+"""The stages of a boot, measured: how long each took, and the memory that it took of the device and of the host."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from preheat.device.base import Platform
+from preheat.device.cpu import CPU
+from preheat.plan import lines
+from preheat.trace import Span, no_span
+from preheat.warmup.record import BootStep
+
+logger = logging.getLogger(__name__)
+
+
+class Steps:
+    """``with steps("Loading model weights"): ...`` logs what the block took and keeps it in ``done``.
+
+    On a CPU, device and host are the same memory. Used is what this process holds, and the total is that and what it
+    may still take. ``span`` puts each into the trace.
+    """
+
+    def __init__(self, platform: Platform, started: float | None = None, span: Span = no_span) -> None:
+        self.done: list[BootStep] = []
+        self._device, self._host = platform, CPU()
+        self._started = time.monotonic() if started is None else started
+        self._span = span
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began, device, host = time.monotonic(), self._device.used_memory(), self._host.used_memory()
+        with self._span(name):
+            yield
+        taken = self._tell(name, device, host)
+        self.done.append(BootStep(name, began - self._started, time.monotonic() - began, taken))
+
+    @contextmanager
+    def total(self, name: str) -> Iterator[None]:
+        """What several steps took together: told in the log, and no step of its own."""
+        device, host = self._device.used_memory(), self._host.used_memory()
+        yield
+        self._tell(name, device, host, in_total=True)
+
+    def _tell(self, name: str, device: int, host: int, *, in_total: bool = False) -> int:
+        device_now, host_now = self._device.used_memory(), self._host.used_memory()
+        line = lines.memory_step(
+            name,
+            (device_now - device, device_now, device_now + self._device.free_memory()),
+            (host_now - host, host_now, host_now + self._host.free_memory()),
+            in_total=in_total,
+        )
+        logger.info("%s", line)
+        return device_now - device

@@ -1,0 +1,200 @@
+"""The store: what a boot leaves for the next one with the same fingerprint.
+
+One folder for each fingerprint, in ``--cache-dir``: the last record, and whatever compilers keep there. Folders are
+independent of each other and may be deleted at any time. Nothing is locked: a record appears whole or not at all, and
+of two boots at once the later one's stays.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from preheat import __version__
+from preheat.plan.plan import Plan
+from preheat.settings import Settings
+from preheat.warmup.record import DONE, Record
+
+logger = logging.getLogger(__name__)
+
+OFF = "off"
+RECORD = "record.json"
+SAMPLES, SAMPLE_BYTES = 64, 4096
+LIBRARIES = ("torch", "triton", "numpy")
+PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+
+
+class Store:
+    """The folder of one fingerprint in ``root``, made if need be; without a root nothing is kept. Nothing here ever
+    stops a boot: what cannot be read or written is warned about and done without.
+    """
+
+    def __init__(self, root: Path | None, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._home = root and root / fingerprint
+        self.folder = self._home if self._home and _can_write(self._home) else None
+        """Where compilers may keep their caches; None where nothing can be written."""
+
+    @cached_property
+    def _last(self) -> Record | None:
+        if self._home is None:
+            return None
+        path = self._home / RECORD
+        try:
+            record = Record.from_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s cannot be read and is ignored: %s", path, error)
+            return None
+        if record.fingerprint != self.fingerprint:
+            logger.warning("%s is the record of another boot (%r) and is ignored", path, record.fingerprint)
+            return None
+        return record
+
+    def load(self) -> Record | None:
+        """The last record with this fingerprint, as it was when it was first asked for; None if there is none."""
+        return self._last
+
+    def reused(self) -> frozenset[str]:
+        """The items that an earlier boot ran: what they compile is in the folder."""
+        return frozenset(self.costs())
+
+    def costs(self) -> dict[str, float]:
+        """Measured seconds of those items, by name."""
+        entries = self._last.entries if self._last else []
+        return {entry.name: entry.compile_seconds + entry.touch_seconds for entry in entries if entry.outcome in DONE}
+
+    def save(self, record: Record) -> None:
+        """Keep ``record`` for the next boot, in place of the one before."""
+        if self.folder is None:
+            return
+        data = msgspec.structs.replace(record, fingerprint=self.fingerprint).to_json()
+        try:
+            _write_whole(self.folder / RECORD, data)
+        except OSError as error:
+            logger.warning("The record cannot be kept for the next boot: %s", error)
+
+
+def cache_root(settings: Settings) -> Path | None:
+    """The folder of all stores: ``--cache-dir``, else ``preheat`` in the user's cache folder; None if it is "off"."""
+    if settings.cache_dir == OFF:
+        return None
+    if settings.cache_dir is not None:
+        return Path(settings.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification: a relative one is as good as none
+        home = os.path.expanduser("~")
+        base = os.path.join(home, ".cache") if os.path.isabs(home) else tempfile.gettempdir()
+    return Path(base) / "preheat"
+
+
+def fingerprint(parts: Mapping[str, object]) -> str:
+    """32 hexadecimal digits that any change of ``parts`` changes. They are plain data; the order of keys is no part."""
+    text = json.dumps(parts, sort_keys=True, allow_nan=False)
+    return sha256(text.encode()).hexdigest()[:32]
+
+
+def boot_parts(
+    folder: Path, weights: Sequence[Path], plan: Plan, *, dtype: str, device: Iterable[str], threads: int, mode: str
+) -> dict[str, object]:
+    """What a boot's caches depend on. ``weights`` are the checkpoint's files in ``folder`` (none for dummy weights),
+    ``device`` what the platform says of itself, such as its name and the instruction set that torch uses.
+    """
+    return {
+        "model": {"config": _digest([(folder / "config.json").read_bytes()]), "files": [*map(file_part, weights)]},
+        "dtype": dtype,
+        "versions": versions(),
+        "device": [*device, processor()],
+        "threads": threads,
+        "mode": mode,
+        "plan": plan_part(plan),
+    }
+
+
+def file_part(path: Path) -> list[object]:
+    """Name, size and a digest of a weight file: of its safetensors header, and of samples spread over all of it.
+
+    Reads a few hundred KiB, however large the file is, so that a change of a single number may go unseen; training
+    changes them all.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = file.read(8)
+        parts = [length, file.read(min(int.from_bytes(length, "little"), size))]
+        for sample in range(SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
+            parts.append(file.read(SAMPLE_BYTES))
+    return [path.name, size, _digest(parts)]
+
+
+def plan_part(plan: Plan) -> dict[str, object]:
+    """All items and options. The number of blocks is left out: it follows the memory that happens to be free, and
+    where it decides which items there are, their names tell.
+    """
+    limits = asdict(plan.limits)
+    del limits["num_blocks"]
+    return {"items": [item.name for item in plan.items], "options": asdict(plan.options), "limits": limits}
+
+
+def versions() -> dict[str, str | None]:
+    """Of preheat, Python and the libraries that compute; None for one that is not installed. Imports none of them."""
+    found: dict[str, str | None] = {"preheat": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def processor() -> list[str]:
+    """The host's processor and its instruction set, as the kernel names them."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    lines = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    known = {name.strip(): value.strip() for name, value in lines}
+    return [platform.machine(), *(known[name] for name in PROCESSOR if name in known)]
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    found = sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("it is read-only")
+    except OSError as error:
+        logger.warning("%s cannot be used, so the next boot starts from nothing (%s); set --cache-dir", folder, error)
+        return False
+    return True
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Replace ``path`` at once: a reader sees the old content or the new, whatever dies in between."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)

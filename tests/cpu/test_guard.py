@@ -1,0 +1,176 @@
+"""The guard on the real engine: what is cold after ready is counted, told, or fails its step and no other."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from preheat import LLM, SamplingParams
+from preheat.batch.sampling import SamplingBatch
+from preheat.engine.ticket import Ticket
+from preheat.errors import PreheatError
+from preheat.execute.sampler import Sampler
+from preheat.warmup.guard import FIRST_RUN, Guard
+from preheat.warmup.record import MAX_EVENTS, Record
+from preheat.warmup.sources import sources_for
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=2, max_model_len=64)
+
+
+def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> Guard:
+    """A guard with every source of this platform, over a record in which every item has run (``hot``) or none."""
+    plan = llm.loop.packer.plan
+    record = Record.of(plan)
+    for entry in record.entries:
+        if hot and entry.outcome == "pending":
+            entry.outcome = "ready"
+    guard = Guard(record, plan, on_cold, sources_for("cpu"))
+    llm.loop.observer = guard
+    return guard
+
+
+def compile_something() -> None:
+    """Somebody compiles: Dynamo traces a function that it has not seen, and hands it to no compiler."""
+    made: dict[str, Any] = {}
+    exec("def triple(x): return x * 3", made)
+    torch.compile(made["triple"], backend="eager", dynamic=False)(torch.ones(3))
+
+
+def serve(llm: LLM, count: int, then_compile: int = -1) -> list[Ticket]:
+    """Run ``count`` requests to their end; before step ``then_compile`` something is compiled."""
+    tickets = [
+        llm.frontdoor.prepare(PROMPT, GREEDY, request_id=str(i), add_special_tokens=False, cap_length=True)
+        for i in range(count)
+    ]
+    llm.frontdoor.start(tickets)
+    step = 0
+    while llm.frontdoor.busy:
+        if step == then_compile:
+            compile_something()
+        llm.loop.take(0)
+        llm.loop.step()
+        llm._receive()
+        step += 1
+    llm.loop.scheduler.check()
+    assert llm.loop.scheduler.stats().blocks_used == 0
+    return tickets
+
+
+def tokens(ticket: Ticket) -> list[int]:
+    return ticket.output().outputs[0].token_ids
+
+
+def test_a_module_that_a_step_imports_is_cold(llm, tmp_path, monkeypatch):
+    (tmp_path / "rare_branch.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    sample = Sampler.sample
+
+    def lazily(self: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        importlib.import_module("rare_branch")
+        return sample(self, logits, batch)
+
+    monkeypatch.setattr(Sampler, "sample", lazily)
+    guard = watch(llm, "raise")
+    failed, served = serve(llm, 1) + serve(llm, 1)
+    assert "import: rare_branch was imported" in str(failed.error)
+    assert guard.record.cold == {"import": 1}
+    assert served.error is None
+
+
+@pytest.mark.parametrize("on_cold", ["off", "count", "warn", "raise"])
+def test_a_hot_engine_is_quiet(llm, on_cold, caplog):
+    guard = watch(llm, on_cold)
+    with caplog.at_level(logging.WARNING):
+        tickets = serve(llm, 3)
+    assert [ticket.error for ticket in tickets] == [None] * 3
+    assert guard.record.cold == {}
+    assert guard.record.events == []
+    assert caplog.records == []
+    assert bool(sum(entry.hits for entry in guard.record.entries)) == (on_cold != "off")
+
+
+@pytest.mark.parametrize("on_cold", ["off", "count", "warn"])
+def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
+    guard = watch(llm, on_cold)
+    with caplog.at_level(logging.WARNING):
+        tickets = serve(llm, 1, then_compile=2)
+    assert [len(tokens(ticket)) for ticket in tickets] == [4]
+    if on_cold == "off":
+        assert guard.record.cold == {}
+    else:
+        assert guard.record.cold["dynamo"] == 1
+        (event,) = [event for event in guard.record.events if event.source == "dynamo"]
+        assert event.detail.startswith("triple (")
+    assert ("Cold after ready: dynamo: triple" in caplog.text) == (on_cold == "warn")
+
+
+def test_raise_fails_the_steps_requests_with_the_sources_name_and_no_others(llm):
+    guard = watch(llm, "raise")
+    expected = tokens(serve(llm, 1)[0])
+    tickets = serve(llm, 4, then_compile=2)  # two run at a time: the other two wait
+    assert guard.record.cold["dynamo"] == 1
+    errors = [str(ticket.error) for ticket in tickets[:2]]
+    assert all("ColdStep" in error and "dynamo: triple" in error for error in errors), errors
+    assert [tokens(ticket) for ticket in tickets[2:]] == [expected] * 2
+    assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_an_engine_that_was_told_to_raise_watches_from_its_first_request():
+    llm = LLM(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, skip_warmup=False, on_cold="raise")
+    expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    compile_something()
+    with pytest.raises(PreheatError, match="dynamo: triple"):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_offline_a_cold_step_is_an_error_that_says_what_was_cold(llm):
+    watch(llm, "raise")
+    compile_something()
+    with pytest.raises(PreheatError, match="dynamo: triple"):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert len(llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+def test_without_warm_up_each_program_is_cold_once(llm):
+    guard = watch(llm, "count", hot=False)
+    serve(llm, 2)
+    first = guard.record.cold[FIRST_RUN]
+    assert first >= 3  # at least a prefill, a decode and the sampler
+    assert set(guard.record.cold) == {FIRST_RUN}
+    serve(llm, 2)
+    assert guard.record.cold[FIRST_RUN] == first
+    ran = [entry for entry in guard.record.entries if entry.hits]
+    assert all(entry.outcome == "ready" and "first run" in entry.reason for entry in ran)
+
+
+def test_without_warm_up_raise_fails_first_runs_only(llm):
+    watch(llm, "raise", hot=False)
+    failed = 0
+    for _ in range(8):
+        (ticket,) = serve(llm, 1)
+        if ticket.error is None:
+            break
+        assert FIRST_RUN in str(ticket.error)
+        failed += 1
+    assert failed > 0
+    assert len(tokens(ticket)) == 4
+
+
+def test_all_events_are_counted_and_some_are_kept(llm):
+    guard = watch(llm, "count")
+    for _ in range(MAX_EVENTS + 3):
+        guard._tell([("dynamo", "again")])
+    assert guard.record.cold == {"dynamo": MAX_EVENTS + 3}
+    assert len(guard.record.events) == MAX_EVENTS
+    assert Record.from_json(guard.report()).cold == guard.record.cold

@@ -1,0 +1,87 @@
+"""Two boots of the real engine: the second finds what the first left, and the budget of graphs is kept on a CPU too."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from preheat import LLM, SamplingParams
+from preheat.device.cpu import CPU
+from preheat.plan.cost import ModelSizes
+from preheat.warmup.graphs import capture_twin, divide_memory
+from preheat.warmup.record import Record
+from preheat.warmup.steps import Steps
+
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "block_size": 16}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def boot(folder, **options) -> LLM:
+    return LLM(
+        **SMALL | {"skip_warmup": False, "on_cold": "raise", "cache_dir": str(folder), "dtype": "bfloat16"} | options
+    )
+
+
+def record(llm: LLM) -> Record:
+    return Record.from_json(llm.loop.observer.report())
+
+
+def outcomes(llm: LLM) -> set[str]:
+    planned = {item.name for item in llm.loop.packer.plan.items}
+    return {entry.outcome for entry in record(llm).entries if entry.name in planned}
+
+
+def test_a_second_boot_reuses_and_another_one_does_not(tmp_path):
+    first = boot(tmp_path)
+    assert outcomes(first) == {"ready"}
+    second = boot(tmp_path)
+    assert outcomes(second) == {"reused"}
+    assert record(second).fingerprint == record(first).fingerprint != ""
+    measured = {e.name: e.compile_seconds + e.touch_seconds for e in record(first).entries}
+    estimated = {item.name: item.estimated_seconds for item in second.loop.packer.plan.items if item.kind == "decode"}
+    assert estimated == {name: measured[name] for name in estimated}
+    tokens = [llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for llm in (first, second)]
+    assert tokens[0] == tokens[1]
+    assert outcomes(boot(tmp_path, dtype="float32")) == {"ready"}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        llm = boot(tmp_path)
+    steps = record(llm).steps
+    assert [step.name for step in steps] == ["Loading model weights", "Initializing cache engine", "warm-up"]
+    assert all(step.seconds > 0 for step in steps)
+    assert [step.started for step in steps] == sorted(step.started for step in steps)
+    said = "\n".join(caplog.messages)
+    for line in (
+        "Loading model weights took ", "Free device memory: ", "# device blocks: ", "Initializing cache engine took ",
+    ):  # fmt: skip
+        assert line in said
+
+
+def test_several_steps_in_total(caplog):
+    steps = Steps(CPU())
+    with caplog.at_level(logging.INFO), steps.total("Both"), steps("one"):
+        kept = bytearray(32 << 20)
+    assert [step.name for step in steps.done] == ["one"]
+    assert steps.done[0].bytes >= len(kept) // 2
+    assert caplog.messages[0].startswith("one took 3")
+    assert caplog.messages[1].startswith("Both took in total 3")
+
+
+@pytest.mark.parametrize("policy", ["unified", "split"])
+def test_the_twin_counts_graphs_of_the_engines_own_plan(policy, caplog):
+    llm = LLM(**SMALL, bucketing_policy=policy)
+    plan, spec = llm.loop.packer.plan, llm.loop.packer.spec
+    sizes, block_bytes = ModelSizes.of(spec), llm.loop.executor.cache.bytes_per_block(spec, 16, torch.bfloat16)
+    free = plan.limits.num_blocks * block_bytes * 2
+    split = divide_memory(llm.settings, "graphs", free, block_bytes)
+    seen = Record.of(plan)
+    done = capture_twin(plan, seen, llm.settings, split=split, sizes=sizes, block_bytes=block_bytes)
+    forward = [entry for entry in seen.entries if entry.kind in ("mixed", "prompt", "decode") and not entry.fallback]
+    assert 0 < done.used <= done.pool
+    assert sum(entry.bytes for entry in forward) == done.used
+    assert all(entry.graph or entry.reason for entry in forward if entry.outcome != "dropped")

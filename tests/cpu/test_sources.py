@@ -1,0 +1,212 @@
+"""Each origin of cold events that exists here is provoked for real; of the others, how we listen is tested."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from preheat.batch.pack import Packer
+from preheat.errors import SettingsError
+from preheat.execute.executor import Executor
+from preheat.schedule.scheduler import Scheduler
+from preheat.warmup import sources
+from preheat.warmup.sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for
+
+PAGE = Path(__file__).parents[2] / "docs" / "cold-events.md"
+
+
+def named(name: str) -> Source:
+    return next(source for source in sources_for("cpu") if source.name == name)
+
+
+def compile_something() -> None:
+    """Dynamo traces a function that it has not seen, and hands it to no compiler, so that none is needed."""
+    made: dict[str, Any] = {}
+    exec(compile("def double(x):\n    return x * 2", "made.py", "exec"), made)
+    torch.compile(made["double"], backend="eager", dynamic=False)(torch.ones(3))
+
+
+def test_every_origin_says_on_every_platform_how_it_is_watched():
+    for origin in SOURCES:
+        assert set(origin.on) == {"cpu", "cuda"}
+        for watch in origin.on.values():
+            assert watch.text
+            assert (watch.make is None) == (watch.how == "none")
+    watched = [origin.name for origin in SOURCES if origin.on["cpu"].how != "none"]
+    assert [source.name for source in sources_for("cpu")] == watched == ["dynamo", "import"]
+
+
+def test_the_page_shows_the_table():
+    rows = [f"| {o.name} | {o.what} | {' | '.join(f'**{w.how}**: {w.text}' for w in o.on.values())} |" for o in SOURCES]
+    shown = [line for line in PAGE.read_text().splitlines() if re.match(r"\| [a-z ]+ \| .*\*\*", line)]
+    assert shown == rows
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(SettingsError, match="known are cpu, cuda"):
+        sources_for("abacus")
+
+
+def test_a_compiled_frame_is_told_once_with_its_place():
+    compile_something()  # before ready: no news
+    source = named("dynamo")
+    assert source.taken() == ()
+    compile_something()
+    (said,) = source.taken()
+    assert re.fullmatch(r"double \(made\.py:1\) was compiled, \d+/\d+", said)
+    assert source.taken() == ()
+
+
+def test_a_recompilation_is_told_and_a_second_call_is_not():
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(add, backend="aot_eager", dynamic=False)
+    compiled(torch.ones(5))
+    source = named("dynamo")
+    compiled(torch.ones(5))
+    assert source.taken() == ()
+    compiled(torch.ones(6))
+    assert len(source.taken()) == 1
+
+
+def test_counters_that_someone_cleared_still_tell():
+    compile_something()
+    source = named("dynamo")
+    torch._dynamo.utils.counters.clear()
+    compile_something()
+    assert len(source.taken()) == 1
+
+
+def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
+    code = (
+        "import sys, torch; from preheat.warmup.sources import sources_for\n"
+        "found = sources_for('cpu')\n"
+        "assert not any(source.taken() for source in found)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(3))\n"
+        "told = {source.name: source.taken() for source in found}\n"
+        "assert len(told['dynamo']) == 1 and told['import'] == (), told"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkeypatch):
+    for name in ("late_inner", "late_other", "late_mine"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "late_outer").mkdir()
+    (tmp_path / "late_outer" / "__init__.py").write_text("import late_inner")
+    (tmp_path / "late_outer" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    step: dict[str, Any] = {"__name__": f"{sources.STEP[0]}scheduler"}
+    exec("def run(call): call()", step)
+    source = named("import")
+
+    def needs() -> None:
+        import late_outer.part  # noqa: F401
+
+    def needs_more() -> None:
+        importlib.import_module("late_other")
+
+    import late_mine  # noqa: F401
+
+    assert source.taken() == ()
+    step["run"](needs)
+    assert source.taken() == ["late_outer.part was imported"]  # and not what that one imports in its turn
+    step["run"](needs)
+    assert source.taken() == ()
+    step["run"](needs_more)
+    assert source.taken() == ["late_other was imported"]
+
+
+def test_a_step_is_what_the_loop_calls():
+    called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.settle)
+    assert [function.__module__.startswith(sources.STEP) for function in called] == [True] * 4
+
+
+class Recorder:
+    """Stands where CUDAGraph does: a class whose method has no hook."""
+
+    def capture_begin(self, pool: Any = None) -> Any:
+        return pool
+
+
+def test_calls_of_a_method_are_counted_and_still_made():
+    class Mine(Recorder):
+        pass
+
+    tally = Tally()
+    source = Counted("graph capture", tally.read, tally.last)
+    count_calls(Mine, "capture_begin", tally, "captured")
+    assert Mine().capture_begin(pool=7) == 7
+    assert Mine().capture_begin(8) == 8
+    assert source.taken() == ["captured", "captured"]
+    assert source.taken() == ()
+    Recorder().capture_begin()
+    assert source.taken() == ()
+
+
+def test_a_hook_keeps_the_count_when_words_run_out():
+    tally = Tally()
+    source = Counted("x", tally.read, tally.last)
+    for number in range(sources.MAX_DETAILS + 5):
+        tally.add(str(number))
+    assert len(source.taken()) == sources.MAX_DETAILS
+    assert tally.count == sources.MAX_DETAILS + 5
+    assert source.taken() == ()
+
+
+def triton_event(knobs: Any, **how: Any) -> None:
+    knobs.compilation.listener(
+        src=SimpleNamespace(name="add_kernel"), metadata={}, metadata_group={}, times=None, **how
+    )
+
+
+def test_the_triton_hook_leaves_others_in_place():
+    heard: list[bool] = []
+    loads: list[Any] = []
+    knobs = SimpleNamespace(
+        compilation=SimpleNamespace(listener=lambda *, cache_hit, **_: heard.append(cache_hit)),
+        runtime=SimpleNamespace(kernel_load_end_hook=SimpleNamespace(add=loads.append)),
+    )
+    tally = Tally()
+    source = Counted("triton", tally.read, tally.last)
+    hook_triton(knobs, tally)
+    triton_event(knobs, cache_hit=False)
+    triton_event(knobs, cache_hit=True)
+    loads[0](None, None, "add_kernel", {}, "hash")
+    assert heard == [False, True]
+    assert source.taken() == [
+        "add_kernel was compiled",
+        "add_kernel was read from the cache",
+        "add_kernel was loaded",
+    ]
+
+
+def test_triton_itself_calls_the_hook(tmp_path, monkeypatch):
+    """Compiling for a GPU needs none."""
+    triton = pytest.importorskip("triton", reason="no Triton for this machine")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)
+    tally = Tally()
+    hook_triton(triton.knobs, tally)
+    kernel = triton.JITFunction(_nothing)
+    for _ in range(2):
+        triton.compile(ASTSource(kernel, {"x": "*fp32"}, {}), target=GPUTarget("cuda", 90, 32))
+    assert tally.last(2) == ["_nothing was compiled", "_nothing was read from the cache"]
+
+
+def _nothing(x):
+    pass

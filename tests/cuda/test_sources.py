@@ -1,0 +1,83 @@
+"""What is cold on CUDA, provoked on a real device."""
+
+import pytest
+import torch
+
+from preheat.warmup.sources import SOURCES, sources_for
+
+
+@pytest.fixture
+def device():
+    torch.ones(1, device="cuda")  # the context, and the first segment
+    torch.cuda.synchronize()
+    return torch.device("cuda")
+
+
+def news(found):
+    """What each source that has something to tell says."""
+    told = {source.name: list(source.taken()) for source in found}
+    return {name: said for name, said in told.items() if said}
+
+
+def test_everything_that_has_a_hook_or_a_counter_is_watched(device):
+    watched = [origin.name for origin in SOURCES if origin.on["cuda"].how != "none"]
+    assert [source.name for source in sources_for("cuda")] == watched
+
+
+def test_a_graph_capture_is_told_once(device):
+    static = torch.ones(64, device=device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        static + 1
+    found = sources_for("cuda")
+    assert news(found) == {}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static * 2
+    assert news(found)["graph capture"] == ["a CUDA graph was captured"]
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert news(found) == {}
+
+
+def test_growth_of_the_pool_is_told_and_reuse_is_not(device):
+    found = sources_for("cuda")
+    kept = torch.empty(96 << 20, dtype=torch.uint8, device=device)
+    assert "the allocator asked CUDA for memory" in news(found)["allocator"][0]
+    del kept
+    again = torch.empty(96 << 20, dtype=torch.uint8, device=device)
+    assert news(found) == {}
+    del again
+    torch.cuda.empty_cache()
+
+
+def test_a_triton_kernel_is_told_when_it_is_compiled_and_loaded(device, tmp_path, monkeypatch):
+    import triton
+    import triton.language as tl
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+
+    @triton.jit
+    def double(x, n, block: tl.constexpr):
+        at = tl.program_id(0) * block + tl.arange(0, block)
+        tl.store(x + at, tl.load(x + at, at < n) * 2, at < n)
+
+    x = torch.ones(128, device=device)
+    found = sources_for("cuda")
+    double[(1,)](x, 128, 128)
+    said = news(found)["triton"]
+    assert said == ["double was compiled", "double was loaded"]
+    double[(1,)](x, 128, 128)
+    assert news(found) == {}
+    double[(1,)](x, 128, 64)
+    assert news(found)["triton"] == said
+    assert x[0].item() == 8
+
+
+def test_a_compiled_function_is_told(device):
+    def triple(x):
+        return x * 3
+
+    found = sources_for("cuda")
+    torch.compile(triple, dynamic=False)(torch.ones(7, device=device))
+    assert any("triple" in said for said in news(found)["dynamo"])
