@@ -207,9 +207,7 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
     )
 
 
-def _heat(
-    settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit, store: Store, steps: Steps
-) -> Guard:
+def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit, store: Store, steps: Steps) -> Guard:
     """Warm up, capture graphs, leave the record to the next boot; from then on the guard watches."""
     from preheat.warmup.graphs import GRAPHS, capture_twin
     from preheat.warmup.guard import Guard

@@ -41,8 +41,9 @@ class Regional:
         Dynamo keeps what it compiled by code object, tries one after the other and gives up beyond a few; this way each
         number of tokens finds its own at once, however many there are.
         """
-        code: CodeType = self._region.__code__.replace(co_name=f"{self._region.__name__}_{tokens}")
-        copy = FunctionType(code, self._region.__globals__)
+        region = self._region
+        code: CodeType = region.__code__.replace(co_name=f"{region.__name__}_{tokens}")
+        copy = FunctionType(code, region.__globals__, None, region.__defaults__, region.__closure__)
         program = self._programs[tokens] = torch.compile(copy, fullgraph=True, dynamic=False)
         return program
 

@@ -13,8 +13,13 @@ from preheat.ops.opaque import opaque
 
 
 @opaque("(Tensor(a!) x, Tensor cos, Tensor sin) -> ()", lambda *_: None)
-def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place."""
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     swapped = x.roll(x.shape[-1] // 2, -1)
     x.mul_(cos)
     x.add_(swapped.mul_(sin))
+
+
+def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn ``x`` [tokens, heads, dim] by its positions' ``cos`` and ``sin`` [tokens, 1, dim], in place; returns it."""
+    _rotate_(x, cos, sin)
+    return x

@@ -79,7 +79,7 @@ def asked(settings: Settings) -> Mode | None:
     chosen: Mode = settings.execution_mode  # type: ignore[assignment]  # the option's choices
     if bridge not in (None, chosen):
         raise SettingsError(
-            f"execution_mode {chosen} contradicts {_words(settings)}, which ask for {bridge}: drop one of them",
+            f"execution_mode {chosen} contradicts {_words(settings)}, which means {bridge}: drop one of them",
             param="execution_mode",
         )
     return chosen
