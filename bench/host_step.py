@@ -24,6 +24,9 @@ from preheat.core import Request, SamplingParams, StepResult
 from preheat.limits import Limits
 from preheat.model.files import BUNDLED_PATH, read_config
 from preheat.model.spec import read_spec
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.schedule.defrag import THRESHOLD
 from preheat.schedule.scheduler import Scheduler
 
 
@@ -33,30 +36,34 @@ def make(rows: int, steps: int) -> tuple[Scheduler, Packer]:
     limits = Limits(
         max_model_len=2048,
         max_num_seqs=rows,
-        max_num_batched_tokens=1 << 20,
+        max_num_batched_tokens=8192,
         max_num_prefill_seqs=None,
         block_size=64,
         num_blocks=1 + rows * 32,
     )
-    scheduler, rng = Scheduler(limits), random.Random(0)
+    plan = make_plan(limits, PlanOptions())
+    scheduler, rng = Scheduler(limits, padded=plan.padded, defrag_threshold=THRESHOLD), random.Random(0)
     for number in range(rows):
         params = SamplingParams(temperature=float(number % 2), max_tokens=steps + 1000)
         prompt = [rng.randrange(4096) for _ in range(rng.randrange(16, 500))]
         scheduler.add(Request(number, prompt, params, number, steps + 1000, stop_ids=[0, 1]))
-    first = scheduler.schedule()
-    assert first is not None and first.rows == rows
-    scheduler.settle(first, StepResult(np.full(rows, 7)))
-    return scheduler, Packer(scheduler.slots, spec, torch.bfloat16)
+    while (step := scheduler.schedule()) is not None and step.num_decode < rows:
+        scheduler.settle(step, StepResult(np.full(int(step.samples.sum()), 7)))
+    assert step is not None
+    scheduler.settle(step, StepResult(np.full(rows, 7)))
+    return scheduler, Packer(scheduler.slots, spec, torch.bfloat16, plan)
 
 
 def measure(rows: int, steps: int) -> dict[str, float]:
     """Median microseconds of each part, and of the whole."""
     scheduler, packer = make(rows, steps)
     encode = msgspec.msgpack.Encoder().encode
-    spent: dict[str, list[float]] = {name: [] for name in ("schedule", "pack", "settle", "send", "total")}
+    spent: dict[str, list[float]] = {name: [] for name in ("compact", "schedule", "pack", "settle", "send", "total")}
     result = StepResult(np.full(rows, 7))
     for _ in range(steps):
         times = [time.perf_counter()]
+        scheduler.compact()
+        times.append(time.perf_counter())
         schedule = scheduler.schedule()
         assert schedule is not None
         times.append(time.perf_counter())
