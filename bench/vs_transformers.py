@@ -1,6 +1,6 @@
 """Tokens a second against transformers' generate: same model, dtype, threads and machine, in one run.
 
-    python bench/vs_transformers.py [--runs 5] [--dtype bfloat16] [--threads 2] [--model bundled]
+    python bench/vs_transformers.py [--runs 5] [--dtype bfloat16] [--threads 2] [--options '{"block_size": 256}']
 
 Greedy, end-of-sequence ignored, so that both sides generate exactly the tokens asked for. Loads: one sequence; 32 of
 equal lengths; 32 of ragged lengths, 16-256 in and 16-256 out; and 128 such, at most 32 at a time. transformers takes
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from _common import report
@@ -56,9 +57,10 @@ def make_loads(vocab_size: int) -> dict[str, Load]:
     }
 
 
-def make_preheat(model: str, dtype: str, threads: int) -> Callable[[Load], None]:
+def make_preheat(model: str, dtype: str, threads: int, options: dict[str, Any]) -> Callable[[Load], None]:
     """Prefix caching is off, or every run but the first would find its prompts in the cache."""
-    llm = LLM(model, dtype=dtype, num_threads=threads, enable_prefix_caching=False, max_num_seqs=SEATS)
+    asked = {"enable_prefix_caching": False, "max_num_seqs": SEATS} | options
+    llm = LLM(model, dtype=dtype, num_threads=threads, **asked)
 
     def run(load: Load) -> None:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.outputs]
@@ -111,15 +113,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--model", default="bundled")
+    parser.add_argument("--options", type=json.loads, default={}, help="more of preheat's, as JSON")
+    parser.add_argument("--name", default="", help="added to the name of the result's file")
     args = parser.parse_args()
     theirs, vocab_size = make_transformers(args.model, args.dtype)
-    ours = make_preheat(args.model, args.dtype, args.threads)
+    ours = make_preheat(args.model, args.dtype, args.threads, args.options)
     torch.set_num_threads(args.threads)
     figures: dict[str, object] = vars(args).copy()
     for name, load in make_loads(vocab_size).items():
         figures[name] = result = {**compare(ours, theirs, load, args.runs), "floor": FLOORS[name]}
         print(name, json.dumps(result))
-    print(report(f"vs_transformers_{args.dtype}", figures))
+    print(report(f"vs_transformers_{args.dtype}{args.name}", figures))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_an_operation_that_looks_at_its_batch_is_found(
 
     right = decoder.silu_and_mul
     alone = [everywhere([p], SETTINGS["greedy"])[0] for p in prompts[:3]]
-    monkeypatch.setattr(decoder, "silu_and_mul", lambda x: right(x) * (1 + 2**-7 * (len(x) % 2)))
+    monkeypatch.setattr(decoder, "silu_and_mul", lambda x: right(x) * (1 + 2**-7 * (len(x) > 2)))
     assert everywhere(prompts[:3], SETTINGS["greedy"]) != alone
 
 

@@ -114,7 +114,7 @@ def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     named: dict[str, list[Any]] = {}
     for event in events:
         named.setdefault(event["name"], []).append(event)
-    assert {"import torch", "load weights", "plan", "cache"} <= named.keys()
+    assert {"Importing torch", "Loading model weights", "Initializing cache engine"} <= named.keys()
     parts = ("schedule", "pack", "execute", "settle")
     assert {name: len(named[name]) for name in ("step", *parts)} == dict.fromkeys(("step", *parts), count)
     for i, step in enumerate(named["step"]):

@@ -60,19 +60,19 @@ class Tally:
 
 
 def dynamo() -> Source:
-    """Frames that Dynamo compiles; whatever Inductor builds is built for one of them. Never imports Dynamo."""
-    return Counted("dynamo", _frames, _last_frames)
+    """Graphs that Dynamo compiles; whatever Inductor builds is built for one of them. Never imports Dynamo."""
+    return Counted("dynamo", _graphs, _last_graphs)
 
 
-def _frames() -> int:
+def _graphs() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils.counters["frames"]["total"] if utils else 0
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
 
 
-def _last_frames(number: int) -> list[str]:
+def _last_graphs(number: int) -> list[str]:
     metrics = sys.modules["torch._dynamo.utils"].get_compilation_metrics()[-number:]
     named = [f"{m.co_name} ({m.co_filename}:{m.co_firstlineno}) was compiled, {m.compile_id}" for m in metrics]
-    return named + ["a frame was compiled"] * (number - len(named))
+    return named + ["a graph was compiled"] * (number - len(named))
 
 
 def imports() -> Source:
@@ -202,7 +202,7 @@ class Origin:
     on: Mapping[str, Watch]
 
 
-_DYNAMO = Watch("counter", "frames that Dynamo has compiled", dynamo)
+_DYNAMO = Watch("counter", "graphs that Dynamo has compiled", dynamo)
 _IMPORTS = Watch("hook", "a finder of modules, which looks whether a step is asking", imports)
 
 SOURCES: tuple[Origin, ...] = (
