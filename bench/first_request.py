@@ -4,7 +4,7 @@
 
 Every combination of a sampling setting and a prompt length gets boots of its own, one offline and one over HTTP, in
 which it is the very first request after ready. Steady is the median of its repeats. Prompts are random and all
-different, so that none finds another in the prefix cache.
+different, so that none finds another in the prefix cache; over HTTP every request opens a connection.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def over_http(setting: str, length: int, repeats: int, options: dict[str, Any]) 
     try:
         wait_until_ready(port)
         body = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **SETTINGS[setting]}
-        connection = http.client.HTTPConnection("127.0.0.1", port)
 
         def ask(prompt: list[int]) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", port)
             connection.request("POST", "/v1/completions", json.dumps({**body, "prompt": prompt}))
             answer = connection.getresponse()
             text = answer.read()
             assert answer.status == 200, text
+            connection.close()
 
         return timed(ask, length, repeats)
     finally:
@@ -84,7 +85,6 @@ def over_http(setting: str, length: int, repeats: int, options: dict[str, Any]) 
 
 
 def wait_until_ready(port: int) -> None:
-    """Asks another connection than the requests will use; the first request is the first of its own."""
     while True:
         try:
             connection = http.client.HTTPConnection("127.0.0.1", port)
