@@ -119,10 +119,8 @@ class PagedAttention:
         """Gathers the call's keys and its values, head by head, or looks at them where they lie."""
         if call.in_place:
             return lambda cache: cache[: len(call.tile)].unbind(1)
-        block = torch.from_numpy(call.blocks)[None, :, None, :]
-        kind = torch.arange(2)[:, None, None, None]
-        head = torch.arange(self.kv_heads)[None, None, :, None]
-        rows = ((block * 2 + kind) * self.kv_heads + head).view(-1)
+        places = np.arange(2 * self.kv_heads).reshape(2, 1, self.kv_heads, 1)  # within a block: all keys, all values
+        rows = torch.from_numpy((call.blocks[:, None] * (2 * self.kv_heads) + places).reshape(-1))
         shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
         return lambda cache: cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows).view(shape).unbind()
 

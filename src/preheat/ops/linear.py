@@ -4,15 +4,15 @@ Contract. Every output is one dot product over the inputs, accumulated in fp32 i
 the number of threads, plus the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
 
 On CPU the kernel is oneDNN's, over weights laid out for it once. It cuts the inputs differently for some numbers of
-rows than for others (with AMX for many, without for few), so what it gives for ``REFERENCE_ROWS`` rows is the contract,
-and any other number of rows is computed at a size that was proven, on this machine, to give the same bits: as it is,
-with rows added, or in parts of ``REFERENCE_ROWS``. The proof is made when a size first occurs, that is, before ready.
+rows than for others (with AMX for many, without for few). One number of rows, whose bits most others share, is the
+reference, and what it gives is the contract; any other number is computed at a size that was proven, on this machine,
+to give the same bits: as it is, with rows added, or in parts of the reference. The proof is made when a size first
+occurs, that is, before ready.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,8 @@ from preheat.ops.proof import noise, signed_pairs
 MIN_ROWS = 2
 """A caller that never passes fewer rows than this saves the padding: one row never has the bits of many."""
 
-REFERENCE_ROWS = 64
+REFERENCES = (64, 32, 16)
+PROBES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 _kernel = torch.ops.mkldnn._linear_pointwise.default
 _sizes: dict[tuple[object, ...], int] = {}
@@ -57,7 +58,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Ten
         return _product(x, weight, bias)
     if size > rows:
         return _product(F.pad(x, (0, 0, 0, size - rows)), weight, bias)[:rows].clone()
-    return _in_parts(x, weight, bias)
+    return _in_parts(x, weight, bias, size)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,25 +66,42 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    padded = F.pad(x, (0, 0, 0, -len(x) % REFERENCE_ROWS))
-    return torch.cat([_product(part, weight, bias) for part in torch.split(padded, REFERENCE_ROWS)])[: len(x)]
+def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    padded = F.pad(x, (0, 0, 0, -len(x) % rows))
+    return torch.cat([_product(part, weight, bias) for part in torch.split(padded, rows)])[: len(x)]
 
 
 def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """The least size at which ``rows`` rows have the reference's bits; ``REFERENCE_ROWS``, in parts, if none has."""
-    weight = _cancelling(outputs, inputs, dtype)
-    for size in _candidates(rows):
-        x = signed_pairs(noise(size, inputs, seed=size), -1.0).to(dtype)
-        if torch.equal(_product(x, weight), _in_parts(x, weight)):
-            return size
-    return REFERENCE_ROWS
+    """The least size at which ``rows`` rows have the reference's bits; the reference's, for parts, if none has."""
+    reference = _reference(outputs, inputs, dtype, torch.get_num_threads())
+    candidates = _candidates(rows)
+    if rows < reference:
+        candidates = [size for size in candidates if size < reference] + [reference]
+    return next((size for size in candidates if _agrees(size, reference, outputs, inputs, dtype)), reference)
 
 
-def _candidates(rows: int) -> Iterable[int]:
+def _candidates(rows: int) -> list[int]:
     """``rows`` itself, then what it can be padded to without growing much."""
-    steps = (1, 2, 4, 8, 16, 32) if rows < REFERENCE_ROWS else (1, 16, 64)
-    return dict.fromkeys(max(-(-rows // step) * step, MIN_ROWS) for step in steps)
+    steps = (1, 2, 4, 8, 16, 32) if rows < max(REFERENCES) else (1, 16, 64)
+    return list(dict.fromkeys(max(-(-rows // step) * step, MIN_ROWS) for step in steps))
+
+
+@functools.cache
+def _reference(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
+    """The one of ``REFERENCES`` that most of the ``PROBES`` agree with; of equals the largest."""
+    votes = {
+        rows: sum(_agrees(probe, rows, outputs, inputs, dtype) for probe in PROBES)
+        for rows in REFERENCES
+        if _agrees(rows, rows, outputs, inputs, dtype)
+    }
+    return max(votes, key=lambda rows: votes[rows])
+
+
+def _agrees(size: int, reference: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether ``size`` rows at once, and the same rows in another order in parts of ``reference``, have equal bits."""
+    weight = _cancelling(outputs, inputs, dtype)
+    x = signed_pairs(noise(size, inputs, seed=size), -1.0).to(dtype)
+    return torch.equal(_product(x, weight).flip(0), _in_parts(x.flip(0), weight, None, reference))
 
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes
