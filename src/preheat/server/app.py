@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -34,6 +35,7 @@ from preheat.metrics import set_up_logging
 from preheat.server import chat, completions, openapi, status
 from preheat.server.guard import Guard, error_response
 from preheat.server.process import ENGINE
+from preheat.server.rehearse import rehearse
 from preheat.server.service import Service
 from preheat.settings import Settings
 
@@ -143,6 +145,7 @@ async def _serve(
 ) -> int:
     service = Service(settings, entry)
     service.on_message = on_message
+    service.rehearsal = partial(rehearse, service, build_app)
     server = _Server(
         uvicorn.Config(
             build_app(service),

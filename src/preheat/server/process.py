@@ -72,6 +72,8 @@ class EngineProcess:
             pass
         self._child.kill()
         await asyncio.to_thread(self._child.wait)
+        if self._child.stdin is not None:
+            self._child.stdin.close()
         self.mailbox.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from preheat.core import FromEngine, Progress, Ready, Report
 from preheat.engine.frontdoor import FrontDoor
@@ -20,15 +20,20 @@ from preheat.server.process import ENGINE, EngineProcess
 from preheat.settings import Settings
 from preheat.startup import boot_front
 from preheat.text.template import ChatTemplate
+from preheat.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.2
 
 
+async def _no_rehearsal() -> None:
+    pass
+
+
 class Service:
     """Serves one model. ``on_dead`` is called once, when the engine has gone and the server must follow; ``on_message``
-    is told of everything that the engine says.
+    is told of everything that the engine says, and ``rehearsal`` runs before the engine is listened to.
     """
 
     def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
@@ -41,6 +46,7 @@ class Service:
         self.dead: str | None = None
         self.on_dead: Callable[[], None] = lambda: None
         self.on_message: Callable[[FromEngine], None] = lambda _: None
+        self.rehearsal: Callable[[], Awaitable[None]] = _no_rehearsal
         self._engine = EngineProcess(settings, entry)
         self.live = Live(self._engine.mailbox.send)
         self._door: FrontDoor | None = None
@@ -83,6 +89,15 @@ class Service:
         self.metrics.cold, self.metrics.misses = record.cold, sum(record.misses.values())
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._door is not None, "the front door is not there yet"
+        return self._door.tokenizer
+
+    def take_door(self, door: FrontDoor) -> None:
+        """Serve through ``door`` from now on."""
+        self._door = door
+
+    @property
     def template(self) -> ChatTemplate:
         if self._template is None:
             raise NotReady("The engine is still starting; try again later")
@@ -120,6 +135,7 @@ class Service:
         except Exception as error:  # whatever it is, the server cannot serve
             self._die(f"The tokenizer cannot be loaded: {error}")
             return
+        await self.rehearsal()
         self._engine.watch(self._receive, self._exited)
         while True:
             await asyncio.sleep(min(_TICK_SECONDS, self.settings.rpc_timeout_ms / 4000))
