@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import secrets
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +25,8 @@ RETRY = {"retry-after": "1"}
 
 BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
+
+HEAR_SECONDS = 0.5
 
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -57,18 +61,30 @@ async def read_body(request: Request) -> bytes:
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")
     length = request.headers.get("content-length", "0")
+    chunks, body = request.stream(), bytearray()
     if not length.isdecimal() or int(length) > limit:
+        await _hear_out(chunks, 2 * limit)
         raise error
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
+            async for chunk in chunks:
                 body += chunk
                 if len(body) > limit:
+                    await _hear_out(chunks, limit)
                     raise error
     except TimeoutError as slow:
         raise SlowBody(f"The body did not arrive within {BODY_SECONDS:g} s") from slow
     return bytes(body)
+
+
+async def _hear_out(chunks: AsyncIterator[bytes], most: int) -> None:
+    """Drop up to ``most`` bytes, for a moment: who is still sending hears a broken connection, not a refusal."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEAR_SECONDS):
+            async for chunk in chunks:
+                most -= len(chunk)
+                if most < 0:
+                    return
 
 
 class Guard:
