@@ -25,7 +25,6 @@ from preheat.core import (
     FromEngine,
     Progress,
     Ready,
-    Report,
     Request,
     SamplingParams,
     ToEngine,
@@ -62,7 +61,6 @@ class FrontDoor:
         self.metrics = metrics or Metrics("preheat")
         self.ready: Ready | None = None
         self.progress: Progress | None = None
-        self.record = b""
         self.dead: str | None = None
         self._send = send
         self._max_logprobs, self._max_queued = max_logprobs, max_queued
@@ -199,9 +197,7 @@ class FrontDoor:
             case Progress():
                 self.progress = message
             case Ready():
-                self.ready, self.record = message, message.record
-            case Report():
-                self.record = message.record
+                self.ready = message
             case Died():
                 self.die(message.message)
 
