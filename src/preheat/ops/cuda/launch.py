@@ -1,0 +1,34 @@
+"""What every kernel shares: how it is launched behind the one before it.
+
+With programmatic dependent launch a kernel's blocks are placed while the kernel before it still runs, so that launches
+overlap. A kernel then must wait before it touches anything that an earlier kernel writes or reads: each begins with
+:func:`begin`, whose wait covers all earlier kernels, because each of them waited in turn.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run in Triton's interpreter, on tensors of the host."""
+
+OVERLAP = not INTERPRETED
+"""Whether kernels are launched behind each other in this way."""
+
+
+@triton.jit
+def begin(overlap: tl.constexpr):
+    """Wait until all that earlier kernels wrote can be seen; let the next one get in place."""
+    if overlap:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """Keywords of a launch: num_warps and num_stages as given, and the overlap."""
+    return {**more, "overlap": OVERLAP, **({"launch_pdl": True} if OVERLAP else {})}
