@@ -193,13 +193,17 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The engine can run, within these limits. ``record`` is what became of the plan, as JSON."""
+    """The engine can run, within these limits. ``record`` is what became of the plan, as JSON.
+
+    ``held`` says why it must take no requests all the same: what it would answer was found to be unreliable.
+    """
 
     max_model_len: int
     num_blocks: int
     block_size: int
     seconds: float
     record: bytes = b""
+    held: str = ""
 
 
 class Report(msgspec.Struct, tag="report"):

@@ -24,6 +24,10 @@ class ModelError(PreheatError):
     """A checkpoint cannot be loaded: unsupported architecture, missing or unknown tensors, no weights."""
 
 
+class NotInvariant(PreheatError):
+    """Bits depend on the path by which they are computed, and the engine was told that they must not."""
+
+
 class InvalidRequest(PreheatError):
     """The request cannot be served as it stands; nothing was allocated for it."""
 

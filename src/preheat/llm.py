@@ -23,7 +23,8 @@ Messages = list[dict[str, Any]]
 class LLM:
     """One model in this process. ``options`` are those of the command line, by name: see docs/settings.md.
 
-    Raises SettingsError for an option that is unknown or cannot be used, ModelError for a checkpoint that cannot.
+    Raises SettingsError for an option that is unknown or cannot be used, ModelError for a checkpoint that cannot,
+    NotInvariant where the check at boot fails.
     """
 
     def __init__(self, model: str = BUNDLED, **options: Any) -> None:
@@ -33,6 +34,7 @@ class LLM:
         self.frontdoor, self.template = boot_front(self.settings, mailbox.send)
         self._mailbox = mailbox
         self._receive()
+        self.frontdoor.check_held()
 
     def generate(
         self,

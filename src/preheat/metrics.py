@@ -47,8 +47,8 @@ class Histogram:
 class Metrics(Collector):
     """Everything that one front door counts, for the model ``model_name``. Times are in seconds.
 
-    ``items`` of the warm-up by outcome, ``cold`` events by source, ``misses`` and ``warmup_seconds`` are the engine's
-    and as new as what it last told.
+    ``items`` of the warm-up by outcome, ``cold`` events by source, ``misses``, ``warmup_seconds`` and ``digest`` are
+    the engine's and as new as what it last told.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -61,6 +61,7 @@ class Metrics(Collector):
         self.cold: Mapping[str, int] = {}
         self.misses = 0
         self.warmup_seconds = 0.0
+        self.digest: Mapping[str, int] = {}
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.first_token = Histogram(_REQUEST_SECONDS)
         self.inter_token = Histogram(_TOKEN_SECONDS)
@@ -86,6 +87,7 @@ class Metrics(Collector):
         yield self._counter("request_success", "Sequences that ended, by reason.", self.finished, "finished_reason")
         yield self._gauge("warmup_seconds", "How long the warm-up took.", self.warmup_seconds)
         yield self._gauge("warmup_items", "Items of the plan, by what became of them.", self.items, "outcome")
+        yield self._gauge("numeric_info", "1 for the digest of the logits of the check at boot.", self.digest, "digest")
         yield self._counter("cold_events", "What was built or first run after ready, by source.", self.cold, "source")
         yield self._counter("plan_misses", "Steps beyond the planned buckets, run in a fallback.", self.misses)
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token)

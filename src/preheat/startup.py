@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from preheat.core import Died, Ready, ToEngine
 from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
+from preheat.errors import NotInvariant
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config, weight_files
@@ -23,10 +24,12 @@ from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
-from preheat.plan.modes import resolve
+from preheat.plan.modes import Mode, resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.table import WarnOnce
+from preheat.proof.identity import proof_of
+from preheat.proof.names import check_names, check_required
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
@@ -83,6 +86,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     Raises SettingsError or ModelError, saying what to change.
     """
     started = time.monotonic()
+    check_required(settings)
     explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
     with trace.span("Importing torch"):
@@ -95,9 +99,12 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         from preheat.execute.kv_cache import KVCache
         from preheat.execute.sampler import Sampler
         from preheat.model.decoder import Decoder
+        from preheat.proof.boot import BootCheck
+        from preheat.proof.lab import Lab
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
+        from preheat.warmup.store import Store, cache_root, fingerprint
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
@@ -106,8 +113,10 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     model = _load_model(settings, platform, steps)
     split = divide_memory(settings, mode, platform.free_memory(), model.bytes_per_block)
     limits = resolve_limits(settings, model.spec, platform, model.bytes_per_block, split.cache)
-    store = _open_store(settings, model, limits, platform, mode)
+    parts = _parts(settings, model, limits, platform, mode)
+    store = Store(cache_root(settings), fingerprint(parts))
     plan, record = _plan(settings, model, limits, store, usable=split.usable, platform=platform, mode=mode)
+    record.proof = proof_of(settings.boot_check, parts)
     scheduler = _scheduler(settings, limits, plan)
     with steps.total("init_cache_engine"):
         with steps("Initializing cache engine"):
@@ -117,9 +126,11 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         packer = Packer(scheduler.slots, model.spec, model.dtype, plan, settings.contiguous_pa)
         warm = WarmUp(plan, packer, Executor(decoder, cache, sampler), platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
+        warm.check = BootCheck(Lab(scheduler.pool, packer, warm.executor), record).run
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
     loop = Loop(mailbox, scheduler, packer, warm.executor, with_step_log(settings, mode, guard))
     trace_steps(trace, loop)
+    _require_proof(settings, record)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
 
@@ -157,13 +168,13 @@ def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
     return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
-def _open_store(settings: Settings, model: Model, limits: Limits, platform: Platform, mode: str) -> Store:
-    """What an earlier boot like this one has left."""
+def _parts(settings: Settings, model: Model, limits: Limits, platform: Platform, mode: str) -> dict[str, object]:
+    """What tells this boot from others: of one with equal parts, what is stored can be used and bits are equal."""
     import torch
 
-    from preheat.warmup.store import Store, boot_parts, cache_root, fingerprint
+    from preheat.warmup.store import boot_parts
 
-    parts = boot_parts(
+    return boot_parts(
         model.folder,
         [] if settings.load_format == "dummy" else weight_files(model.folder),
         make_plan(limits, PlanOptions.of(settings)),
@@ -172,18 +183,18 @@ def _open_store(settings: Settings, model: Model, limits: Limits, platform: Plat
         threads=torch.get_num_threads(),
         mode=mode,
     )
-    return Store(cache_root(settings), fingerprint(parts))
 
 
 def _plan(
-    settings: Settings, model: Model, limits: Limits, store: Store, *, usable: int, platform: Platform, mode: str
+    settings: Settings, model: Model, limits: Limits, store: Store, *, usable: int, platform: Platform, mode: Mode
 ) -> tuple[Plan, Record]:
     """The plan, with what the store knows of its costs, and the record in which nothing has become of it yet."""
     from preheat.warmup.record import Record
 
     costs = Costs(model.sizes, MACHINES[platform.name], limits.block_size, store.costs())
     misses: dict[str, int] = {}
-    plan = make_plan(limits, PlanOptions.of(settings), costs, on_miss=WarnOnce(misses))
+    checks = check_names(settings, limits, mode)
+    plan = make_plan(limits, PlanOptions.of(settings), costs, checks=checks, on_miss=WarnOnce(misses))
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
@@ -225,13 +236,22 @@ def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit,
     return Guard(record, plan, settings.on_cold, sources_for(warm.platform.name))
 
 
+def _require_proof(settings: Settings, record: Record) -> None:
+    """With ``require_invariance``, raise NotInvariant unless every check was run and passed."""
+    if settings.require_invariance and (why := record.unproved(dropped=True)):
+        raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
+
+
 def _ready(record: Record, limits: Limits, bytes_per_block: int, seconds: float) -> Ready:
     logger.info(
         "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
         record.model, record.platform, record.mode, record.dtype, limits.num_blocks, limits.block_size,
         limits.num_blocks * bytes_per_block / 2**30, limits.max_num_seqs, limits.max_model_len, seconds,
     )  # fmt: skip
-    return Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json())
+    held = "; ".join(record.unproved())
+    if held:
+        logger.error("No request is taken: %s", held)
+    return Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), held)
 
 
 def run_engine(settings: Settings, address: str) -> None:

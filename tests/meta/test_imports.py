@@ -26,11 +26,12 @@ RULE = {
     "parallel": "device",
     "engine": "plan schedule batch execute text",
     "warmup": "plan schedule batch execute model ops device engine",
+    "proof": "plan schedule batch execute model ops device engine text warmup",
     "sizing": "model ops device",
-    "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup",
+    "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup proof",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
-    "cli": "startup engine llm server plan warmup",
+    "cli": "startup engine llm server plan warmup proof",
     "__init__": "llm",
     "__main__": "cli",
 }
@@ -39,6 +40,7 @@ RULE = {
 WITHOUT_TORCH = (
     "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
     "engine.bootbar", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
+    "proof.names", "proof.identity",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip
 

@@ -30,7 +30,15 @@ from preheat.core import (
     ToEngine,
 )
 from preheat.engine.ticket import Choice, Ticket, stop_reason
-from preheat.errors import ContextTooLong, EngineDead, InvalidRequest, NotReady, PreheatError, TooManyRequests
+from preheat.errors import (
+    ContextTooLong,
+    EngineDead,
+    InvalidRequest,
+    NotInvariant,
+    NotReady,
+    PreheatError,
+    TooManyRequests,
+)
 from preheat.metrics import Metrics
 from preheat.text.stop import StopChecker, StopStrings
 from preheat.text.tokenizer import Tokenizer
@@ -150,11 +158,18 @@ class FrontDoor:
         self.metrics.waiting += params.n
         self.metrics.prompt_tokens += len(ticket.prompt_ids)
 
+    def check_held(self) -> None:
+        """Raise NotInvariant where the engine can run and must not."""
+        if self.ready is not None and self.ready.held:
+            raise NotInvariant(held_back(self.ready))
+
     def _limits(self) -> Ready:
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.ready is None:
             raise NotReady("The engine is still starting; try again later")
+        if self.ready.held:
+            raise NotReady(held_back(self.ready))
         return self.ready
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -302,6 +317,11 @@ class FrontDoor:
         ticket.running -= 1
         if ticket.stream or ticket.finished:
             _notify(ticket)
+
+
+def held_back(ready: Ready) -> str:
+    """What is said where no requests are taken although the engine can run."""
+    return f"The check at boot failed, so no requests are taken: {ready.held}"
 
 
 def check_params(values: dict[str, Any]) -> SamplingParams:

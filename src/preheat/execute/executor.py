@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,9 +13,13 @@ from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.kv_cache import KVCache
 from preheat.execute.logprobs import token_logprobs
 from preheat.execute.sampler import Sampler
-from preheat.model.decoder import Attention, Decoder
+from preheat.model.decoder import Attention, Decoder, Tap
 from preheat.schedule.defrag import pad_pairs
 from preheat.schedule.slots import NO_LOGPROBS
+
+LogitWatch = Callable[[Tensor, Batch], None]
+"""``watch(logits, batch)``: look at the fp32 logits [sampling rows, vocab] of a step before anything is drawn from
+them. It must neither change nor keep them, nor wait for the device."""
 
 
 class Executor:
@@ -24,6 +30,11 @@ class Executor:
         spec = decoder.spec
         self._scale, self._windows = spec.head_dim**-0.5, spec.layer_windows
         self._heads, self._head_dim = spec.num_heads, spec.head_dim
+        self._watch: LogitWatch | None = None
+
+    def watch_logits(self, watch: LogitWatch | None) -> None:
+        """Let ``watch`` see the logits of every step from now on; None: nobody."""
+        self._watch = watch
 
     def execute(self, batch: Batch) -> StepResult:
         """Forward, logits of the sampling rows, one token for each of them."""
@@ -33,6 +44,15 @@ class Executor:
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, hidden]; keys and values are in the cache."""
         return self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
+        """Logits of the sampling rows of ``batch``, fp32 [sampling rows, vocab], by the program that serves it; keys
+        and values are in the cache. ``eager`` runs operation by operation in its place; ``tap``, which needs that, is
+        told of every layer.
+        """
+        hidden = self.decoder.forward(batch.tokens, batch.positions, self._attention(batch), eager=eager, tap=tap)
+        return self.decoder.logits(hidden.index_select(0, batch.sampled))[: len(batch.sampled_rows)]
 
     @torch.inference_mode()
     def finish(self, hidden: Tensor, batch: Batch) -> StepResult:
@@ -54,6 +74,8 @@ class Executor:
         if not rows:
             return StepResult(tokens=np.empty(0, np.int64))
         logits = self.decoder.logits(hidden)[:rows]
+        if self._watch is not None:
+            self._watch(logits, batch)
         wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
         result = StepResult(tokens=self.sampler.sample(logits, batch.sampling).numpy())

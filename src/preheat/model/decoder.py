@@ -18,6 +18,9 @@ Attention = Callable[[int, Tensor], Tensor]
 """``attention(layer, qkv)``: store the keys and values of ``qkv`` [tokens, heads + 2 * kv heads, dim], attend with its
 queries, return [tokens, heads * dim]."""
 
+Tap = Callable[[int, Tensor], None]
+"""``tap(layer, residual)``: look at the residual stream [tokens, hidden] after a layer, before the next one changes it."""
+
 Region = Callable[..., Tensor]
 """A part of a layer: a function of its hidden states [tokens, ...], the layer's weights and more, without a state."""
 
@@ -69,15 +72,23 @@ class Decoder:
         self._heads = (turned, turned + spec.num_kv_heads, spec.head_dim)
         self._before, self._after = build(before_attention), build(after_attention)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens]."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, *, eager: bool = False, tap: Tap | None = None
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens].
+
+        ``eager`` runs the regions as they are written; ``tap`` is told of every layer.
+        """
+        before, after = (before_attention, after_attention) if eager else (self._before, self._after)
         cos, sin = self._rope.index_select(0, positions).unbind(1)
         rope = (cos, sin)
         residual = embed(tokens, self.weights.embedding)
         normed = self.weights.layers[0].input_norm(residual)
         for index, layer in enumerate(self.weights.layers):
-            qkv = self._before(normed, layer, rope, self._heads)
-            normed = self._after(attention(index, qkv), residual, layer, self._norms_after[index])
+            qkv = before(normed, layer, rope, self._heads)
+            normed = after(attention(index, qkv), residual, layer, self._norms_after[index])
+            if tap is not None:
+                tap(index, residual)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

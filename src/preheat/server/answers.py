@@ -166,11 +166,14 @@ class WarmingUp(Struct):
 
 
 class Ready(Struct):
-    """The warm-up's record in short: items by outcome, and what was cold or missed since."""
+    """The warm-up's record in short: items by outcome, the digest of the cross-check's logits, and what was cold or
+    missed since.
+    """
 
     items: dict[str, int]
     seconds: float
     invariant: bool
+    digest: str
     cold_events: int
     misses: int
     fingerprint: str

@@ -59,7 +59,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
     def on_message(message: FromEngine) -> None:
         bar.show(message)
-        if isinstance(message, Ready) and on_ready is not None:
+        if isinstance(message, Ready) and not message.held and on_ready is not None:
             on_ready(settings)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

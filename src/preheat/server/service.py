@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from preheat.core import FromEngine, Progress, Ready, Report
-from preheat.engine.frontdoor import FrontDoor
+from preheat.engine.frontdoor import FrontDoor, held_back
 from preheat.errors import EngineDead, ModelNotFound, NotReady, StepTimeout
 from preheat.metrics import Metrics
 from preheat.server.live import Live
@@ -67,6 +67,8 @@ class Service:
             raise NotReady(self.stalled)
         if self._door is None or self._door.ready is None:
             raise NotReady("The engine is still starting; try again later")
+        if self._door.ready.held:
+            raise NotReady(held_back(self._door.ready))
         return self._door
 
     @property
@@ -87,6 +89,7 @@ class Service:
         record = self.live.record
         self.metrics.items, self.metrics.warmup_seconds = record.states, record.seconds
         self.metrics.cold, self.metrics.misses = record.cold, sum(record.misses.values())
+        self.metrics.digest = {record.proof.digest: 1} if record.proof.digest else {}
 
     @property
     def tokenizer(self) -> Tokenizer:

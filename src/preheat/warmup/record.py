@@ -61,6 +61,17 @@ class ColdEvent(msgspec.Struct):
     at: float  # Unix time
 
 
+class Proof(msgspec.Struct):
+    """What the cross-check at boot found. ``digest`` stands for the bits of all logits that it compared, ``compared``
+    times; ``parts`` are what bits may depend on: versions, device, threads and so on.
+    """
+
+    level: str = "off"
+    digest: str = ""
+    compared: int = 0
+    parts: dict[str, Any] = {}
+
+
 class Record(msgspec.Struct):
     """Of one boot. ``cold`` counts events by source, ``misses`` needs beyond the ladders by name."""
 
@@ -82,6 +93,7 @@ class Record(msgspec.Struct):
     cold: dict[str, int] = {}
     events: list[ColdEvent] = []
     misses: dict[str, int] = {}
+    proof: Proof = msgspec.field(default_factory=Proof)
 
     @classmethod
     def of(cls, plan: Plan, **more: Any) -> Record:
@@ -102,12 +114,18 @@ class Record(msgspec.Struct):
         """Items by outcome."""
         return Counter(entry.outcome for entry in self.entries)
 
+    def unproved(self, *, dropped: bool = False) -> list[str]:
+        """Why checks failed, or with ``dropped`` were not run, each in a line."""
+        bad = ("failed", "dropped") if dropped else ("failed",)
+        return [entry.reason for entry in self.entries if entry.kind == "check" and entry.outcome in bad]
+
     def summary(self) -> dict[str, Any]:
         """What /ready says of it."""
         return {
             "items": dict(self.states),
             "seconds": round(self.seconds, 3),
             "invariant": self.invariant,
+            "digest": self.proof.digest,
             "cold_events": sum(self.cold.values()),
             "misses": sum(self.misses.values()),
             "fingerprint": self.fingerprint,

@@ -19,6 +19,7 @@ from torch import Tensor
 from preheat.batch.pack import Packer
 from preheat.core import Progress
 from preheat.device.base import Platform
+from preheat.errors import NotInvariant
 from preheat.execute.executor import Executor
 from preheat.plan import lines
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
@@ -32,15 +33,24 @@ from preheat.warmup.swaps import SwapRuns
 
 logger = logging.getLogger(__name__)
 
+
+class NothingToRun(Exception):
+    """An item has no work within the limits; it says so in its reason."""
+
+
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 SAY_SECONDS = 0.1  # between two messages of progress
+
+
+def _unknown_check(name: str) -> None:
+    raise NotImplementedError(f"nobody runs the check {name!r}")
 
 
 @dataclass
 class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
     process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
-    has compiled.
+    has compiled. ``check`` runs the cross-check of a name.
     """
 
     plan: Plan
@@ -52,6 +62,7 @@ class WarmUp:
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
     reused: frozenset[str] = frozenset()
+    check: Callable[[str], None] = _unknown_check
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
 
@@ -114,6 +125,12 @@ class WarmUp:
             entry.outcome, entry.reason = "dropped", f"out of memory: {error}"
             logger.warning("%s was dropped: %s", item.name, entry.reason)
             raise
+        except NothingToRun as error:
+            entry.outcome, entry.reason = "ready", str(error)
+        except NotInvariant as error:
+            entry.outcome, entry.reason = "failed", error.message
+            logger.error("The bits of a request depend on how it is run: %s", error)
+            raise
         except Exception as error:
             entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
             logger.exception("%s failed; a step that needs it will be cold", item.name)
@@ -133,6 +150,8 @@ class WarmUp:
                 self._swaps.run(size)
             case _ if item.kind == "determinism":
                 self._forward(self.plan.determinism_shape)
+            case str() as name:
+                self.check(name)
 
     def _forward(self, shape: Shape) -> None:
         rows = rows_of(self.plan.table.example(shape), self.plan.limits)

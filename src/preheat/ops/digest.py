@@ -1,0 +1,40 @@
+"""One number for each row of logits, by which rows are compared without being kept.
+
+Definition. The sum over a row's 32-bit words of word times key, mod 2**64. The j-th key is SplitMix64's output for
+state ``(j + 1) * 0x9E3779B97F4A7C15``, made odd. A sum of integers has no order, so every device gives the same number;
+keys are odd, so one word that differs always gives another number, and several that differ do so but for one time in
+about 2**64. Sources: multilinear hashing; SplitMix64 of Steele, Lea and Flood.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of SplitMix64."""
+
+
+def row_digests(logits: Tensor) -> Tensor:
+    """int64 [rows], on the device of ``logits``, fp32 [rows, vocab] with contiguous rows. Never waits for it."""
+    if logits.dtype != torch.float32 or (len(logits) and logits.stride(1) != 1):
+        raise ValueError(f"expected float32 logits in contiguous rows, got {logits.dtype}, strides {logits.stride()}")
+    if logits.is_cuda:
+        from preheat.ops.cuda.digest import digest_rows
+
+        return digest_rows(logits)
+    words = logits.numpy().view(np.uint32).astype(np.uint64)
+    return torch.from_numpy((words @ keys(logits.shape[1])).view(np.int64))
+
+
+@functools.lru_cache(maxsize=2)
+def keys(count: int) -> np.ndarray:
+    """The first ``count`` keys, uint64."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    found: np.ndarray = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return found

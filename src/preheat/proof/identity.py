@@ -1,0 +1,57 @@
+"""The digest of a boot, beside all that bits may depend on: stored, and compared with another's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from preheat.errors import SettingsError
+from preheat.warmup.record import Proof
+from preheat.warmup.store import fingerprint
+
+
+def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
+    """A proof that is still to be made; of the long lists among ``parts`` a fingerprint is kept."""
+    short = {name: fingerprint({name: part}) if name == "plan" else part for name, part in parts.items()}
+    return Proof(level=level, parts=json.loads(json.dumps(short)))  # tuples become lists, as in a file
+
+
+def read_proof(path: str) -> Proof:
+    """The proof in a file of JSON: a record (``/warmup``, ``preheat warm --json``) or what ``preheat verify --json``
+    printed. Raises SettingsError for anything else.
+    """
+    try:
+        proof = msgspec.json.decode(Path(path).read_bytes(), type=_File).proof
+    except (OSError, msgspec.DecodeError) as error:
+        raise SettingsError(f"--digest {path}: no record of a boot and no output of preheat verify: {error}") from None
+    if not proof.digest:
+        raise SettingsError(f"--digest {path} holds no digest: that boot ran without the check (--boot-check off)")
+    return proof
+
+
+class _File(msgspec.Struct):
+    proof: Proof
+
+
+def differences(stored: Proof, now: Proof) -> list[str]:
+    """What is not as it was, one line each: parts by name, and the bits themselves."""
+    lines = [f"{name}: {was} -> {is_}" for name, was, is_ in _changed("", stored.parts, now.parts)]
+    if stored.digest != now.digest:
+        lines.append(f"bits: {stored.digest} -> {now.digest}")
+    return lines
+
+
+def _changed(name: str, was: Any, is_: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The leaves that differ, with their dotted names."""
+    if isinstance(was, dict) and isinstance(is_, dict):
+        for key in [*was, *(key for key in is_ if key not in was)]:
+            yield from _changed(f"{name}.{key}" if name else key, was.get(key), is_.get(key))
+    elif isinstance(was, list) and isinstance(is_, list) and len(was) == len(is_):
+        for place, (one, other) in enumerate(zip(was, is_, strict=True)):
+            yield from _changed(f"{name}[{place}]", one, other)
+    elif was != is_:
+        yield name, was, is_

@@ -1,0 +1,59 @@
+"""The digest of a row: the kernel gives what the definition gives, whatever the row's length and place."""
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.ops.digest import keys, row_digests
+
+
+def reference(row):
+    """The definition, with Python's own integers."""
+    total = 0
+    for j, word in enumerate(row.view(np.uint32).tolist()):
+        mixed = (j + 1) * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+        total += word * ((mixed ^ (mixed >> 31)) | 1)
+    return total % 2**64
+
+
+def rows_of(count, vocab):
+    values = np.random.default_rng(vocab).standard_normal((count, vocab)).astype(np.float32)
+    values[0, : vocab // 2] = -np.inf
+    values[-1, -1] = np.nan
+    return torch.from_numpy(values)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 4096, 9001])
+def test_the_host_follows_the_definition(vocab):
+    rows = rows_of(3, vocab)
+    assert row_digests(rows).numpy().view(np.uint64).tolist() == [reference(row) for row in rows.numpy()]
+
+
+@pytest.mark.parametrize("vocab", [1, 4096, 4099])
+def test_the_kernel_agrees_with_the_host(vocab):
+    from preheat.ops.cuda.digest import digest_rows
+
+    wide = rows_of(5, vocab + 3)
+    rows = wide[1:, :vocab]  # a part of a larger matrix
+    assert torch.equal(digest_rows(rows), row_digests(rows.contiguous()))
+
+
+def test_one_bit_is_seen_everywhere():
+    rows = rows_of(1, 300).nan_to_num().repeat(301, 1)
+    words = rows.numpy().view(np.int32)
+    words[np.arange(300), np.arange(300)] ^= 1
+    assert len(set(row_digests(rows).tolist())) == 301
+
+
+def test_words_that_change_places_are_seen():
+    rows = rows_of(1, 64).nan_to_num().repeat(2, 1)
+    rows[1, [3, 60]] = rows[1, [60, 3]]
+    assert len(set(row_digests(rows).tolist())) == 2
+
+
+def test_keys_are_odd_and_differ():
+    found = keys(100_000)
+    assert (found % np.uint64(2) == 1).all()
+    assert len(np.unique(found)) == len(found)
