@@ -1,4 +1,4 @@
-"""The command line: ``preheat generate``, ``serve``, ``plan``, ``warm`` and ``buckets``.
+"""The command line: ``preheat generate``, ``serve``, ``plan``, ``warm``, ``verify`` and ``buckets``.
 
 Help and errors never wait for torch; neither do plans and ladders.
 """
@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,6 +26,8 @@ from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.metrics import set_up_logging
 from preheat.options import add_flags, did_you_mean
 from preheat.plan import commands as plan_commands
+from preheat.proof import command as verify_command
+from preheat.proof.command import Asked
 from preheat.settings import OPTIONS, Settings
 
 if TYPE_CHECKING:
@@ -118,7 +121,14 @@ def _add_plan_commands(commands: Any) -> None:
     warm.set_defaults(run=_warm)
     warm.add_argument("--json", action="store_true", help="print the record as JSON")
     warm.add_argument("--html", metavar="FILE", help="also write the record as a page, one file with all in it")
-    for parser in (plan, warm):
+    verify = commands.add_parser("verify", help="prove that bits do not change, or find where", allow_abbrev=False)
+    verify.set_defaults(run=_verify)
+    verify.add_argument("--prompts", metavar="FILE", help="prompts from a file, as of generate, in place of made ones")
+    verify.add_argument("--reduced", action="store_true", help="few and short prompts: seconds in place of minutes")
+    verify.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    verify.add_argument("--digest", metavar="FILE", help="boot, and compare the digest with that of another boot")
+    verify.add_argument("--against", metavar="URL", help="test an OpenAI-compatible server over HTTP instead")
+    for parser in (plan, warm, verify):
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
         add_flags(parser, ENGINE_OPTIONS)
 
@@ -220,6 +230,25 @@ def _warm(values: dict[str, Any]) -> int:
         except OSError as error:
             raise PreheatError(f"cannot write {html}: {error.strerror}") from None
     return FAILURE if record.states["failed"] else 0
+
+
+def _verify(values: dict[str, Any]) -> int:
+    asked = Asked(**{name: values.pop(name) for name in ("prompts", "reduced", "json", "digest", "against")})
+    settings = _load(values)
+    set_up_logging(settings.log_level)
+    given = list(_prompts([], asked.prompts)) if asked.prompts else None
+    say = (lambda _: None) if asked.json else partial(print, flush=True)
+    if asked.against:
+        verdict = verify_command.server(settings, asked, given, say)
+    else:
+        from preheat.startup import boot_engine
+
+        if asked.digest:
+            return verify_command.digest(boot_engine, settings, asked.digest, print)
+        verdict = verify_command.engine(boot_engine, settings, asked, given, say)
+    if asked.json:
+        print(msgspec.json.encode(verdict).decode())
+    return 0 if verdict.ok else FAILURE
 
 
 def curl(settings: Settings) -> str:

@@ -40,7 +40,7 @@ RULE = {
 WITHOUT_TORCH = (
     "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
     "engine.bootbar", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
-    "proof.names", "proof.identity",
+    "proof.names", "proof.identity", "proof.prompts", "proof.compare", "proof.against", "proof.command",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ Attention = Callable[[int, Tensor], Tensor]
 queries, return [tokens, heads * dim]."""
 
 Tap = Callable[[int, Tensor], None]
-"""``tap(layer, residual)``: look at the residual stream [tokens, hidden] after a layer, before the next one changes it."""
+"""``tap(layer, residual)``: look at the residual stream [tokens, hidden] after a layer; the next one changes it."""
 
 Region = Callable[..., Tensor]
 """A part of a layer: a function of its hidden states [tokens, ...], the layer's weights and more, without a state."""

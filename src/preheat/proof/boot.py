@@ -35,7 +35,8 @@ class BootCheck:
     def _lengths(self) -> list[int]:
         """Of the contexts; one for which there is no shape is halved, until there is."""
         found = []
-        for length in context_lengths(self._lab.plan.limits):
+        for asked in context_lengths(self._lab.plan.limits):
+            length = asked
             while length > 1 and not all(map(self._lab.shape_of, ([Row(0, length)], [Row(length - 1, 1)]))):
                 length //= 2
             found.append(length)

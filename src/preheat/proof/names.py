@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.ops.tiles import SPLIT
 from preheat.plan.modes import Mode
 from preheat.settings import OPTIONS, Settings
 
@@ -26,9 +27,8 @@ class Asked:
         return context_lengths(self.limits)
 
 
-LENGTHS = (600, 70, 5)
-"""Tokens of the contexts: across several blocks and KV splits (which are at most 512 tokens), across a block or two,
-and within one."""
+LENGTHS = (SPLIT + 44, 70, 5)
+"""Tokens of the contexts: across a KV split, across a block or two, and within one."""
 
 CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
     {

@@ -1,0 +1,104 @@
+"""Runs of the same prompts, compared position by position with the first one; and the table of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from preheat.warmup.record import Proof
+
+PAGE = "{:<28}{:>9}{:>6}{:>12}  {}"
+
+
+class Seen(NamedTuple):
+    """What was seen of a prompt's output: at each position its ``bits``, which are equal or not, and a ``level``, by
+    which two that differ are said to be apart.
+    """
+
+    bits: Sequence[object]
+    levels: Sequence[float]
+
+
+class Divergence(msgspec.Struct):
+    """Where a run first left the first one: at ``position`` of the output of ``prompt``, by ``gap``."""
+
+    run: int
+    prompt: int
+    position: int
+    gap: float
+
+    def __str__(self) -> str:
+        return f"run {self.run}, prompt {self.prompt}, output token {self.position}, apart by {self.gap:.3g}"
+
+
+class PathResult(msgspec.Struct):
+    """``identical`` of the ``prompts`` had the first run's bits at every position of every run of the path."""
+
+    path: str
+    prompts: int
+    runs: int
+    identical: int
+    first: Divergence | None = None
+    note: str = ""
+
+    @property
+    def share(self) -> str:
+        """In percent; never rounded up to 100."""
+        hundredths = self.identical * 10_000 // max(self.prompts, 1)
+        return f"{hundredths / 100:.2f} %"
+
+
+class Verdict(msgspec.Struct):
+    """All of it. ``digest`` stands for every position of the first run; ``held`` says why the check at boot failed."""
+
+    paths: list[PathResult]
+    positions: int = 0
+    digest: str = ""
+    proof: Proof | None = None
+    held: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.held and all(result.identical == result.prompts for result in self.paths)
+
+
+def compare(path: str, first: Sequence[Seen], runs: Sequence[Sequence[Seen]], note: str = "") -> PathResult:
+    """``runs`` with the ``first`` one, prompt by prompt."""
+    found: list[Divergence] = []
+    for number, run in enumerate(runs, 1):
+        for prompt, (one, other) in enumerate(zip(first, run, strict=True)):
+            where = _first_difference(one, other)
+            if where is not None:
+                found.append(Divergence(number, prompt, *where))
+    bad = {divergence.prompt for divergence in found}
+    return PathResult(path, len(first), len(runs), len(first) - len(bad), found[0] if found else None, note)
+
+
+def _first_difference(one: Seen, other: Seen) -> tuple[int, float] | None:
+    for position, (bits, others) in enumerate(zip(one.bits, other.bits, strict=False)):
+        if bits != others:
+            return position, abs(one.levels[position] - other.levels[position])
+    shorter = min(len(one.bits), len(other.bits))
+    return (shorter, float("inf")) if len(one.bits) != len(other.bits) else None
+
+
+def header() -> str:
+    """The first line of the table."""
+    return PAGE.format("path", "prompts", "runs", "identical", "first divergence")
+
+
+def line(result: PathResult) -> str:
+    """Its line for one path."""
+    said = str(result.first) if result.first else result.note
+    return PAGE.format(result.path, f"{result.prompts:,}", result.runs, result.share, said).rstrip()
+
+
+def summary(verdict: Verdict) -> str:
+    """What stands below it."""
+    check = verdict.held or (verdict.proof and verdict.proof.digest) or "did not run"
+    return (
+        f"{verdict.positions:,} positions of the first run, digest {verdict.digest}\n"
+        f"check at boot: {check}"
+    )

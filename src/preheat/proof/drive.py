@@ -1,0 +1,87 @@
+"""An engine driven by hand: requests go in at a chosen pace, what is seen of their logits comes out."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from preheat.core import Delta, Ready, Stats
+from preheat.engine.loop import EngineSide, Loop
+from preheat.engine.mailbox import InlineMailbox
+from preheat.errors import PreheatError
+from preheat.proof.compare import Seen
+from preheat.proof.prompts import Prompt
+from preheat.proof.watch import Watch
+from preheat.settings import Settings
+
+Boot = Callable[[Settings, EngineSide], Loop]
+
+Pace = Callable[[int], int]
+"""From the requests that are running, how many more arrive before the next step."""
+
+
+def at_once(_: int) -> int:
+    """All at the beginning."""
+    return 1 << 30
+
+
+def trickling(draw: random.Random) -> Pace:
+    """None to three before each step."""
+    return lambda running: draw.randrange(4)
+
+
+def in_groups(sizes: Iterable[int]) -> Pace:
+    """Groups of these sizes, each when the one before has gone."""
+    sizes = iter(sizes)
+    return lambda running: 0 if running else next(sizes)
+
+
+class Engine:
+    """A booted loop and its watch."""
+
+    def __init__(self, boot: Boot, settings: Settings) -> None:
+        self._mailbox = InlineMailbox()
+        self.loop = boot(settings, self._mailbox)
+        self.ready = next(message for message in self._mailbox.receive() if isinstance(message, Ready))
+        self._watch = Watch(self.loop)
+        self._ids = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.loop.packer.spec.vocab_size
+
+    @property
+    def stats(self) -> Stats:
+        return self.loop.scheduler.stats()
+
+    def forget_prefixes(self) -> None:
+        """Nothing that the cache holds is found any more."""
+        self.loop.scheduler.pool.forget_contents()
+
+    def run(self, prompts: Sequence[Prompt], pace: Pace = at_once) -> list[Seen]:
+        """What is seen of each of the ``prompts``. Raises PreheatError where the engine fails one."""
+        first = self._ids + 1
+        self._ids += len(prompts)
+        waiting = deque(prompt.request(first + number) for number, prompt in enumerate(prompts))
+        running = 0
+        while waiting or running:
+            for _ in range(min(pace(running), len(waiting))):
+                self._mailbox.send(waiting.popleft())
+                running += 1
+            self.loop.take(0)
+            self.loop.step()
+            running -= sum(map(_ended, self._mailbox.receive()))
+        self.loop.scheduler.check()
+        seen = self._watch.take()
+        return [seen[first + number] for number in range(len(prompts))]
+
+
+def _ended(message: object) -> int:
+    """How many sequences a message tells the end of."""
+    if not isinstance(message, Delta):
+        return 0
+    for finish in message.finished.values():
+        if finish.reason == "error":
+            raise PreheatError(f"the engine failed a request: {finish.message}")
+    return len(message.finished)

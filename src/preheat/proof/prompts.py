@@ -1,0 +1,81 @@
+"""What ``preheat verify`` runs: prompts that are the same on every machine, each with a sampling setting of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from preheat.core import Request, SamplingParams
+from preheat.errors import InvalidRequest
+from preheat.plan.items import SAMPLER_SETTINGS
+
+LONGEST = 1_900
+SHARED = 3
+"""One prompt in so many begins as another one does, so that the prefix cache has something to find."""
+
+FAMILIES = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run: ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``."""
+
+    prompts: int
+    runs: int
+    outputs: int
+    longest: int
+
+
+FULL = Size(prompts=1_492, runs=4, outputs=128, longest=LONGEST)
+REDUCED = Size(prompts=32, runs=2, outputs=24, longest=400)
+
+SETTINGS = tuple(params for name, params in SAMPLER_SETTINGS.items() if name != "prompt_logprobs" and not params.greedy)
+"""What every second prompt is sampled with, in turns; the others are greedy. Prompts with prompt_logprobs would be
+read without the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``tokens``, continued as ``params`` say, which name seed and length."""
+
+    tokens: list[int]
+    params: SamplingParams
+
+    def request(self, id: int) -> Request:
+        """It, under an ``id``."""
+        params = self.params
+        assert params.seed is not None
+        assert params.max_tokens is not None
+        return Request(id, self.tokens, params, params.seed, params.max_tokens, stop_ids=params.stop_token_ids or [])
+
+
+def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt]:
+    """Random tokens below ``vocab_size``: mostly short prompts, four in ten longer than 256 tokens, at least one of a
+    single token and one of the greatest length.
+    """
+    draw = random.Random(4)
+    longest = min(size.longest, max_model_len - size.outputs)
+    if longest < 1:
+        raise InvalidRequest(f"max_model_len {max_model_len} leaves no room for {size.outputs} tokens of output")
+    power = 4 if size.longest == LONGEST else 1.5  # of a uniform number: how soon lengths grow
+    lengths = [1 + int((longest - 1) * draw.random() ** power) for _ in range(size.prompts)]
+    lengths[:2] = [longest, 1][: size.prompts]
+    families = [[draw.randrange(vocab_size) for _ in range(longest)] for _ in range(FAMILIES)]
+    found = []
+    for number, length in enumerate(lengths):
+        shared = families[number % FAMILIES][: length * draw.randrange(1, 5) // 4] if number % SHARED == 0 else []
+        found.append([*shared, *(draw.randrange(vocab_size) for _ in range(length - len(shared)))])
+    return with_settings(found, size.outputs)
+
+
+def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
+    """Every second one greedy, the others seeded, in all settings in turn."""
+    found = []
+    for number, tokens in enumerate(prompts):
+        params = SETTINGS[number // 2 % len(SETTINGS)] if number % 2 else SamplingParams(temperature=0.0)
+        params = msgspec.structs.replace(params, seed=number, max_tokens=outputs, ignore_eos=True)
+        found.append(Prompt(tokens, params))
+    return found

@@ -1,0 +1,171 @@
+"""``preheat verify`` on the real engine: all paths equal, and everything that is planted found."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from preheat.cli import main
+from preheat.errors import InvalidRequest
+from preheat.proof import command
+from preheat.proof.compare import PathResult
+from preheat.proof.prompts import FULL, REDUCED, Size, make_prompts
+from preheat.proof.verify import Verification, group_sizes
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from tests.cpu.planted import PLANTS
+
+SMALL = Size(prompts=14, runs=2, outputs=20, longest=330)
+OPTIONS = {"max_num_seqs": 24, "max_num_batched_tokens": 2048, "block_size": 32}
+PATHS = ["later runs", "prefix cache cold", "shuffled arrivals", "batches of 1 to 5", "chunks, few blocks"]
+
+
+def verification(**options) -> Verification:
+    def prompts(engine):
+        return make_prompts(SMALL, engine.vocab_size, engine.ready.max_model_len)
+
+    return Verification(boot_engine, Settings.load(OPTIONS | options), prompts, SMALL)
+
+
+def by_path(results: list[PathResult]) -> dict[str, PathResult]:
+    return {result.path: result for result in results}
+
+
+@pytest.fixture(scope="module")
+def verified():
+    run = verification()
+    return run, list(run.results())
+
+
+def test_all_paths_are_identical_and_were_really_taken(verified):
+    run, results = verified
+    assert [result.path for result in results] == PATHS
+    assert {(result.identical, result.prompts, result.share) for result in results} == {(14, 14, "100.00 %")}
+    assert {len(seen.bits) for seen in run.first} == {SMALL.outputs}
+    notes = {path: [int(word.replace(",", "")) for word in result.note.split() if word[0].isdigit()]
+             for path, result in by_path(results).items()}  # fmt: skip
+    assert notes["later runs"][0] > 500  # tokens from the prefix cache
+    preemptions, moved = notes["chunks, few blocks"]
+    assert preemptions > 0
+    assert moved > 0
+    verdict = run.verdict(results)
+    assert verdict.ok
+    assert verdict.positions == 14 * SMALL.outputs
+    assert len(verdict.digest) == 32
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_kernel_is_found(plant, monkeypatch):
+    PLANTS[plant](monkeypatch)
+    run = verification()
+    results = list(run.results())
+    assert not run.verdict(results).ok
+    found = by_path(results)["batches of 1 to 5"]
+    assert found.identical < found.prompts
+    assert found.first is not None
+    assert 0 <= found.first.position < SMALL.outputs
+    assert 0 <= found.first.gap < 5
+
+
+def test_only_the_first_run_differing_is_found(monkeypatch):
+    """As in an engine that is not warm: what every run is compared with is the first."""
+    from preheat.execute.executor import Executor
+
+    right, calls = Executor.logits, []
+    decode = Executor._sample
+
+    def first_is_off(self, hidden, batch):
+        calls.append(1)
+        return decode(self, hidden * (1 + 2**-7) if len(calls) == 3 else hidden, batch)
+
+    monkeypatch.setattr(Executor, "_sample", first_is_off)
+    assert right
+    run = verification()
+    results = list(run.results())
+    assert all(result.identical < result.prompts for result in results)
+    assert {result.first.run for result in results} == {1}
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(command, "REDUCED", replace(SMALL, prompts=6, outputs=4, longest=60))
+    return ["verify", "--reduced", *(part for name, value in OPTIONS.items()
+            for part in ("--" + name.replace("_", "-"), str(value)))]  # fmt: skip
+
+
+def test_the_command_says_so_and_exits_with_0(quick, capsys):
+    assert main(quick) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["path", "prompts", "runs", "identical", "first", "divergence"]
+    assert [line.split("  ")[0] for line in lines[1:6]] == [*PATHS[:3], "batches of 1 to 3", PATHS[4]]
+    assert lines[6].startswith("24 positions of the first run, digest ")
+    assert lines[7] == "check at boot: did not run"
+
+
+def test_the_command_exits_with_1_on_any_difference(quick, capsys, monkeypatch):
+    PLANTS["threshold"](monkeypatch, rows=3)
+    assert main([*quick, "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert any(path["first"] for path in verdict["paths"])
+
+
+def test_prompts_come_from_a_file(quick, capsys, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text('def add(a, b):\n{"prompt": [5, 6, 7]}\nimport os\n')
+    assert main([*quick, "--prompts", str(path), "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert {entry["prompts"] for entry in verdict["paths"]} == {3}
+
+
+def test_a_digest_is_compared(capsys, tmp_path, monkeypatch):
+    flags = ["--max-num-seqs", "2", "--max-model-len", "40", "--max-num-batched-tokens", "64", "--no-skip-warmup"]
+    assert main(["warm", "--json", *flags]) == 0
+    stored = json.loads(capsys.readouterr().out)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(stored))
+    assert main(["verify", "--digest", str(path), *flags]) == 0
+    assert capsys.readouterr().out == f"The bits are equal: digest {stored['proof']['digest']}\n"
+    stored["proof"]["digest"], stored["proof"]["parts"]["threads"] = "f00", 64
+    path.write_text(json.dumps(stored))
+    assert main(["verify", "--digest", str(path), *flags]) == 1
+    out = capsys.readouterr().out
+    assert "threads: 64 -> " in out
+    assert "bits: f00 -> " in out
+    assert main(["verify", "--digest", str(tmp_path / "none"), *flags]) == 2
+    assert main(["verify", "--digest", str(path), "--json", *flags]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- the prompts
+
+
+def test_the_default_prompts_are_as_promised():
+    prompts = make_prompts(FULL, 128_256, 4096)
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    assert (len(lengths), min(lengths), max(lengths)) == (1_492, 1, 1_900)
+    assert sum(length > 256 for length in lengths) >= 0.3 * len(lengths)
+    assert prompts == make_prompts(FULL, 128_256, 4096)
+    assert {prompt.params.max_tokens for prompt in prompts} == {128}
+    assert sum(prompt.params.greedy for prompt in prompts) == 746
+    assert len({prompt.params.top_k for prompt in prompts}) > 3
+    starts = [tuple(prompt.tokens[:64]) for prompt in prompts if len(prompt.tokens) > 300]
+    assert len(set(starts)) < len(starts)  # for the prefix cache
+    reduced = [len(prompt.tokens) for prompt in make_prompts(REDUCED, 4096, 2048)]
+    assert sum(length > 256 for length in reduced) >= 0.3 * len(reduced)
+
+
+def test_prompts_fit_the_model():
+    assert max(len(prompt.tokens) for prompt in make_prompts(FULL, 100, 500)) == 500 - 128
+    with pytest.raises(InvalidRequest, match="no room"):
+        make_prompts(FULL, 100, 128)
+
+
+def test_groups_add_up():
+    for count in [1, 5, 520, 1_492, random.Random(0).randrange(2_000)]:
+        assert sum(group_sizes(count)) == count
+        assert max(group_sizes(count)) <= 256
