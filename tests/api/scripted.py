@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.new: list[Request] = []
         self.draining = False
         self.record = records.warmed(records.make(max_num_seqs=8), hits=False)
+        self.record.proof.digest = "d16e57"
 
     def run(self) -> None:
         self.mailbox.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json()))
@@ -159,3 +160,28 @@ def run_short_engine(settings: Settings, address: str) -> None:
     mailbox = ProcessMailbox(address)
     ScriptedEngine(mailbox, step_seconds=0, max_model_len=48).run()
     mailbox.close()
+
+
+def run_unproved_engine(settings: Settings, address: str) -> None:
+    """Its check at boot failed."""
+    mailbox = ProcessMailbox(address)
+    engine = ScriptedEngine(mailbox)
+    engine.record.entries[0].outcome = "failed"
+    mailbox.put(Ready(MAX_MODEL_LEN, BLOCKS, 64, 0.0, engine.record.to_json(), "chunked: other bits"))
+    while not engine.draining:
+        engine.take(None)
+    mailbox.close()
+
+
+def run_changing_engine(settings: Settings, address: str) -> None:
+    """Beside two others or more, a sequence ends with another token."""
+    mailbox = ProcessMailbox(address)
+    ChangingEngine(mailbox).run()
+    mailbox.close()
+
+
+class ChangingEngine(ScriptedEngine):
+    def advance(self, id: int, sequence: Sequence, delta: Delta) -> None:
+        super().advance(id, sequence, delta)
+        if len(self.running) > 2 and len(sequence.output) == sequence.request.max_tokens - 1:
+            delta.tokens[-1] = sequence.output[-1] = 5 + delta.tokens[-1] % 7
