@@ -56,6 +56,11 @@ class Batch:
     logprobs: np.ndarray  # int32 [sampling rows]
     prompt_rows: list[PromptRow]
 
+    @property
+    def padded_tokens(self) -> int:
+        """What the step computes, padding included."""
+        return len(self.tokens)
+
 
 class Packer:
     """Builds batches for a model. Host work is a few numpy gathers, whatever the number of rows.
