@@ -1,4 +1,5 @@
 """The gated activation on CUDA. Placeholder until the branch that owns it is merged."""
+
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -133,9 +133,10 @@ def in_order(
     result = _rounded(acc, bias, out, dtype)
     if gated:
         result = silu_mul(result, _rounded(acc_up, bias, out + outputs, dtype))
-    at = y + token[None, :] * outputs + out[:, None]
-    inside_y = ((first + tl.arange(0, OUTPUTS)) < outputs)[:, None] & ((row + tl.arange(0, ROWS)) < rows)[None, :]
-    tl.store(at, result, mask=inside_y)
+    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
+    corner = y + tl.cast(row, tl.int64) * outputs + first
+    stored = (first + outs < outputs) & (row + tokens < rows)
+    tl.store(corner + tokens * outputs + outs, result, mask=stored)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Tile:
                 TensorDescriptor.from_tensor(x, [self.rows, self.inputs]),
                 TensorDescriptor.from_tensor(weight, [self.outputs, self.inputs]),
             )
-        return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1], self.ahead)
+        return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1], min(self.ahead, x.shape[1]))
 
     def options(self, inputs: int, gated: bool) -> dict[str, Any]:
         """Keywords of that launch."""
@@ -218,5 +219,9 @@ class Library:
 
 Choice = Tile | Library
 
-REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
+REFERENCE = {
+    torch.bfloat16: Tile(64, 64, 64, 4, 3),
+    torch.float16: Tile(64, 64, 64, 4, 3),
+    torch.float32: Tile(32, 32, 32, 4, 2),
+}
 """The plain kernel, whose bits are the contract's."""

@@ -15,7 +15,6 @@ from os import cpu_count
 import torch
 import triton
 from triton.runtime.errors import TritonError
-from torch import Tensor
 
 from preheat.ops.cuda.linear import Choice, Library, Shape, Tile, in_order
 from preheat.ops.cuda.prove import differing
@@ -61,7 +60,7 @@ def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
     numbers = outputs * height * (2 if gated else 1)
     if numbers > 64 * 512:
         return ()
-    if numbers > 16 * 1024:
+    if numbers >= 16 * 1024:
         return (8,)
     return (4, 8) if outputs >= 128 and height >= 32 else (max(1, min(4, outputs // 16)),)
 
@@ -91,7 +90,9 @@ class Bench:
                 x = self._x[: tile.rows]
                 y = x.new_empty(len(x), columns)
                 in_order.warmup(
-                    *tile.arguments(x, weight, self._bias, y), grid=(1,), **tile.options(weight.shape[1], self.shape.gated)
+                    *tile.arguments(x, weight, self._bias, y),
+                    grid=(1,),
+                    **tile.options(weight.shape[1], self.shape.gated),
                 )
 
     def microseconds(self, choice: Choice, rows: int, replays: int) -> float:

@@ -2,14 +2,13 @@
 
 A table says what was measured to be fastest; rules say what is safe where nothing was measured. Both are only ever
 read here: they are filled by :mod:`preheat.ops.cuda.tuner`, when somebody asks for it. An entry counts for all numbers
-of rows up to its own, down to that of the entry before.
+of rows up to its own, down to that of the entry before; above the last one rules take over.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -119,10 +118,9 @@ class Choices:
             return tile_rule(shape, rows)
         dtype = str(shape.dtype).removeprefix("torch.")
         found = self._entries.get((shape.outputs, shape.inputs, shape.gated, dtype, self.invariant))
-        if not found:
+        if not found or rows > max(found):
             return rule(shape, rows)
-        sizes = sorted(found)
-        return found[sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]]
+        return found[min(size for size in found if size >= rows)]
 
     def refuse(self, shape: Shape, rows: int) -> None:
         """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
