@@ -6,13 +6,14 @@ device keeps the tokens that it drew, so that the next step may be launched befo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.batch.buffers import Inputs, StepBuffers
+from preheat.batch.buffers import HOST_COPIES, Inputs, StepBuffers
 from preheat.batch.flat import FlatBatch
 from preheat.batch.sampling import Level
 from preheat.core import StepResult, Swaps, TokenLogprobs
