@@ -9,7 +9,6 @@ from torch import Tensor
 from preheat.model.rope import rope_table
 from preheat.model.spec import ModelSpec
 from preheat.model.weights import LayerWeights, Weights
-from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
 from preheat.ops.norm import RMSNorm
 from preheat.ops.rotary import apply_rope_
@@ -44,7 +43,7 @@ def after_attention(attended: Tensor, residual: Tensor, layer: LayerWeights, nor
     Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, with which the next layer begins.
     """
     normed = layer.post_norm.add(layer.o(attended), residual)
-    return norm.add(layer.down(silu_and_mul(layer.gate_up(normed))), residual)
+    return norm.add(layer.down(layer.gate_up(normed)), residual)
 
 
 def as_it_is(region: Region) -> Region:
