@@ -57,6 +57,7 @@ SAMPLING_HELP = {
     "logprobs": "alternatives to report for each token",
     "prompt_logprobs": "alternatives to report for each token of the prompt",
     "skip_special_tokens": "leave special tokens out of the text",
+    "detokenize": "turn tokens into text",
 }
 
 
