@@ -1,4 +1,5 @@
-"""Tests in this folder run Triton kernels in its interpreter, on the CPU. It must be told before Triton is imported.
+"""Tests in this folder run Triton kernels in its interpreter, on the CPU. It must be told before Triton is imported;
+where there is a GPU, tests/cuda runs the same kernels in earnest and these are skipped.
 
 The interpreter is mended in three places: scalars are arrays of one element, which numpy 2.4 no longer takes for
 integers; bfloat16 is cut off where a device rounds, and multiplied as if its bits were integers; and a product adds in
@@ -6,12 +7,25 @@ an order that follows the shapes, where a device goes through the inputs in orde
 """
 
 import os
+from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+import pytest
+import torch
 
-import numpy as np  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and os.environ.get("TRITON_INTERPRET") != "1":
+            item.add_marker(pytest.mark.skip(reason="tests/cuda runs these kernels on the GPU"))
+
 
 _patch_tensor = interpreter._patch_lang_tensor
 _cast = interpreter.InterpreterBuilder.cast_impl

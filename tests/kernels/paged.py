@@ -8,7 +8,12 @@ import numpy as np
 import torch
 
 from preheat.ops.cuda.attention import (
-    DECODE, PREFILL, How, Workspace, decode_attention, prefill_attention, query_tile,
+    How,
+    Workspace,
+    decode_attention,
+    prefill_attention,
+    prefill_how,
+    query_tile,
 )  # fmt: skip
 from preheat.ops.cuda.work import SPLIT, decode_work, prefill_tiles
 
@@ -66,7 +71,7 @@ class Pages:
         count = torch.tensor([len(pieces)], dtype=torch.int32)
         return torch.from_numpy(padded).to(self.device), count.to(self.device)
 
-    def decode(self, work, split=SPLIT, how: How = DECODE, spare=3):
+    def decode(self, work, split=SPLIT, how: How | None = None, spare=3):
         """Attention of single tokens: ``work`` is a list of (sequence, position)."""
         q, slots, positions, out = self._step([(i, p, 1) for i, p in work])
         pieces = decode_work(np.arange(len(work)), np.array([p for _, p in work]), split, self.shape.window)
@@ -79,10 +84,11 @@ class Pages:
         assert not workspace.arrived.any()
         return out
 
-    def prefill(self, work, split=SPLIT, how: How = PREFILL, spare=3):
+    def prefill(self, work, split=SPLIT, how: How | None = None, spare=3):
         """Attention of runs: ``work`` is a list of (sequence, first position, number of tokens)."""
         q, slots, positions, out = self._step(work)
         extends = np.array([n for _, _, n in work])
+        how = how or prefill_how(self.shape.dim, self.shape.dtype)
         tile = query_tile(self.shape.heads, self.shape.kv_heads, how)
         first = np.array([p for _, p, _ in work])
         tiles, count = self._pieces(prefill_tiles(np.cumsum(extends) - extends, extends, first, tile), spare)

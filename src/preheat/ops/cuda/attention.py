@@ -43,27 +43,29 @@ class How:
     programs: int = 0
 
 
-DECODE = How(rows=16, warps=2, stages=3, programs=4)
-PREFILL = How(rows=64, warps=4, stages=3)
+def decode_how(dim: int, dtype: torch.dtype) -> How:
+    """For heads of ``dim`` numbers."""
+    return How(rows=16, warps=4, stages=3 if dim * dtype.itemsize <= 256 else 2, programs=3)
+
+
+def prefill_how(dim: int, dtype: torch.dtype) -> How:
+    """For heads of ``dim`` numbers. Two outputs of all rows must fit into registers."""
+    if dtype == torch.float32:
+        return How(rows=16, warps=4, stages=2)
+    return How(rows=64, warps=4, stages=3) if dim <= 128 else How(rows=64, warps=8, stages=2)
 
 
 @triton.jit
 def _blocks(table, start, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """The blocks that hold the tile of keys from ``start`` on: one, or one for each key. Any block from ``end`` on."""
-    if BLOCK >= TILE:
-        return tl.load(table + start // BLOCK, mask=start < end, other=0)
-    else:
-        at = start + tl.arange(0, TILE)
-        return tl.load(table + at // BLOCK, mask=at < end, other=0)
+    at = start if BLOCK >= TILE else start + tl.arange(0, TILE)
+    return tl.load(table + at // BLOCK, mask=at < end, other=0)
 
 
 @triton.jit
 def _key_offsets(blocks, start, block_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Where each key of the tile from ``start`` on lies in the cache, within its head: int64 [TILE]."""
-    if BLOCK >= TILE:
-        inside = start % BLOCK + tl.arange(0, TILE)
-    else:
-        inside = tl.arange(0, TILE) % BLOCK
+    inside = start % BLOCK + tl.arange(0, TILE) if BLOCK >= TILE else tl.arange(0, TILE) % BLOCK
     return tl.cast(blocks, tl.int64) * block_stride + inside * DIM
 
 
@@ -108,30 +110,44 @@ def _merge(tops, totals, accs, top, total, acc):
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, 16], tl.float32), tl.zeros(
-        [ROWS, WIDTH], tl.float32
+    return (
+        tl.full([ROWS], -float("inf"), tl.float32),
+        tl.zeros([ROWS, 16], tl.float32),
+        tl.zeros([ROWS, WIDTH], tl.float32),
     )
 
 
 @triton.jit
-def _merge_parts(parts, tops, totals, first, count, head, heads, own, ROWS: tl.constexpr, DIM: tl.constexpr,
-                 WIDTH: tl.constexpr):  # fmt: skip
-    """Merge the ``count`` splits from piece ``first`` on, of the heads from ``head`` on. Returns sums and outputs."""
-    row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+def _keep_part(parts, tops, totals, piece, head, top, total, acc, own, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Write one split of the ``own`` heads from ``head`` on."""
+    dims = tl.arange(0, acc.shape[1])
+    at = tl.cast(piece, tl.int64) * HEADS + head + tl.arange(0, acc.shape[0])
+    tl.store(tops + at, top, mask=own)
+    tl.store(totals + at, tl.max(total, 1), mask=own)  # all columns are equal
+    tl.store(parts + at[:, None] * DIM + dims[None, :], acc, mask=own[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _merge_parts(
+    parts, tops, totals, piece, count, head, own, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Merge the ``count`` splits from ``piece`` on, of the ``own`` heads from ``head`` on: their sums and outputs."""
+    ROWS: tl.constexpr = own.shape[0]
+    dims = tl.arange(0, WIDTH)
     real = own[:, None] & (dims < DIM)[None, :]
     top, acc = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
-    at = tl.cast(first, tl.int64) * heads + head + row
+    at = tl.cast(piece, tl.int64) * HEADS + head + tl.arange(0, ROWS)
     for _ in tl.range(0, count, num_stages=4):
         one_top = tl.load(tops + at, mask=own, other=0.0, cache_modifier=".cg")
         one_total = tl.load(totals + at, mask=own, other=1.0, cache_modifier=".cg")
         one = tl.load(parts + at[:, None] * DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
         top, total, acc = _merge(top, total, acc, one_top, one_total[:, None], one)
-        at += heads
+        at += HEADS
     return total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"])
 def _decode(
     q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived,
     scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
@@ -173,31 +189,26 @@ def _decode(
                 block_stride, DIM, BLOCK, TILE, False,
             )  # fmt: skip
             blocks = _blocks(pages, at + TILE, end, BLOCK, TILE)
-        summed = tl.max(total, 1)  # all columns are equal
-        count = position // SPLIT - first + 1
-        head = kv_head * GROUP
+        head, count = kv_head * GROUP, position // SPLIT - first + 1
         result = out + (token.to(tl.int64) * HEADS + head) * DIM + row[:, None] * DIM + dims[None, :]
         if count == 1:
-            tl.store(result, (acc / summed[:, None]).to(out.dtype.element_ty), mask=real)
+            tl.store(result, (acc / tl.max(total, 1)[:, None]).to(out.dtype.element_ty), mask=real)
         else:
-            where = tl.cast(piece, tl.int64) * HEADS + head + row
-            tl.store(tops + where, top, mask=own)
-            tl.store(totals + where, summed, mask=own)
-            tl.store(parts + where[:, None] * DIM + dims[None, :], acc, mask=real)
+            _keep_part(parts, tops, totals, piece, head, top, total, acc, own, HEADS, DIM)
             if MERGE:
                 tl.debug_barrier()  # all warps have written before one of them says so
                 counter = arrived + token * KV_HEADS + kv_head
                 if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                     tl.debug_barrier()
                     sums, outs = _merge_parts(
-                        parts, tops, totals, piece - (split - first), count, head, HEADS, own, ROWS, DIM, WIDTH
+                        parts, tops, totals, piece - (split - first), count, head, own, HEADS, DIM, WIDTH
                     )
                     tl.store(result, (outs / sums).to(out.dtype.element_ty), mask=real)
                     tl.store(counter, 0)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"])
 def _prefill(
     q, cache, table, slots, positions, tiles, num_tiles, out,
     scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
@@ -220,7 +231,9 @@ def _prefill(
         head = kv_head * GROUP + of_group
         real = ((nth < count) & (of_group < GROUP))[:, None] & (dims < DIM)[None, :]
         token_row = token.to(tl.int64) + nth
-        queries = tl.load(q + (token_row * q_stride + head * head_stride)[:, None] + dims[None, :], mask=real, other=0.0)
+        queries = tl.load(
+            q + (token_row * q_stride + head * head_stride)[:, None] + dims[None, :], mask=real, other=0.0
+        )
 
         end = position + count
         seen_to = position + nth + 1
@@ -285,9 +298,10 @@ class Workspace:
         self.arrived = torch.zeros(max_tokens, heads, dtype=torch.int32, device=device)
 
 
-def query_tile(heads: int, kv_heads: int, how: How = PREFILL) -> int:
+def query_tile(heads: int, kv_heads: int, how: How) -> int:
     """Tokens of a tile for :func:`prefill_attention`."""
-    return max(1, how.rows // triton.next_power_of_2(heads // kv_heads))
+    group_rows: int = triton.next_power_of_2(heads // kv_heads)
+    return max(1, how.rows // group_rows)
 
 
 def decode_attention(
@@ -304,18 +318,20 @@ def decode_attention(
     window: int | None,
     *,
     split: int = SPLIT,
-    how: How = DECODE,
+    how: How | None = None,
 ) -> None:
     """Attention of tokens that are the only one of their sequence in the step, written to their rows of ``out``.
 
     ``q`` [tokens, heads, dim] (any strides but the last), ``cache`` [blocks, 2, kv heads, block size, dim] (any strides
-    but the last two), ``table`` int32 [slots, max blocks], ``slots`` and ``positions`` int32 [tokens], ``out``
-    [tokens, heads * dim]. ``work`` int32 [most pieces, 2], of which ``num_work`` [1] count, is what
-    :func:`preheat.ops.cuda.work.decode_work` gives for the same ``split`` and ``window``. What the host copies for a step (``work``, ``num_work``, ``slots``, ``positions``) are read before earlier kernels end: no kernel may write
-    them.
+    but the last two), ``table`` int32 [slots, max blocks], ``slots`` and ``positions`` int32 [tokens], ``out`` [tokens,
+    heads * dim]. ``work`` int32 [most pieces, 2], of which ``num_work`` [1] count, is what
+    :func:`preheat.ops.cuda.work.decode_work` gives for the same ``split`` and ``window``. What the host copies for a
+    step (``work``, ``num_work``, ``slots``, ``positions``) is read before earlier kernels end: no kernel may write
+    it.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
+    how = how or decode_how(dim, q.dtype)
     units = len(work) * kv_heads
     programs = min(units, how.programs * _processors(q.device)) if how.programs else units
     _decode[(programs,)](
@@ -342,7 +358,7 @@ def prefill_attention(
     window: int | None,
     *,
     split: int = SPLIT,
-    how: How = PREFILL,
+    how: How | None = None,
 ) -> None:
     """Attention of runs of tokens, whose keys are in the cache, written to their rows of ``out``.
 
@@ -352,6 +368,7 @@ def prefill_attention(
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
+    how = how or prefill_how(dim, q.dtype)
     group_rows = triton.next_power_of_2(heads // kv_heads)
     _prefill[(len(tiles) * kv_heads,)](
         q, cache, table, slots, positions, tiles, num_tiles, out,

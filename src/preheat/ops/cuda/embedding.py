@@ -46,9 +46,7 @@ def embed(tokens: Tensor, slots: Tensor, last_token: Tensor, table: Tensor) -> T
     size = table.shape[1]
     out = table.new_empty(len(tokens), size)
     programs = (len(tokens), triton.cdiv(size, COLUMNS))
-    _embed[programs](
-        tokens, slots, last_token, table, out, size, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1)
-    )
+    _embed[programs](tokens, slots, last_token, table, out, size, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
     return out
 
 

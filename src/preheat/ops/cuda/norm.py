@@ -1,8 +1,8 @@
 """Root-mean-square norm on CUDA, alone or with the residual addition before it.
 
-Contract. As in :mod:`preheat.ops.norm`: per row, in fp32, the sum of the squares, times 1 / length, plus eps, reciprocal
-square root, times x; rounded to the dtype; times weight, rounded again. Nothing is fused. The order of the sum is fixed
-by the length alone: one program a row, whose block and warps follow from the length.
+Contract. As in :mod:`preheat.ops.norm`: per row, in fp32, the sum of the squares, times 1 / length, plus eps,
+reciprocal square root, times x; rounded to the dtype; times weight, rounded again. Nothing is fused. The order of the
+sum is fixed by the length alone: one program a row, whose block and warps follow from the length.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``x`` to ``residual`` in place, both [tokens, size] and contiguous, then the norm of the sum: a new tensor."""
+    """Add ``x`` to ``residual`` in place, both [tokens, size], contiguous; then the norm of the sum: a new tensor."""
     return _launch(x, residual, weight, eps)
 
 

@@ -1,8 +1,8 @@
 """What happens between the projection of queries, keys and values and attention, on CUDA, in one kernel.
 
 Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.ops.cuda.norm`, then rotary
-embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype. Keys so turned and values as
-they are go into the cache. A head's bits depend on its own numbers and position alone.
+embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype. Keys so turned, and values
+as they are, go into the cache. A head's bits depend on its own numbers and position alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _plus(a, b):
     return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"])
 def _rope_and_write(
     qkv, rope, slots, positions, table, cache, weight, eps,
     block_stride, value_stride, kv_stride, max_blocks,
@@ -48,8 +48,9 @@ def _rope_and_write(
     block = tl.load(table + slot * max_blocks + position // BLOCK).to(tl.int64)
     angles = rope + position.to(tl.int64) * (2 * DIM) + dims
     cos_left, cos_right = tl.load(angles, mask=inside, other=0.0), tl.load(angles + MIDDLE, mask=inside, other=0.0)
-    sin_left, sin_right = tl.load(angles + DIM, mask=inside, other=0.0), tl.load(
-        angles + DIM + MIDDLE, mask=inside, other=0.0
+    sin_left, sin_right = (
+        tl.load(angles + DIM, mask=inside, other=0.0),
+        tl.load(angles + DIM + MIDDLE, mask=inside, other=0.0),
     )
     begin(overlap)
 
