@@ -238,11 +238,12 @@ def _on_device(
     from preheat.execute.device_sampler import DeviceSampler
     from preheat.execute.kv_cache import KVCache
     from preheat.model.decoder import Decoder, project
-    from preheat.ops.cuda.attention import SPLIT, query_tile
+    from preheat.ops.cuda.attention import prefill_how, query_tile
+    from preheat.ops.cuda.work import SPLIT
 
     spec, limits = model.spec, plan.limits
     windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
-    tile = query_tile(spec.num_heads // spec.num_kv_heads)
+    tile = query_tile(spec.num_heads, spec.num_kv_heads, prefill_how(spec.head_dim, model.dtype))
     buffers = StepBuffers(limits, tile=tile, split=SPLIT, windows=windows, device=model.device)
     cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
     decoder = Decoder(spec, model.weights, limits.max_model_len, builder(mode, store.folder), before=project)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-SPLIT = 256
+SPLIT = 512
 """Keys of a split. Part of attention's contract: another value gives other bits."""
 
 
