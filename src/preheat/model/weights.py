@@ -103,9 +103,12 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = Fal
     of its outputs is the gate of the second, and SwiGLU of both is what it gives.
     """
     if weight.is_cuda:
-        from preheat.ops.cuda.linear import CudaLinear
-
-        on_device: Map = CudaLinear(weight, bias, gated)
+        import functools
+        from preheat.ops.cuda.tuning import CudaLinear, Choices, shipped
+        global _CH
+        if "_CH" not in globals():
+            tabs = shipped(); _CH = Choices(tabs, tabs[0].devices[0])
+        on_device: Map = CudaLinear(weight, bias, gated, _CH)
         return on_device
     linear = Linear(weight, bias)
     return Gated(linear) if gated else linear
