@@ -224,21 +224,30 @@ FromEngine = Delta | Progress | Ready | Report | Died
 
 @dataclass(slots=True)
 class Schedule:
-    """The rows of one step, decoding rows first. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``.
+    """The rows of one step, decoding rows first. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``,
+    from position ``first[i]`` on.
 
     ``samples[i]`` says whether a token is drawn from the row's last position: false for a chunk that does not reach
-    the end of what is known of its sequence.
+    the end of what is known of its sequence. All is as it was when the step was scheduled; the slots may be ahead.
     """
 
-    slots: np.ndarray  # int32 [rows]
+    slots: np.ndarray  # int64 [rows]
+    first: np.ndarray  # int32 [rows]
     extend: np.ndarray  # int32 [rows], at least 1
     samples: np.ndarray  # bool [rows]
     num_decode: int  # the first rows, all with extend == 1 and samples
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; none: nobody asked
     started: dict[int, int] = field(default_factory=dict)  # request id -> tokens found in the prefix cache
 
     @property
     def rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int32 [rows], the position after each row's last: where a sampling row puts its new token."""
+        ends: np.ndarray = self.first + self.extend
+        return ends
 
     @property
     def tokens(self) -> int:
