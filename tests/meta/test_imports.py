@@ -31,7 +31,8 @@ RULE = {
     "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup proof",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
-    "cli": "startup engine llm server plan warmup proof",
+    "bench": "engine llm device model",
+    "cli": "startup engine llm server plan warmup proof bench",
     "__init__": "llm",
     "__main__": "cli",
 }
@@ -41,6 +42,7 @@ WITHOUT_TORCH = (
     "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
     "engine.bootbar", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
     "proof.names", "proof.identity", "proof.prompts", "proof.compare", "proof.against", "proof.command",
+    "bench.commands", "bench.boot", "bench.client", "bench.serve", "bench.report", "bench.shapes", "bench.table",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,16 @@ LogitWatch = Callable[[Tensor, Batch], None]
 them. It must neither change nor keep them, nor wait for the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was computed when it was launched."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
 class Executor:
     """Runs steps of one model on one device."""
 
@@ -35,6 +46,10 @@ class Executor:
     def watch_logits(self, watch: LogitWatch | None) -> None:
         """Let ``watch`` see the logits of every step from now on; None: nobody."""
         self._watch = watch
+
+    def launch(self, batch: Batch) -> Done:
+        """Run a step, which on a CPU is done when this returns; errors are raised here."""
+        return Done(self.execute(batch))
 
     def execute(self, batch: Batch) -> StepResult:
         """Forward, logits of the sampling rows, one token for each of them."""

@@ -27,15 +27,17 @@ DIGEST_BYTES = 16
 class BootCheck:
     """Runs the checks of the plan; what they compare with is computed once, when the first one runs."""
 
-    def __init__(self, lab: Lab, record: Record) -> None:
+    def __init__(self, lab: Lab, record: Record, platform: str) -> None:
         self._lab, self._record = lab, record
         rng = np.random.default_rng(0)
-        self._contexts = [rng.integers(lab.vocab_size, size=length, dtype=np.int32) for length in self._lengths()]
+        self._contexts = [
+            rng.integers(lab.vocab_size, size=length, dtype=np.int32) for length in self._lengths(platform)
+        ]
 
-    def _lengths(self) -> list[int]:
+    def _lengths(self, platform: str) -> list[int]:
         """Of the contexts; one for which there is no shape is halved, until there is."""
         found = []
-        for asked in context_lengths(self._lab.plan.limits):
+        for asked in context_lengths(self._lab.plan.limits, platform):
             length = asked
             while length > 1 and not all(map(self._lab.shape_of, ([Row(0, length)], [Row(length - 1, 1)]))):
                 length //= 2

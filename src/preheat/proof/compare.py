@@ -98,7 +98,4 @@ def line(result: PathResult) -> str:
 def summary(verdict: Verdict) -> str:
     """What stands below it."""
     check = verdict.held or (verdict.proof and verdict.proof.digest) or "did not run"
-    return (
-        f"{verdict.positions:,} positions of the first run, digest {verdict.digest}\n"
-        f"check at boot: {check}"
-    )
+    return f"{verdict.positions:,} positions of the first run, digest {verdict.digest}\ncheck at boot: {check}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from preheat.core import Delta, Ready, Stats
@@ -49,7 +49,7 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        return self.loop.packer.spec.vocab_size
+        return self.loop.executor.decoder.spec.vocab_size
 
     @property
     def stats(self) -> Stats:
@@ -65,23 +65,30 @@ class Engine:
         self._ids += len(prompts)
         waiting = deque(prompt.request(first + number) for number, prompt in enumerate(prompts))
         running = 0
+        produced: Counter[int] = Counter()
         while waiting or running:
             for _ in range(min(pace(running), len(waiting))):
                 self._mailbox.send(waiting.popleft())
                 running += 1
             self.loop.take(0)
             self.loop.step()
-            running -= sum(map(_ended, self._mailbox.receive()))
+            for message in self._mailbox.receive():
+                if isinstance(message, Delta):
+                    produced.update(message.ids)
+                    running -= _ended(message)
         self.loop.scheduler.check()
         seen = self._watch.take()
-        return [seen[first + number] for number in range(len(prompts))]
+        return [_cut(seen[id], produced[id]) for id in range(first, first + len(prompts))]
 
 
-def _ended(message: object) -> int:
-    """How many sequences a message tells the end of."""
-    if not isinstance(message, Delta):
-        return 0
-    for finish in message.finished.values():
+def _ended(delta: Delta) -> int:
+    """How many sequences ended."""
+    for finish in delta.finished.values():
         if finish.reason == "error":
             raise PreheatError(f"the engine failed a request: {finish.message}")
-    return len(message.finished)
+    return len(delta.finished)
+
+
+def _cut(seen: Seen, count: int) -> Seen:
+    """Without what was computed ahead of a sequence's end."""
+    return Seen(seen.bits[:count], seen.levels[:count])

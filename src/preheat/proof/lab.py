@@ -129,19 +129,21 @@ class Lab:
 
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
         """A step in which each of ``chosen`` computes ``extend`` tokens, by default all that it lacks."""
-        slots, order = self.slots, np.array(chosen, np.int32)
-        lacking = slots.device_len[order] - slots.cached_len[order]
+        cached = self.slots.cached_len[np.array(chosen)]
+        lacking = self.slots.device_len[np.array(chosen)] - cached
         some = lacking if extend is None else np.array(extend, np.int32)
-        first = np.argsort(lacking > 1, kind="stable")
-        return Schedule(order[first], some[first], (some == lacking)[first], int((lacking == 1).sum()))
+        order = np.argsort(lacking > 1, kind="stable")
+        slots, decoding = np.array(chosen, np.int64)[order], int((lacking == 1).sum())
+        return Schedule(slots, cached[order], some[order], (some == lacking)[order], decoding)
 
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:
         """The logits of the step, whose layers are kept of ``row``."""
         batch = self.packer.pack(schedule)
         self.shape, self.layers = batch.shape, []
+        last = int(schedule.extend[: row + 1].sum()) - 1
 
         def tap(_: int, residual: Tensor) -> None:
-            self.layers.append(residual[batch.sampled[row]].cpu())
+            self.layers.append(residual[last].cpu())
 
         tapped = self.eager and bool(schedule.samples.all())
         logits = self.executor.logits(batch, eager=self.eager, tap=tap if tapped else None)

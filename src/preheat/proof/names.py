@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.ops.tiles import SPLIT
+from preheat.ops import tiles
+from preheat.ops.cuda import work
 from preheat.plan.modes import Mode
 from preheat.settings import OPTIONS, Settings
 
@@ -20,15 +21,11 @@ class Asked:
     settings: Settings
     limits: Limits
     mode: Mode
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of the contexts that are checked."""
-        return context_lengths(self.limits)
+    lengths: tuple[int, ...]
 
 
-LENGTHS = (SPLIT + 44, 70, 5)
-"""Tokens of the contexts: across a KV split, across a block or two, and within one."""
+SPLITS: Mapping[str, int] = MappingProxyType({"cpu": tiles.SPLIT, "cuda": work.SPLIT})
+"""Keys of a KV split, by platform."""
 
 CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
     {
@@ -48,21 +45,24 @@ CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
 """Every check, and whether it can run: a lone slot has no neighbours, what is not captured or compiled is eager."""
 
 
-def check_names(settings: Settings, limits: Limits, mode: Mode) -> tuple[str, ...]:
+def check_names(settings: Settings, limits: Limits, mode: Mode, platform: str) -> tuple[str, ...]:
     """The checks of a boot, in their order; none with ``boot_check`` off."""
     if settings.boot_check == "off":
         return ()
-    asked = Asked(settings, limits, mode)
+    asked = Asked(settings, limits, mode, context_lengths(limits, platform))
     return tuple(name for name, runs in CHECKS.items() if runs(asked))
 
 
-def context_lengths(limits: Limits) -> tuple[int, ...]:
-    """`LENGTHS` within the limits, longest first: half a step's tokens and half of the blocks at most, so that there
-    is room for neighbours and for a second copy; one token at least.
+def context_lengths(limits: Limits, platform: str) -> tuple[int, ...]:
+    """Tokens of the contexts that are checked: across a KV split, across a block or two, and within one.
+
+    All within the limits: half a step's tokens and half of the blocks at most, so that there is room for neighbours and
+    for a second copy; one token at least.
     """
+    lengths = (SPLITS[platform] + 44, 70, 5)
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
     blocks = max((limits.num_blocks - 1) // 2, 1)
-    return tuple(dict.fromkeys(min(length, longest, blocks * limits.block_size) for length in LENGTHS))
+    return tuple(dict.fromkeys(min(length, longest, blocks * limits.block_size) for length in lengths))
 
 
 def check_required(settings: Settings) -> None:

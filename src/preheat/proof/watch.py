@@ -20,22 +20,18 @@ class Watch:
 
     def __init__(self, loop: Loop) -> None:
         self._pack = loop.packer.pack
-        self._slots = loop.packer.slots
-        self._owners: dict[int, list[int]] = {}  # of batches that are on their way
-        self._seen: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
+        self._sampling: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of batches that are on their way
+        self._seen: list[tuple[np.ndarray, np.ndarray, Tensor, Tensor]] = []
         loop.packer.pack = self._packed  # type: ignore[method-assign]  # whose rows a batch holds, only its packer knows
         loop.executor.watch_logits(self._look)
 
     def _packed(self, schedule: Schedule) -> Batch:
         batch = self._pack(schedule)
-        requests = [self._slots.request[slot] for slot in schedule.slots[schedule.samples].tolist()]
-        self._owners[id(batch)] = [request.id for request in requests if request is not None]
+        self._sampling[id(batch)] = schedule.ids[schedule.samples], schedule.ends[schedule.samples]
         return batch
 
     def _look(self, logits: Tensor, batch: Batch) -> None:
-        owners = self._owners.pop(id(batch))
-        positions = batch.positions[batch.sampled[: len(owners)]]
-        self._seen.append((owners, positions, row_digests(logits), logits.amax(1)))
+        self._seen.append((*self._sampling.pop(id(batch)), row_digests(logits), logits.amax(1)))
 
     def take(self) -> dict[int, Seen]:
         """By request, what was seen since the last call, in the order of positions: digests and greatest logits."""

@@ -67,30 +67,38 @@ class WarmUp:
     _said: float = field(default=0.0, init=False)
 
     def run(self) -> None:
-        """Run every item, in the plan's order; what becomes of each is in the record."""
+        """Run every item but the checks, in the plan's order; what becomes of each is in the record."""
         self._started = time.monotonic()
         memory = self.platform.used_memory()
         self._swaps = SwapRuns(self.executor)
         self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
-        entries = {entry.name: entry for entry in self.record.entries}
-        kinds: dict[str, list[Item]] = {}
-        for item in self.plan.items:
-            kinds.setdefault(item.kind, []).append(item)
-        done = 0
-        for kind, items in kinds.items():
-            self._begin(kind, items)
-            self._kind(
-                kind,
-                [
-                    partial(self._turn, item, entries[item.name], (number, len(items)), done)
-                    for number, item in enumerate(items, 1)
-                ],
-            )
-            done += len(items)
-            self._end(kind)
-        self.executor.sampler.counts.forget()
+        self._items([item for item in self.plan.items if item.kind != "check"])
+        self.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
+
+    def run_checks(self) -> None:
+        """Run the checks, which are the plan's last items: by then, every program is what will serve."""
+        started = time.monotonic()
+        self._items([item for item in self.plan.items if item.kind == "check"])
+        self.executor.sampler.forget()
+        self.record.seconds += time.monotonic() - started
+
+    def _items(self, items: Sequence[Item]) -> None:
+        entries = {entry.name: entry for entry in self.record.entries}
+        kinds: dict[str, list[Item]] = {}
+        for item in items:
+            kinds.setdefault(item.kind, []).append(item)
+        done = self.plan.items.index(items[0]) if items else 0
+        for kind, part in kinds.items():
+            self._begin(kind, part)
+            turns = [
+                partial(self._turn, item, entries[item.name], (number, len(part)), done)
+                for number, item in enumerate(part, 1)
+            ]
+            self._kind(kind, turns)
+            done += len(part)
+            self._end(kind)
 
     def _kind(self, kind: str, turns: Sequence[Callable[[], None]]) -> None:
         """Every turn; what one raises is booked already."""
@@ -168,7 +176,7 @@ class WarmUp:
             if not schedule.rows:
                 return
             batch = self.packer.pack(schedule)
-            hidden = self._hidden(len(batch.tokens))
+            hidden = self._hidden(batch.padded_tokens)
             for _ in range(1 if key.batch_changed else 2):
                 self.executor.finish(hidden, batch)
 
