@@ -133,6 +133,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
     loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
+    record.invariant = settings.batch_invariant and not record.unproved()
     _require_proof(settings, record)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop

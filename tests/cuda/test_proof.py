@@ -1,0 +1,125 @@
+"""The proof on a GPU: graphs are checked against eager runs, digests are the host's, planted kernels are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preheat.core import Ready
+from preheat.engine.mailbox import InlineMailbox
+from preheat.ops.digest import row_digests
+from preheat.proof.prompts import Size, make_prompts
+from preheat.proof.verify import Verification
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.warmup.record import Record
+
+OPTIONS = {
+    "device": "cuda", "skip_warmup": False, "max_num_seqs": 64, "max_num_batched_tokens": 2048,
+    "determinism_warmup_iterations": 0, "num_gpu_blocks_override": 2049,
+}  # fmt: skip
+SIZE = Size(prompts=70, runs=2, outputs=24, longest=700)
+
+
+def boot(**options) -> tuple[Ready, Record]:
+    mailbox = InlineMailbox()
+    boot_engine(Settings.load(OPTIONS | options), mailbox)
+    ready = next(message for message in mailbox.receive() if isinstance(message, Ready))
+    return ready, Record.from_json(ready.record)
+
+
+def checks(record: Record) -> dict[str, tuple[str, str]]:
+    return {str(e.shape["name"]): (e.outcome, e.reason) for e in record.entries if e.kind == "check"}
+
+
+def test_every_path_agrees_and_two_boots_have_one_digest():
+    ready, record = boot(boot_check="full")
+    assert not ready.held
+    assert "eager" in checks(record)
+    assert set(checks(record).values()) == {("ready", "")}
+    assert boot()[1].proof.digest == record.proof.digest
+
+
+@pytest.mark.parametrize("vocab", [1, 4096, 128_256])
+def test_digests_are_the_hosts(vocab):
+    logits = torch.randn(33, vocab, generator=torch.Generator().manual_seed(0))
+    logits[3] = float("-inf")
+    assert torch.equal(row_digests(logits.cuda()).cpu(), row_digests(logits))
+
+
+def layout_of_the_batch(monkeypatch) -> None:
+    """A norm whose row sum has a layout, by its number of warps, that follows the number of rows."""
+    from preheat.ops.cuda import norm
+
+    def launch(x, residual, weight, eps):
+        size, out = x.shape[1], torch.empty_like(x)
+        layout = norm._layout(size) | {"num_warps": 1 if len(x) <= 16 else 8}
+        norm._norm[(len(x),)](x, residual, weight, out, 1.0 / size, eps, SIZE=size, **layout)
+        return out
+
+    monkeypatch.setattr(norm, "_launch", launch)
+
+
+def split_by_batch(monkeypatch) -> None:
+    """A linear map that adds its inputs in two halves from 128 rows on."""
+    from preheat.ops.cuda.tuning import CudaLinear
+
+    right = CudaLinear.__call__
+
+    def split(self, x, out=None):
+        if len(x) < 128 or self._gated:
+            return right(self, x, out)
+        first = x.clone()
+        first[:, x.shape[1] // 2 :] = 0
+        total = right(self, first) + right(self, x - first)
+        return total if out is None else out.copy_(total)
+
+    monkeypatch.setattr(CudaLinear, "__call__", split)
+
+
+@pytest.mark.parametrize("plant", [layout_of_the_batch, split_by_batch])
+def test_a_planted_kernel_is_named(plant, monkeypatch):
+    plant(monkeypatch)
+    ready, record = boot()
+    failed = {name: reason for name, (outcome, reason) in checks(record).items() if outcome == "failed"}
+    assert "decode" in failed or "chunked" in failed
+    assert "the first layer that differs is layer 0" in ready.held
+
+
+def test_a_graph_that_differs_from_eager_is_named(monkeypatch):
+    from preheat.execute.programs import Programs
+
+    right = Programs.run
+
+    def run(self, key, *, eager=False):
+        right(self, key, eager=eager)
+        if eager and self is executors[-1].forwards:
+            executors[-1]._hidden.mul_(1 + 2**-6)
+
+    executors = []
+    from preheat.execute.device_executor import DeviceExecutor
+
+    made = DeviceExecutor.__init__
+    monkeypatch.setattr(DeviceExecutor, "__init__", lambda self, *a: (made(self, *a), executors.append(self))[0])
+    monkeypatch.setattr(Programs, "run", run)
+    _, record = boot()
+    assert checks(record)["eager"][0] == "failed"
+
+
+def verification() -> Verification:
+    def prompts(engine):
+        return make_prompts(SIZE, engine.vocab_size, engine.ready.max_model_len)
+
+    return Verification(boot_engine, Settings.load(OPTIONS), prompts, SIZE)
+
+
+def test_verify_finds_nothing():
+    run = verification()
+    results = list(run.results())
+    assert run.verdict(results).ok, [str(result.first) for result in results]
+
+
+def test_verify_finds_a_planted_kernel(monkeypatch):
+    layout_of_the_batch(monkeypatch)
+    run = verification()
+    assert not run.verdict(list(run.results())).ok
