@@ -7,9 +7,11 @@ The front door's process never imports torch, so everything that needs it is imp
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -268,16 +270,19 @@ def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit,
     from preheat.warmup.guard import Guard
     from preheat.warmup.sources import sources_for
 
-    plan, record = warm.plan, warm.record
-    if not settings.skip_warmup:
+    plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
+    if record.mode == GRAPHS and warm.platform.name == "cpu":
+        warm.capture = partial(capture_twin, plan, record, settings, budget, model.sizes)
+    elif record.mode == GRAPHS:
+        executor: DeviceExecutor = warm.executor  # type: ignore[assignment]  # that of the platform
+        with steps("Compiling kernels"):
+            executor.compile(plan, os.cpu_count() or 1)
+        warm.prepare, warm.capture = executor.prepare, partial(capture_programs, warm, executor, settings, budget)
+    if settings.skip_warmup:
+        warm.capture()  # as in the source, which captures without having run anything
+    else:
         with steps("warm-up"):
             warm.run()
-    if record.mode == GRAPHS:  # as in the source, also where warm-up is skipped
-        budget = Budget(split, model.bytes_per_block)
-        if warm.platform.name == "cpu":
-            capture_twin(plan, record, settings, budget, model.sizes)
-        else:
-            capture_programs(plan, record, settings, budget, warm.executor, warm.platform)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)

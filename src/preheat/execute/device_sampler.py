@@ -113,7 +113,11 @@ class DeviceSampler:
     ) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the sampler takes up to {MAX_VOCAB} tokens, the model has {vocab_size}")
-        self.vocab_size, self.handle_topk_duplicates, self.most_logprobs = vocab_size, handle_topk_duplicates, most_logprobs
+        self.vocab_size, self.handle_topk_duplicates, self.most_logprobs = (
+            vocab_size,
+            handle_topk_duplicates,
+            most_logprobs,
+        )
         self.input = SamplerInput(max_rows, vocab_size, pad_slot=num_slots)
         self.counts = DeviceCounts(num_slots, vocab_size, device)
 
@@ -173,7 +177,9 @@ class DeviceSampler:
         """
         self._peaks(logits, rows, raw=True, live=live)
         row, parts = logits.stride(0), (self._sums, self._befores)
-        tally[self._chunks, rows](live, logits, row, self._leads, chosen, *parts, **self._chunked, **sampling(num_warps=4))
+        tally[self._chunks, rows](
+            live, logits, row, self._leads, chosen, *parts, **self._chunked, **sampling(num_warps=4)
+        )
         report[rows,](
             live, logits, row, self._tops, self._leads, chosen, *parts, self._groups, self._listed,
             self.report_ids, self.report_values, self.most_logprobs, self._chunks, **self._grouped,
