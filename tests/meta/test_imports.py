@@ -30,7 +30,8 @@ RULE = {
     "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
-    "cli": "startup engine llm server plan warmup",
+    "tune": "ops model device warmup",
+    "cli": "startup engine llm server plan warmup tune",
     "__init__": "llm",
     "__main__": "cli",
 }
