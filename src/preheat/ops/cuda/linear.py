@@ -6,8 +6,9 @@ output, then combined as :func:`preheat.ops.cuda.elementwise.silu_mul` says. So 
 of rows, on tiles or on warps: those only say which program computes an output, never in which order.
 
 Two implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
-first operand of the matrix unit, whose other side may then be as narrow as the few rows are. The library is cuBLAS, best
-for many rows. As long as it does not cut the inputs into parts it mostly keeps the contract: that is for a proof to say.
+first operand of the matrix unit, whose other side may then be as narrow as the few rows are. The library is cuBLAS,
+best for many rows; as long as it does not cut the inputs into parts it mostly keeps the contract, which is for a proof
+to say.
 """
 
 from __future__ import annotations
