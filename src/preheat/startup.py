@@ -32,7 +32,7 @@ from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
 from preheat.text.template import ChatTemplate
-from preheat.text.tokenizer import Tokenizer
+from preheat.text.tokenizer import NoTokenizer, Tokenizer
 from preheat.trace import open_trace
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def boot_front(
     """Everything that speaks text. ``send`` hands a message to the engine."""
     folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
     tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
-    tokenizer = Tokenizer(tokens, folder)
+    tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
     door = FrontDoor(
         tokenizer,
         send,
@@ -115,7 +115,8 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         warm = WarmUp(plan, *runner, platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
-    loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard))
+    ahead = platform.asynchronous and settings.async_scheduling is not False
+    loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
@@ -154,7 +155,7 @@ def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
         logger.info("%s", remark)
     dtype = getattr(torch, name)
     with steps("Loading model weights"):
-        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed, platform.device)
+        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed, device=platform.device)
     return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
@@ -238,11 +239,12 @@ def _on_device(
     from preheat.execute.device_sampler import DeviceSampler
     from preheat.execute.kv_cache import KVCache
     from preheat.model.decoder import Decoder, project
-    from preheat.ops.cuda.attention import SPLIT, query_tile
+    from preheat.ops.cuda.attention import prefill_how, query_tile
+    from preheat.ops.cuda.work import SPLIT
 
     spec, limits = model.spec, plan.limits
     windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
-    tile = query_tile(spec.num_heads // spec.num_kv_heads)
+    tile = query_tile(spec.num_heads, spec.num_kv_heads, prefill_how(spec.head_dim, model.dtype))
     buffers = StepBuffers(limits, tile=tile, split=SPLIT, windows=windows, device=model.device)
     cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
     decoder = Decoder(spec, model.weights, limits.max_model_len, builder(mode, store.folder), before=project)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ class StepBuffers:
             slots,
             positions,
             words[layout.tiles_at : at[0]].view(-1, 2),
-            tuple(words[begin:end].view(-1, 2) for begin, end in zip(at, at[1:], strict=False)),
+            tuple(words[begin:end].view(-1, 2) for begin, end in pairwise(at)),
             words[:MAX_LISTS],
         )
 

@@ -44,7 +44,8 @@ class FlatBatch:
     turn: int
     pieces: list[slice]
     sampling: SamplingBatch
-    sampled_rows: np.ndarray
+    sampled_rows: np.ndarray  # int64, the schedule's row of each
+    sampled_slots: np.ndarray  # int64, and its slot
     sampling_size: int
     logprobs: np.ndarray
     prompt_parts: list[PromptPart]
@@ -67,10 +68,9 @@ class FlatPacker:
         shape = self.plan.fit(need_of(schedule, slots, self.plan.options.bucketing_policy))
         turn, words, table = self.buffers.turn()
         ends = np.cumsum(schedule.extend)
-        first = slots.cached_len[rows]
-        self._tokens(words, shape, rows, schedule.extend, ends, first)
-        pieces = self._work(words, shape, schedule, ends, first)
-        used = -(-int((first + schedule.extend).max()) // slots.block_size)
+        self._tokens(words, shape, schedule, ends)
+        pieces = self._work(words, shape, schedule, ends)
+        used = -(-int(schedule.ends.max()) // slots.block_size)
         table[rows, :used] = slots.block_table[rows, :used]
         sampled_rows = np.flatnonzero(schedule.samples)
         size = self.plan.sampler_rows(len(sampled_rows))
@@ -81,44 +81,42 @@ class FlatPacker:
             shape=shape,
             turn=turn,
             pieces=pieces,
-            sampling=SamplingBatch.build(slots, rows[sampled_rows]),
+            sampling=SamplingBatch.build(slots, rows[sampled_rows], schedule.ends[sampled_rows]),
             sampled_rows=sampled_rows,
+            sampled_slots=rows[sampled_rows],
             sampling_size=size,
             logprobs=slots.logprobs[rows[sampled_rows]],
             prompt_parts=self._prompt_parts(schedule, ends - schedule.extend),
         )
 
-    def _tokens(
-        self, words: np.ndarray, shape: Shape, rows: np.ndarray, extend: np.ndarray, ends: np.ndarray, first: np.ndarray
-    ) -> None:
+    def _tokens(self, words: np.ndarray, shape: Shape, schedule: Schedule, ends: np.ndarray) -> None:
         """What each token is: its id, its slot, its position. The rest pads."""
         layout, count = self.buffers.layout(shape), int(ends[-1])
         tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, shape.tokens)
-        if count == len(rows):
-            slots[:count], positions[:count] = rows, first
+        if count == schedule.rows:
+            slots[:count], positions[:count] = schedule.slots, schedule.first
         else:
-            slots[:count] = np.repeat(rows, extend)
-            positions[:count] = np.arange(count) + np.repeat(first - ends + extend, extend)
+            extend = schedule.extend
+            slots[:count] = np.repeat(schedule.slots, extend)
+            positions[:count] = np.arange(count) + np.repeat(schedule.ends - ends, extend)
         tokens[:count] = self.slots.tokens[slots[:count], positions[:count]]
         tokens[count:] = positions[count:] = 0
         slots[count:] = self.buffers.pad_slot
 
-    def _work(
-        self, words: np.ndarray, shape: Shape, schedule: Schedule, ends: np.ndarray, first: np.ndarray
-    ) -> list[slice]:
+    def _work(self, words: np.ndarray, shape: Shape, schedule: Schedule, ends: np.ndarray) -> list[slice]:
         """The lists of work, of which the pieces that must be copied are returned."""
-        buffers, layout = self.buffers, self.buffers.layout(shape)
-        single = np.flatnonzero(schedule.extend == 1)
-        tiles = np.empty((0, 2), np.int32)
-        if len(single) < schedule.rows:
-            longer = np.flatnonzero(schedule.extend > 1)
-            tiles = prefill_tiles(ends[longer] - schedule.extend[longer], schedule.extend[longer], buffers.tile)
-        words[0] = len(tiles)
-        words[layout.tiles_at : layout.tiles_at + tiles.size] = tiles.reshape(-1)
+        buffers, layout, extend = self.buffers, self.buffers.layout(shape), schedule.extend
+        single, longer = np.flatnonzero(extend == 1), np.flatnonzero(extend > 1)
+        words[0] = 0
+        if len(longer):
+            starts = ends[longer] - extend[longer]
+            tiles = prefill_tiles(starts, extend[longer], schedule.first[longer], buffers.tile)
+            words[0] = len(tiles)
+            words[layout.tiles_at : layout.tiles_at + tiles.size] = tiles.reshape(-1)
         pieces = []
         begin = 0
         for index, (window, at) in enumerate(zip(buffers.windows, layout.splits_at, strict=False)):
-            work = decode_work(ends[single] - 1, first[single], buffers.split, window)
+            work = decode_work(ends[single] - 1, schedule.first[single], buffers.split, window)
             words[1 + index] = len(work)
             words[at : at + work.size] = work.reshape(-1)
             pieces.append(slice(begin, at + work.size))
@@ -131,7 +129,7 @@ class FlatPacker:
         wanted = slots.prompt_logprobs[schedule.slots[schedule.num_decode :]] != NO_LOGPROBS
         for row in (np.flatnonzero(wanted) + schedule.num_decode).tolist():
             slot = schedule.slots[row]
-            first = slots.cached_len[slot] + 1
+            first = int(schedule.first[row]) + 1
             last = min(first + schedule.extend[row], slots.prompt_len[slot])
             for at in range(0, last - first, most):
                 part = slots.tokens[slot, first + at : min(first + at + most, last)].copy()

@@ -6,17 +6,18 @@ device keeps the tokens that it drew, so that the next step may be launched befo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.batch.buffers import Inputs, StepBuffers
+from preheat.batch.buffers import HOST_COPIES, Inputs, StepBuffers
 from preheat.batch.flat import FlatBatch
 from preheat.batch.sampling import Level
-from preheat.core import StepResult, Swaps
-from preheat.execute.device_sampler import DeviceSampler
+from preheat.core import StepResult, Swaps, TokenLogprobs
+from preheat.execute.device_sampler import DeviceSampler, read_report
 from preheat.execute.kv_cache import KVCache
 from preheat.execute.programs import Programs
 from preheat.model.decoder import Attention, Decoder
@@ -25,6 +26,7 @@ from preheat.ops.cuda.embedding import embed, take_rows
 from preheat.ops.cuda.rotary import rope_and_write
 from preheat.plan.shape import Shape
 from preheat.schedule.defrag import pad_pairs
+from preheat.schedule.slots import NO_LOGPROBS
 
 
 class SampleKey(NamedTuple):
@@ -34,19 +36,55 @@ class SampleKey(NamedTuple):
     level: Level
 
 
+@dataclass(slots=True)
+class Answer:
+    """Where one step's answers go on the host."""
+
+    tokens: Tensor  # int32 [rows]
+    report_ids: Tensor  # int32 [rows, 1 + most], see DeviceSampler.launch_logprobs
+    report_values: Tensor  # fp32, the same
+
+
+@dataclass(slots=True)
+class Running:
+    """A step on the device. ``done`` is reached when ``answer`` is there; on a device that waits it is None."""
+
+    batch: FlatBatch
+    answer: Answer
+    done: torch.cuda.Event | None
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        if self.done is not None:
+            self.done.synchronize()
+        batch = self.batch
+        rows = len(batch.sampled_rows)
+        result = StepResult(self.answer.tokens[:rows].numpy().copy(), prompt_logprobs=self.prompt_logprobs)
+        wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
+        if len(wanted):
+            ids, values = self.answer.report_ids.numpy()[wanted], self.answer.report_values.numpy()[wanted]
+            entries = read_report(ids, values, result.tokens[wanted], batch.logprobs[wanted])
+            result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
+        return result
+
+
 class DeviceExecutor:
     """Runs steps of one model on one device, whose current stream it uses."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, sampler: DeviceSampler, buffers: StepBuffers) -> None:
         self.decoder, self.cache, self.sampler, self.buffers = decoder, cache, sampler, buffers
         spec, limits = decoder.spec, buffers.limits
-        device = decoder.weights.embedding.device
+        self._device = device = decoder.weights.embedding.device
         tokens, rows = max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
         self._hidden = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.zeros(rows, spec.vocab_size, dtype=decoder.dtype, device=device)
-        self._workspace = Workspace(rows, buffers.max_splits, spec.num_heads, spec.head_dim, device)
-        self._rope = decoder.rope.squeeze(2)
+        self._workspace = Workspace(rows * buffers.max_splits, tokens, spec.num_heads, spec.head_dim, device)
         self._scale = spec.head_dim**-0.5
+        self._live, self._successors = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, rows))
+        self._settings = [self._pinned(sampler.settings) for _ in range(HOST_COPIES)]
+        answers = (sampler.tokens, sampler.report_ids, sampler.report_values)
+        self._answers = [Answer(*map(self._pinned, answers)) for _ in range(HOST_COPIES)]
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.forwards = Programs[Shape](self._forward, pool)
         self.samples = Programs[SampleKey](self._sample, pool)
@@ -57,13 +95,16 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def launch(self, batch: FlatBatch) -> Running:
-        """Start a step behind all that was started before."""
+        """Start a step behind all that was started before.
+
+        A step in which prompt logprobs are wanted is waited for: they may be many.
+        """
         self.forward(batch)
         return self._draw(batch)
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, *, eager: bool = False) -> Tensor:
-        """Hidden states [T, hidden], in a buffer of which the next step writes over; keys and values are in the cache."""
+        """Hidden states [T, hidden], which the next step overwrites; keys and values are in the cache."""
         self.buffers.send(batch.turn, batch.pieces)
         self.forwards.run(batch.shape, eager=eager)
         return self._hidden[: batch.shape.tokens]
@@ -86,7 +127,7 @@ class DeviceExecutor:
     def swap(self, swaps: Swaps) -> None:
         """Exchange the contents of blocks, in the padded size that is one program."""
         pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64)
-        self.cache.swap(pairs.to(self.cache.data.device))
+        self.cache.swap(pairs.to(self._device))
 
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
@@ -102,12 +143,41 @@ class DeviceExecutor:
 
     def _draw(self, batch: FlatBatch, *, eager: bool = False) -> Running:
         """Draw for the sampling rows, and compute the logprobs that somebody wants."""
-        level = Level(batch.sampling.level)
-        size = batch.sampling_size
-        if size:
-            self.sampler.send(batch)
-            self.samples.run(SampleKey(size, level), eager=eager)
-        return self.sampler.collect(batch)
+        answer, sampler, size = self._answers[batch.turn], self.sampler, batch.sampling_size
+        if len(batch.sampled_rows):
+            if batch.sampling.penalties:
+                sampler.counts.follow(batch.sampling.penalties)
+            settings = self._settings[batch.turn]
+            used = sampler.input.pack(settings.numpy(), batch.sampling, batch.sampled_slots)
+            sampler.settings[:used].copy_(settings[:used], non_blocking=True)
+            self.samples.run(SampleKey(size, batch.sampling.level), eager=eager)
+            answer.tokens[:size].copy_(sampler.tokens[:size], non_blocking=True)
+            if (batch.logprobs != NO_LOGPROBS).any():
+                sampler.launch_logprobs(sampler.settings, self._logits, sampler.tokens, size)
+                self._report(answer, size)
+        done = torch.cuda.Event() if self._device.type == "cuda" else None
+        if done is not None:
+            done.record()
+        return Running(batch, answer, done, self._prompt_logprobs(batch))
+
+    def _report(self, answer: Answer, size: int) -> None:
+        answer.report_ids[:size].copy_(self.sampler.report_ids[:size], non_blocking=True)
+        answer.report_values[:size].copy_(self.sampler.report_values[:size], non_blocking=True)
+
+    def _prompt_logprobs(self, batch: FlatBatch) -> dict[int, list[TokenLogprobs]]:
+        """For each row one entry for each successor, from the hidden state of the token before it."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        for part in batch.prompt_parts:
+            size, count = len(part.before), len(part.successors)
+            self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
+            self._successors[:count].copy_(torch.from_numpy(part.successors))
+            self._live.fill_(count)
+            self._head(size)
+            self.sampler.launch_logprobs(self._live, self._logits, self._successors, size)
+            ids, values = (x[:count].cpu().numpy() for x in (self.sampler.report_ids, self.sampler.report_values))
+            entries = read_report(ids, values, part.successors, np.full(count, part.alternatives))
+            found.setdefault(part.row, []).extend(entries)
+        return found
 
     def _forward(self, shape: Shape) -> None:
         inputs = self.buffers.inputs(shape)
@@ -116,26 +186,38 @@ class DeviceExecutor:
         self._hidden[: shape.tokens].copy_(hidden)
 
     def _sample(self, key: SampleKey) -> None:
-        rows = take_rows(self._hidden, self.buffers.sampled[: key.size])
-        logits = self._logits[: key.size]
-        self.decoder.weights.head(rows, out=logits)
-        self.sampler.launch(key.level, logits, key.size)
+        self._head(key.size)
+        self.sampler.launch(key.level, self._logits, key.size)
+
+    def _head(self, size: int) -> None:
+        """Logits of the first ``size`` sampled tokens."""
+        rows = take_rows(self._hidden, self.buffers.sampled[:size])
+        self.decoder.weights.head(rows, out=self._logits[:size])
 
     def _attention(self, inputs: Inputs) -> Attention:
         """What the decoder calls in each layer: norm and turn, write the step's keys and values, then attend."""
-        spec, buffers, cache = self.decoder.spec, self.buffers, self.cache
-        table, slots, positions = buffers.table, inputs.slots, inputs.positions
-        where = (table, slots, positions)
+        spec, buffers, cache, rope = self.decoder.spec, self.buffers, self.cache, self.decoder.rope
+        heads, kv_heads, layers = spec.num_heads, spec.num_kv_heads, self.decoder.weights.layers
+        slots, positions, table = inputs.slots, inputs.positions, buffers.table
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            weights, window, kv = self.decoder.weights.layers[layer], spec.layer_windows[layer], cache.layers[layer]
-            rope_and_write(qkv, self._rope, *where[1:], table, kv, spec.num_heads, spec.num_kv_heads, weights.qk_norm)
-            out = qkv.new_empty(len(qkv), spec.q_size)
-            query, index = qkv[:, : spec.num_heads], buffers.windows.index(window)
+            window, kv, norm = spec.layer_windows[layer], cache.layers[layer], layers[layer].qk_norm
+            weight = None if norm is None else norm.weight
+            rope_and_write(qkv, rope, slots, positions, table, kv, heads, kv_heads, weight, spec.rms_norm_eps)
+            out, query = qkv.new_empty(len(qkv), spec.q_size), qkv[:, :heads]
             if len(inputs.tiles):
-                prefill_attention(query, kv, *where, inputs.tiles, inputs.num_tiles, out, self._scale, window)
+                prefill_attention(
+                    query, kv, table, slots, positions, inputs.tiles, inputs.num_tiles, out, self._scale, window
+                )
+            index = buffers.windows.index(window)
             splits, count = inputs.splits[index], inputs.num_splits(index)
-            decode_attention(query, kv, *where, splits, count, out, self._workspace, self._scale, window)
+            decode_attention(
+                query, kv, table, slots, positions, splits, count, out, self._workspace, self._scale, window
+            )
             return out
 
         return attend
+
+    def _pinned(self, like: Tensor) -> Tensor:
+        """Host memory of the shape and dtype of ``like``."""
+        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")

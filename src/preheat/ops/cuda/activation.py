@@ -1,4 +1,9 @@
-"""The gated activation on CUDA. Placeholder until the branch that owns it is merged."""
+"""The gated activation of the feed-forward block on CUDA, where it is not part of the product before it.
+
+Contract. :func:`preheat.ops.cuda.elementwise.silu_mul` of each element.
+"""
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -7,19 +12,25 @@ from torch import Tensor
 from preheat.ops.cuda.elementwise import silu_mul
 from preheat.ops.cuda.launch import begin, options
 
+COLUMNS = 1024
+"""Elements of a program. Changes no bits."""
 
-@triton.jit(do_not_specialize=["inner"])
-def _silu_and_mul(gate_up, y, inner, BLOCK: tl.constexpr, overlap: tl.constexpr):
+
+@triton.jit
+def _silu_and_mul(gate_up, out, inner, COLUMNS: tl.constexpr, overlap: tl.constexpr):
     begin(overlap)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.program_id(0).to(tl.int64)
-    gate = tl.load(gate_up + token * 2 * inner + at, at < inner)
-    up = tl.load(gate_up + token * 2 * inner + inner + at, at < inner)
-    tl.store(y + token * inner + at, silu_mul(gate, up), at < inner)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < inner
+    gate = tl.load(gate_up + token * 2 * inner + at, mask=inside)
+    up = tl.load(gate_up + token * 2 * inner + inner + at, mask=inside)
+    tl.store(out + token * inner + at, silu_mul(gate, up), mask=inside)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    inner = gate_up.shape[1] // 2
-    y = gate_up.new_empty(len(gate_up), inner)
-    _silu_and_mul[(len(gate_up), triton.cdiv(inner, 2048))](gate_up, y, inner, BLOCK=2048, **options(num_warps=4))
-    return y
+    """silu(gate) * up for ``gate_up`` [tokens, 2 * inner], contiguous, gate first: a new tensor [tokens, inner]."""
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, inner)
+    programs = (tokens, triton.cdiv(inner, COLUMNS))
+    _silu_and_mul[programs](gate_up, out, inner, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
+    return out
