@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from preheat.device.base import pick_platform
-from preheat.ops.cuda.linear import LinearMaps, apply
+from preheat.ops.cuda.linear import CudaLinear, apply
 from preheat.ops.cuda.prove import compile_tiles, differing, fill, prove, settle
 from preheat.ops.cuda.tuning import (
     REFERENCE,
@@ -114,14 +114,12 @@ def test_the_result_is_written_where_it_is_told(choice, bias):
 
 
 def test_a_boot_settles_every_map_of_its_model():
-    maps = LinearMaps(device_choices())
-    head_weight = torch.zeros(32000, 1024, device="cuda").bfloat16()
-    maps(torch.zeros(3072, 1024, device="cuda").bfloat16())
-    head = maps(head_weight)
-    found = settle(maps, [1, 16, 2048], head, [1, 16])
-    assert set(found) == {(Shape(3072, 1024), rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
-    varying = LinearMaps(device_choices(invariant=False))
-    assert settle(varying, [1], varying(head_weight), [1]) == {}
+    weight, head_weight = (torch.zeros(outputs, 1024, device="cuda").bfloat16() for outputs in (3072, 32000))
+    layer, head = (CudaLinear(w, choices=device_choices()) for w in (weight, head_weight))
+    found = settle([layer, layer], [1, 16, 2048], head, [1, 16])
+    assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
+    varying = CudaLinear(head_weight, choices=device_choices(invariant=False))
+    assert settle([], [1], varying, [1]) == {}
 
 
 def operands(shape, rows):

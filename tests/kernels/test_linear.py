@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from preheat.ops.activation import silu_and_mul
-from preheat.ops.cuda.linear import CudaLinear, LinearMaps, apply
-from preheat.ops.cuda.tuning import Choices, Shape, Tile
+from preheat.ops.cuda.linear import CudaLinear, apply
+from preheat.ops.cuda.tuning import Choices, Tile
 from preheat.ops.proof import noise, signed_pairs
 
 PLAIN = Tile(16, 16, 16, 1, 2)
@@ -77,21 +77,11 @@ def test_a_row_has_the_same_bits_in_any_company_and_place():
 
 
 def test_a_map_writes_where_it_is_told():
-    maps = LinearMaps(Choices())
     weight, bias = noise(40, 64), noise(40)
-    linear = maps(weight, bias)
+    linear = CudaLinear(weight, bias, choices=Choices())
     x, room = noise(3, 64, seed=1), torch.full((4, 40), 7.0)
     y = linear(x, out=room[:3])
     assert y.data_ptr() == room.data_ptr()
     assert torch.equal(y, linear(x))
     assert torch.equal(y, in_order(x, weight, bias))
     assert room[3].eq(7).all()
-
-
-def test_maps_remember_their_shapes_once():
-    maps = LinearMaps(Choices())
-    for _ in range(2):
-        maps(noise(40, 64))
-        maps(noise(80, 64).bfloat16(), noise(80).bfloat16(), gated=True)
-    assert list(maps.shapes) == [Shape(40, 64, dtype=torch.float32), Shape(80, 64, True, torch.bfloat16, True)]
-    assert isinstance(maps(noise(40, 64)), CudaLinear)

@@ -169,8 +169,8 @@ class CudaLinear:
     ``choices`` says which implementation serves a number of rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool, choices: Choices) -> None:
-        self._weight, self._bias, self._gated, self._choices = weight, bias, gated, choices
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, choices: Choices) -> None:
+        self._weight, self._bias, self._gated, self.choices = weight, bias, gated, choices
         self.shape = Shape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -178,17 +178,4 @@ class CudaLinear:
 
         Both are contiguous.
         """
-        return apply(self._choices(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
-
-
-class LinearMaps:
-    """Makes the linear maps of a model, which share ``choices``. ``shapes`` are those that it has made, each once."""
-
-    def __init__(self, choices: Choices) -> None:
-        self.choices = choices
-        self.shapes: dict[Shape, None] = {}
-
-    def __call__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> CudaLinear:
-        linear = CudaLinear(weight, bias, gated, self.choices)
-        self.shapes[linear.shape] = None
-        return linear
+        return apply(self.choices(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from preheat.ops.cuda.linear import CudaLinear, LinearMaps, apply, arguments, in_order, keywords
+from preheat.ops.cuda.linear import CudaLinear, apply, arguments, in_order, keywords
 from preheat.ops.cuda.tuning import REFERENCE, Choice, Choices, Shape, Tile
 from preheat.ops.proof import signed_pairs
 
@@ -27,21 +27,25 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def settle(
-    maps: LinearMaps, rows: Sequence[int], head: CudaLinear, head_rows: Sequence[int]
+    layers: Iterable[CudaLinear], rows: Sequence[int], head: CudaLinear, head_rows: Sequence[int]
 ) -> dict[tuple[Shape, int], bool]:
-    """Settle what serves the linear maps of a model: ``head`` at ``head_rows``, all others at ``rows``.
+    """Settle what serves the maps of a model, which share their choices: ``layers`` at ``rows``, ``head`` at its own.
 
     Kernels are compiled side by side, then whatever has not the contract's bits is refused; without invariance nothing
     is. The answer says of each map and number of rows whether the first choice has them.
     """
-    layers = [shape for shape in maps.shapes if shape != head.shape]
-    sizes = dict.fromkeys(layers, rows) | {head.shape: head_rows}
-    used = [(shape, maps.choices(shape, size)) for shape, numbers in sizes.items() for size in numbers]
+    choices = head.choices
+    shapes = dict.fromkeys(linear.shape for linear in layers)
+    sizes = dict.fromkeys(shapes, tuple(rows))
+    sizes[head.shape] = tuple(dict.fromkeys((*sizes.get(head.shape, ()), *head_rows)))
+    used = [(shape, choices(shape, size)) for shape, numbers in sizes.items() for size in numbers]
     used += [(shape, REFERENCE[shape.dtype]) for shape in sizes]
     compile_tiles((shape, choice) for shape, choice in used if isinstance(choice, Tile))
-    if not maps.choices.invariant:
-        return {}
-    return prove(maps.choices, layers, rows) | prove(maps.choices, [head.shape], head_rows)
+    proven = {}
+    if choices.invariant:
+        for shape, numbers in sizes.items():
+            proven |= prove(choices, [shape], numbers)
+    return proven
 
 
 def compile_tiles(tiles: Iterable[tuple[Shape, Tile]], *, ignore_errors: bool = False) -> None:
