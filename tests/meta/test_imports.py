@@ -31,7 +31,8 @@ RULE = {
     "server": "startup engine text warmup",
     "llm": "startup engine text",
     "bench": "engine llm device model",
-    "cli": "startup engine llm server plan warmup bench",
+    "tune": "ops model device warmup",
+    "cli": "startup engine llm server plan warmup bench tune",
     "__init__": "llm",
     "__main__": "cli",
 }
@@ -102,8 +103,12 @@ def test_the_torch_check_can_fail():
 @pytest.mark.parametrize("part", ["schedule", "batch", "execute", "model", "ops"])
 def test_warm_up_is_not_a_mode_of_the_runner(part):
     found = {f"{path.name}: {name}" for path in (PACKAGE / part).rglob("*.py") for name in warm_names(path.read_text())}
-    assert found == set()
+    assert found - TRITON == set()
     assert [path for path in (PACKAGE / part).rglob("*") if "warm" in path.name.lower()] == []
+
+
+# What Triton calls compiling without a launch.
+TRITON = {"prove.py: warmup"}
 
 
 def warm_names(source: str) -> set[str]:
