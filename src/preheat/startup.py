@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core import Died, Ready, ToEngine
+from preheat.device.early import wake_gpu
 from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.limits import Limits
@@ -32,7 +33,7 @@ from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
 from preheat.text.template import ChatTemplate
-from preheat.text.tokenizer import Tokenizer
+from preheat.text.tokenizer import NoTokenizer, Tokenizer
 from preheat.trace import open_trace
 
 if TYPE_CHECKING:
@@ -60,13 +61,14 @@ def boot_front(
     """Everything that speaks text. ``send`` hands a message to the engine."""
     folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
     tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
-    tokenizer = Tokenizer(tokens, folder)
+    tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
     door = FrontDoor(
         tokenizer,
         send,
         max_logprobs=settings.max_logprobs,
         max_queued=settings.max_queued_requests,
         metrics=metrics,
+        seed=settings.seed,
     )
     return door, ChatTemplate(tokenizer, settings.chat_template)
 
@@ -90,8 +92,10 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     started = time.monotonic()
     explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
+    if settings.device != "cpu":
+        wake_gpu()
     with trace.span("Importing torch"):
-        from preheat.device.base import pick_platform
+        from preheat.device.base import pick_platform, works_ahead
         from preheat.engine.loop import Loop
         from preheat.engine.observe import trace_steps, with_step_log
         from preheat.execute.compile import compile_seconds
@@ -101,6 +105,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
+    ahead = works_ahead(settings, platform)
     mode = resolve(platform.name, settings)
     steps = Steps(platform, started, trace.span)
     model = _load_model(settings, platform, steps)
@@ -115,7 +120,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         warm = WarmUp(plan, *runner, platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
-    loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard))
+    loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
@@ -154,7 +159,7 @@ def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
         logger.info("%s", remark)
     dtype = getattr(torch, name)
     with steps("Loading model weights"):
-        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed, platform.device)
+        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed or 0, device=platform.device)
     return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
@@ -169,7 +174,7 @@ def _open_store(settings: Settings, model: Model, limits: Limits, platform: Plat
         [] if settings.load_format == "dummy" else weight_files(model.folder),
         make_plan(limits, PlanOptions.of(settings)),
         dtype=model.dtype_name,
-        device=(platform.name, torch.backends.cpu.get_cpu_capability()),
+        device=(platform.name, platform.fingerprint),
         threads=torch.get_num_threads(),
         mode=mode,
     )

@@ -131,14 +131,17 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
-        """Make a graph of the forward program of ``shape``, which has run before."""
+        """Make a graph of the forward program of ``shape``, which has run before, and run it on padding."""
+        self.buffers.clear()
         self.forwards.capture(shape)
 
     @torch.inference_mode()
     def capture_sampling(self, size: int, level: Level) -> None:
-        """Make a graph, if there is none, of the program that draws for ``size`` rows."""
+        """Make a graph, if there is none, of the program that draws for ``size`` rows, and run it on padding."""
         key = SampleKey(size, level)
         if key not in self.samples:
+            self.buffers.clear()
+            self.sampler.settings.zero_()
             self.samples.capture(key)
 
     def _draw(self, batch: FlatBatch, *, eager: bool = False) -> Running:

@@ -32,7 +32,5 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     programs = (tokens, triton.cdiv(inner, COLUMNS))
-    _silu_and_mul[programs](
-        gate_up, out, inner, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1)
-    )
+    _silu_and_mul[programs](gate_up, out, inner, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
     return out

@@ -167,6 +167,9 @@ class CudaLinear:
         self._choices = Choices() if choices is None else choices
         self.shape = Shape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out=None) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated; a new tensor."""
-        return self._choices(self.shape, len(x))(x, self._weight, self._bias, self._gated)
+        y = self._choices(self.shape, len(x))(x, self._weight, self._bias, self._gated)
+        if out is not None:
+            out.copy_(y)
+        return y
