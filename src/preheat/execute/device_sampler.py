@@ -153,7 +153,7 @@ class DeviceSampler:
             return
         grid, row = (self._chunks, rows), logits.stride(0)
         races = self._leads, self._scores, self._winners
-        enter[grid](self.settings, logits, row, *races, self._masses, **self._chunked, raw=raw, **sampling(num_warps=4))
+        enter[grid](self.settings, logits, row, *races, self._masses, **self._chunked, raw=raw, **sampling(num_warps=8))
         weigh[grid](self.settings, logits, row, *races, self._aheads, **self._chunked, raw=raw, **sampling(num_warps=4))
         settle[rows,](
             self.settings, logits, row, self._tops, *races, self._masses, self._aheads, self._groups, self._listed,

@@ -23,6 +23,9 @@ from preheat.ops.cuda.sample import (
 from preheat.ops.cuda.sample_best import best_of, emit
 from preheat.ops.cuda.sample_source import kth_key, list_candidates, mass_above, race
 
+STEP = tl.constexpr(2048)
+"""Tokens that a single program weighs together."""
+
 
 @triton.jit
 def is_random(settings, row, peak):
@@ -155,7 +158,7 @@ def survivor(
         key = tl.full([CHUNKS], LOWEST, tl.int64)
         if top_p < 1:
             total = mass_above(
-                logits, listed, 0, count, count, whole, floor - 1, peak, temperature, furthest, raw, CHUNK
+                logits, listed, 0, count, count, whole, floor - 1, peak, temperature, furthest, raw, STEP
             )
     else:
         score, key = leader(scores, winners, row, chunks, CHUNKS)
@@ -180,7 +183,7 @@ def survivor(
         else:
             if judged:
                 ahead = mass_above(
-                    logits, listed, 0, count, count, whole, best, peak, temperature, furthest, raw, CHUNK
+                    logits, listed, 0, count, count, whole, best, peak, temperature, furthest, raw, STEP
                 )
             else:
                 ahead = chunk_sum(aheads, row, chunks, CHUNKS)

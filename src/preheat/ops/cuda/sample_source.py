@@ -47,12 +47,12 @@ def kth_key(logits, ids, count, whole, k, low, width, exact, raw: tl.constexpr):
 
 @triton.jit
 def mass_above(
-    logits, ids, first, last, count, whole, key, peak, temperature, furthest, raw: tl.constexpr, CHUNK: tl.constexpr
+    logits, ids, first, last, count, whole, key, peak, temperature, furthest, raw: tl.constexpr, STEP: tl.constexpr
 ):
     """The mass, int64, that min_p leaves of the tokens whose order key is above ``key`` among entries first to last."""
-    mass = tl.zeros([CHUNK], tl.int64)
-    for start in range(first, last, CHUNK):
-        token, value, there = look(logits, ids, start + tl.arange(0, CHUNK), count, whole, raw)
+    mass = tl.zeros([STEP], tl.int64)
+    for start in range(first, last, STEP):
+        token, value, there = look(logits, ids, start + tl.arange(0, STEP), count, whole, raw)
         deficit = deficit_of(value, peak, temperature)
         kept = there & (deficit <= furthest) & (order(value, token) > key)
         mass += tl.where(kept, mass_of(deficit), 0)
