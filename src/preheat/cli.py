@@ -1,4 +1,4 @@
-"""The command line: ``preheat generate``, ``serve``, ``plan``, ``warm`` and ``buckets``.
+"""The command line: ``preheat generate``, ``serve``, ``plan``, ``warm``, ``bench`` and ``buckets``.
 
 Help and errors never wait for torch; neither do plans and ladders.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from preheat import __version__
+from preheat.bench import commands as bench_commands
 from preheat.core import Ready, SamplingParams
 from preheat.engine.frontdoor import check_params
 from preheat.engine.mailbox import InlineMailbox
@@ -57,6 +58,7 @@ SAMPLING_HELP = {
     "logprobs": "alternatives to report for each token",
     "prompt_logprobs": "alternatives to report for each token of the prompt",
     "skip_special_tokens": "leave special tokens out of the text",
+    "detokenize": "turn tokens into text",
 }
 
 
@@ -121,6 +123,11 @@ def _add_plan_commands(commands: Any) -> None:
     for parser in (plan, warm):
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
         add_flags(parser, ENGINE_OPTIONS)
+
+    bench = commands.add_parser("bench", help="measure this engine, beside vLLM's figures", allow_abbrev=False)
+    bench.set_defaults(run=bench_commands.run)
+    bench_commands.add_flags(bench)
+    add_flags(bench, ENGINE_OPTIONS)
 
     buckets = commands.add_parser("buckets", help="print one ladder of bucket sizes", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)

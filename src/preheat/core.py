@@ -25,7 +25,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws one per request. ``max_tokens`` None
     means "up to the model's length". ``logprobs`` / ``prompt_logprobs`` ask for that many alternatives per position
-    (0: the chosen token alone). Raises ValueError, saying what to change, for a value outside its range.
+    (0: the chosen token alone). Without ``detokenize`` no text is made. Raises ValueError, saying what to change, for
+    a value outside its range.
     """
 
     n: int = 1
@@ -47,6 +48,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:
@@ -61,6 +63,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if any(not s for s in self.stop_strings):
             raise ValueError("stop must not contain an empty string")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("stop strings are found in text: set detokenize to true, or use stop_token_ids")
         if len(self.logit_bias or ()) > MAX_LOGIT_BIAS:
             raise ValueError(
                 f"logit_bias has {len(self.logit_bias or ())} entries, at most {MAX_LOGIT_BIAS} are allowed"
@@ -220,21 +224,30 @@ FromEngine = Delta | Progress | Ready | Report | Died
 
 @dataclass(slots=True)
 class Schedule:
-    """The rows of one step, decoding rows first. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``.
+    """The rows of one step, decoding rows first. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``,
+    from position ``first[i]`` on.
 
     ``samples[i]`` says whether a token is drawn from the row's last position: false for a chunk that does not reach
-    the end of what is known of its sequence.
+    the end of what is known of its sequence. All is as it was when the step was scheduled; the slots may be ahead.
     """
 
-    slots: np.ndarray  # int32 [rows]
+    slots: np.ndarray  # int64 [rows]
+    first: np.ndarray  # int32 [rows]
     extend: np.ndarray  # int32 [rows], at least 1
     samples: np.ndarray  # bool [rows]
     num_decode: int  # the first rows, all with extend == 1 and samples
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; none: nobody asked
     started: dict[int, int] = field(default_factory=dict)  # request id -> tokens found in the prefix cache
 
     @property
     def rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int32 [rows], the position after each row's last: where a sampling row puts its new token."""
+        ends: np.ndarray = self.first + self.extend
+        return ends
 
     @property
     def tokens(self) -> int:

@@ -98,9 +98,7 @@ class LLM:
             self.frontdoor.start(tickets)
             try:
                 while self.frontdoor.busy:
-                    self.loop.take(0)
-                    self.loop.step()
-                    self._receive()
+                    self.advance()
             except BaseException:  # the caller interrupts: nothing of this call may stay behind
                 for ticket in tickets:
                     self.frontdoor.abort(ticket)
@@ -111,6 +109,12 @@ class LLM:
                 raise ticket.error
         self.loop.take(0)  # the cancels of sequences that ended on a stop string
         return [ticket.output() for ticket in tickets]
+
+    def advance(self) -> None:
+        """Run one step and book what it gave: what :meth:`generate` does until nothing is left to do."""
+        self.loop.take(0)
+        self.loop.step()
+        self._receive()
 
     def _receive(self) -> None:
         for message in self._mailbox.receive():

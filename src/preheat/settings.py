@@ -57,6 +57,7 @@ class Settings:
         BUNDLED, "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat."
     )
     tokenizer: str | None = _model(None, "Directory or id of the tokenizer, where it is not the model's.")
+    skip_tokenizer_init: bool = _model(False, "No tokenizer: prompts are token ids, and nothing is turned into text.")
     revision: str | None = _model(None, "Branch, tag or commit of a Hub model.")
     load_format: str = _model(
         "auto", "Where weights come from; `dummy` draws random ones.", choices=("auto", "safetensors", "dummy")
@@ -89,11 +90,20 @@ class Settings:
 
     device: str = _run(
         "auto",
-        "Where the model runs.",
+        "Where the model runs; `auto` takes an NVIDIA GPU where there is one that preheat has kernels for.",
         choices=("auto", "cpu", "cuda"),
-        later={"cuda": "CUDA comes in a later version"},
     )
-    seed: int = _run(0, "Seed of dummy weights and of everything else that is random outside of requests.", low=0)
+    async_scheduling: bool | None = _run(
+        None,
+        "Prepare a step while the device runs the one before it.",
+        default_text="where the device runs on by itself, as a GPU does",
+    )
+    seed: int | None = _run(
+        None,
+        "Seed of dummy weights (0 unless set) and, if it is set, of the seeds of requests that bring none.",
+        low=0,
+        default_text="requests draw from the system",
+    )
     num_threads: int | None = _run(None, "Threads for the model on a CPU.", low=1, default_text="one per core")
     enforce_eager: bool = _run(False, "Run operation by operation: nothing is compiled or captured.")
     execution_mode: str = _run(
@@ -300,6 +310,11 @@ class Settings:
         if self.skip_warmup and self.on_cold == "raise":
             raise SettingsError(
                 "on_cold raise would fail every first request without warm-up: drop skip_warmup", param="on_cold"
+            )
+        if self.skip_tokenizer_init and (self.tokenizer is not None or self.chat_template is not None):
+            raise SettingsError(
+                "skip_tokenizer_init leaves no use for tokenizer and chat_template: drop it, or them",
+                param="skip_tokenizer_init",
             )
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core import Died, Ready, ToEngine
+from preheat.device.early import wake_gpu
 from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.limits import Limits
@@ -23,22 +24,27 @@ from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
-from preheat.plan.modes import resolve
+from preheat.plan.modes import Mode, resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.table import WarnOnce
 from preheat.schedule.scheduler import Scheduler
+from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
 from preheat.text.template import ChatTemplate
-from preheat.text.tokenizer import Tokenizer
+from preheat.text.tokenizer import NoTokenizer, Tokenizer
 from preheat.trace import open_trace
 
 if TYPE_CHECKING:
     import torch
 
+    from preheat.batch.flat import FlatPacker
+    from preheat.batch.pack import Packer
     from preheat.device.base import Platform
     from preheat.engine.loop import EngineSide, Loop
+    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execute.executor import Executor
     from preheat.model.weights import Weights
     from preheat.warmup.guard import Guard
     from preheat.warmup.record import Record
@@ -55,13 +61,14 @@ def boot_front(
     """Everything that speaks text. ``send`` hands a message to the engine."""
     folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
     tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
-    tokenizer = Tokenizer(tokens, folder)
+    tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
     door = FrontDoor(
         tokenizer,
         send,
         max_logprobs=settings.max_logprobs,
         max_queued=settings.max_queued_requests,
         metrics=metrics,
+        seed=settings.seed,
     )
     return door, ChatTemplate(tokenizer, settings.chat_template)
 
@@ -85,22 +92,20 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     started = time.monotonic()
     explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
+    if settings.device != "cpu":
+        wake_gpu()
     with trace.span("Importing torch"):
-        from preheat.batch.pack import Packer
-        from preheat.device.base import pick_platform
+        from preheat.device.base import pick_platform, works_ahead
         from preheat.engine.loop import Loop
         from preheat.engine.observe import trace_steps, with_step_log
-        from preheat.execute.compile import builder, compile_seconds
-        from preheat.execute.executor import Executor
-        from preheat.execute.kv_cache import KVCache
-        from preheat.execute.sampler import Sampler
-        from preheat.model.decoder import Decoder
+        from preheat.execute.compile import compile_seconds
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
+    ahead = works_ahead(settings, platform)
     mode = resolve(platform.name, settings)
     steps = Steps(platform, started, trace.span)
     model = _load_model(settings, platform, steps)
@@ -111,14 +116,11 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     scheduler = _scheduler(settings, limits, plan)
     with steps.total("init_cache_engine"):
         with steps("Initializing cache engine"):
-            cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, platform.device)
-        decoder = Decoder(model.spec, model.weights, limits.max_model_len, builder(mode, store.folder))
-        sampler = Sampler(limits.max_num_seqs, model.spec.vocab_size, settings.handle_topk_duplicates)
-        packer = Packer(scheduler.slots, model.spec, model.dtype, plan, settings.contiguous_pa)
-        warm = WarmUp(plan, packer, Executor(decoder, cache, sampler), platform, record)
+            runner = RUNNERS[platform.name](settings, model, plan, scheduler.slots, mode, store)
+        warm = WarmUp(plan, *runner, platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
-    loop = Loop(mailbox, scheduler, packer, warm.executor, with_step_log(settings, mode, guard))
+    loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
@@ -134,6 +136,10 @@ class Model:
     dtype_name: str
     weights: Weights
     bytes_per_block: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
 
     @property
     def sizes(self) -> ModelSizes:
@@ -153,7 +159,7 @@ def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
         logger.info("%s", remark)
     dtype = getattr(torch, name)
     with steps("Loading model weights"):
-        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed)
+        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed or 0, device=platform.device)
     return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
@@ -168,7 +174,7 @@ def _open_store(settings: Settings, model: Model, limits: Limits, platform: Plat
         [] if settings.load_format == "dummy" else weight_files(model.folder),
         make_plan(limits, PlanOptions.of(settings)),
         dtype=model.dtype_name,
-        device=(platform.name, torch.backends.cpu.get_cpu_capability()),
+        device=(platform.name, platform.fingerprint),
         threads=torch.get_num_threads(),
         mode=mode,
     )
@@ -207,9 +213,58 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
     )
 
 
+def _on_host(
+    settings: Settings, model: Model, plan: Plan, slots: Slots, mode: Mode, store: Store
+) -> tuple[Packer, Executor]:
+    """What runs steps on a CPU: their packer and their executor."""
+    from preheat.batch.pack import Packer
+    from preheat.execute.compile import builder
+    from preheat.execute.executor import Executor
+    from preheat.execute.kv_cache import KVCache
+    from preheat.execute.sampler import Sampler
+    from preheat.model.decoder import Decoder
+
+    limits = plan.limits
+    cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
+    decoder = Decoder(model.spec, model.weights, limits.max_model_len, builder(mode, store.folder))
+    sampler = Sampler(limits.max_num_seqs, model.spec.vocab_size, settings.handle_topk_duplicates)
+    packer = Packer(slots, model.spec, model.dtype, plan, settings.contiguous_pa)
+    return packer, Executor(decoder, cache, sampler)
+
+
+def _on_device(
+    settings: Settings, model: Model, plan: Plan, slots: Slots, mode: Mode, store: Store
+) -> tuple[FlatPacker, DeviceExecutor]:
+    """What runs steps on a device that works asynchronously, by programs over static buffers."""
+    from preheat.batch.buffers import StepBuffers
+    from preheat.batch.flat import FlatPacker
+    from preheat.execute.compile import builder
+    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execute.device_sampler import DeviceSampler
+    from preheat.execute.kv_cache import KVCache
+    from preheat.model.decoder import Decoder, project
+    from preheat.ops.cuda.attention import prefill_how, query_tile
+    from preheat.ops.cuda.work import SPLIT
+
+    spec, limits = model.spec, plan.limits
+    windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
+    tile = query_tile(spec.num_heads, spec.num_kv_heads, prefill_how(spec.head_dim, model.dtype))
+    buffers = StepBuffers(limits, tile=tile, split=SPLIT, windows=windows, device=model.device)
+    cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
+    decoder = Decoder(spec, model.weights, limits.max_model_len, builder(mode, store.folder), before=project)
+    sampler = DeviceSampler(
+        limits.max_num_seqs, spec.vocab_size, model.device, limits.max_num_seqs, settings.handle_topk_duplicates
+    )
+    return FlatPacker(slots, plan, buffers), DeviceExecutor(decoder, cache, sampler, buffers)
+
+
+RUNNERS = {"cpu": _on_host, "cuda": _on_device}
+"""By platform."""
+
+
 def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit, store: Store, steps: Steps) -> Guard:
     """Warm up, capture graphs, leave the record to the next boot; from then on the guard watches."""
-    from preheat.warmup.graphs import GRAPHS, capture_twin
+    from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
     from preheat.warmup.guard import Guard
     from preheat.warmup.sources import sources_for
 
@@ -218,7 +273,11 @@ def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit,
         with steps("warm-up"):
             warm.run()
     if record.mode == GRAPHS:  # as in the source, also where warm-up is skipped
-        capture_twin(plan, record, settings, split=split, sizes=model.sizes, block_bytes=model.bytes_per_block)
+        budget = Budget(split, model.bytes_per_block)
+        if warm.platform.name == "cpu":
+            capture_twin(plan, record, settings, budget, model.sizes)
+        else:
+            capture_programs(plan, record, settings, budget, warm.executor, warm.platform)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)

@@ -15,6 +15,7 @@ from preheat.errors import SettingsError
 from preheat.execute.compile import Regional, builder, check_compiler, compilations, compile_seconds
 from preheat.model import decoder as decoder_module
 from preheat.model.decoder import Decoder, after_attention, before_attention
+from preheat.ops import activation
 from preheat.ops.activation import silu_and_mul
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import dense_attention, open_decoder, random_tokens
@@ -103,7 +104,7 @@ def test_inductor_sees_no_arithmetic_of_a_layer(tmp_path: Path, monkeypatch: pyt
     after = operations(after_attention, attended, residual, layer, layer.input_norm)
     assert before and arithmetic(before) == []
     assert after and arithmetic(after) == []
-    monkeypatch.setattr(decoder_module, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(activation, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore[attr-defined]
     torch._dynamo.reset()
     assert arithmetic(operations(after_attention, attended, residual, layer, layer.input_norm)) != []
 

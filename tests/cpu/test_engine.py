@@ -13,6 +13,7 @@ import torch
 import preheat
 from preheat import LLM, SamplingParams
 from preheat.model.files import BUNDLED_PATH
+from preheat.ops import activation
 from preheat.outputs import RequestOutput
 
 THREADS = (1, 2)
@@ -138,11 +139,9 @@ def test_an_operation_that_looks_at_its_batch_is_found(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparisons above can fail: here one operation's rounding depends on the number of rows."""
-    from preheat.model import decoder
-
-    right = decoder.silu_and_mul
+    right = activation.silu_and_mul
     alone = [everywhere([p], SETTINGS["greedy"])[0] for p in prompts[:3]]
-    monkeypatch.setattr(decoder, "silu_and_mul", lambda x: right(x) * (1 + 2**-7 * (len(x) > 2)))
+    monkeypatch.setattr(activation, "silu_and_mul", lambda x: right(x) * (1 + 2**-7 * (len(x) > 2)))
     assert everywhere(prompts[:3], SETTINGS["greedy"]) != alone
 
 

@@ -73,7 +73,8 @@ class Steps:
         for step in extends:
             rows = sorted((s for s in range(len(LENGTHS)) if step[s]), key=lambda s: step[s] != 1)
             extend = np.array([step[s] for s in rows], np.int32)
-            schedule = Schedule(np.array(rows, np.int32), extend, extend > 0, int((extend == 1).sum()))
+            first = self.slots.cached_len[rows]
+            schedule = Schedule(np.array(rows, np.int32), first, extend, extend > 0, int((extend == 1).sum()))
             batch = self.packer.pack(schedule)
             hidden = self.executor.decoder.forward(batch.tokens, batch.positions, self.executor._attention(batch))
             logits = self.executor.decoder.logits(hidden)[: schedule.tokens]

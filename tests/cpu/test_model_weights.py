@@ -16,7 +16,8 @@ from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.layout import expected_tensors
 from preheat.model.spec import ModelSpec, read_spec
-from preheat.model.weights import DummyTensors, check_tensors, load_weights
+from preheat.model.upload import Upload
+from preheat.model.weights import DummyTensors, SafetensorsFiles, check_tensors, load_weights
 from tests.cpu.test_model_families import dense_attention
 
 CONFIG = {
@@ -104,6 +105,37 @@ def test_shards_and_their_index_must_agree(tmp_path):
         load_weights(SPEC, tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("threads", [1, 5])
+def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
+    """The way to a GPU, taken to the host: many pieces of a tensor, the last one shorter, and tensors below a piece."""
+    write(tmp_path, dtype=stored)
+    serial, parts = {}, {}
+    with Upload(torch.device("cpu"), threads, piece_bytes=1000) as upload:
+        files = SafetensorsFiles(SPEC, tmp_path), SafetensorsFiles(SPEC, tmp_path, upload.copy)
+        for name, shape in expected_tensors(SPEC).items():
+            for source, found in zip(files, (serial, parts), strict=True):
+                found[name] = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+                source.fill(name, found[name])
+    assert all(torch.equal(serial[name], parts[name]) for name in serial)
+    assert len(serial) > 10
+
+
+def test_a_failing_piece_is_told(tmp_path):
+    with Upload(torch.device("cpu")) as upload, pytest.raises(ValueError, match="zip"):
+        upload.copy(torch.ones(8 << 20), torch.ones(1))
+
+
+def test_the_files_are_not_read_into_memory_twice(tmp_path):
+    """A tensor of a file is a view of its pages, which is what makes the pieces the only copy."""
+    write(tmp_path)
+    (file,) = {id(f): f for f in SafetensorsFiles(SPEC, tmp_path)._files.values()}.values()
+    at = file.get_tensor("model.norm.weight").data_ptr()
+    ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
+    bounds = [tuple(int(end, 16) for end in ends.split("-")) for ends in ranges]
+    assert any(start <= at < end for start, end in bounds)
+
+
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable"):
@@ -184,7 +216,8 @@ def test_the_check_for_degeneracy_can_fail():
 
     from preheat.model import weights as module
 
-    decoder = Decoder(SPEC, module._build(SPEC, Tiny(), torch.float32), 256)
+    weights = module._Builder(SPEC, Tiny(), torch.float32, torch.device("cpu"), module.linear_on_host).build()
+    decoder = Decoder(SPEC, weights, 256)
     entropy, spread, _ = behaviour(decoder)
     assert entropy > 0.99
     assert spread < 0.01

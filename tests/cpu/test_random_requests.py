@@ -49,6 +49,7 @@ DRAWS = {
     "logprobs": lambda r: r.randint(0, 20),
     "prompt_logprobs": lambda r: r.randint(0, 5),
     "skip_special_tokens": lambda r: False,
+    "detokenize": lambda r: False,
 }
 PLAIN = ("n", "stop", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens", "stop_token_ids")
 CHOOSING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs")
@@ -74,6 +75,8 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
     """Each field of ``names`` is set or left alone; the same draw decides for a whole wave how rich it may be."""
     values = {name: DRAWS[name](chance) for name in names if chance.random() < 0.4}
     values.setdefault("max_tokens", 5)
+    if "stop" in values:  # which needs text
+        values.pop("detokenize", None)
     if "temperature" not in names:
         values["temperature"] = 0.0
     return SamplingParams(**values)

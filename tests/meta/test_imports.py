@@ -30,7 +30,8 @@ RULE = {
     "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
-    "cli": "startup engine llm server plan warmup",
+    "bench": "engine llm device model",
+    "cli": "startup engine llm server plan warmup bench",
     "__init__": "llm",
     "__main__": "cli",
 }
@@ -39,6 +40,7 @@ RULE = {
 WITHOUT_TORCH = (
     "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
     "engine.bootbar", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
+    "bench.commands", "bench.boot", "bench.client", "bench.serve", "bench.report", "bench.shapes", "bench.table",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip
 

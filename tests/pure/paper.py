@@ -1,25 +1,33 @@
-"""A device on paper, and a harness that drives the scheduler with it.
+"""A device on paper, and a harness that drives the loop and its scheduler with it.
 
 Each place of the paper cache holds the identity of a whole prefix: a hash of the salt and of every token up to and
 including that position. A row may only read places that hold exactly its own prefix, so wrong sharing, use after free,
 stale hits and lost writes are all caught the moment they are read. The next token is a function of the last identity,
 so a request's output is known without running anything.
+
+The device is as late as it may be: a step runs when somebody waits for it or for a later one, in the order of launches.
+All that it knows of a step is what it was given at launch, and the token that it drew last for each slot.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepResult, Swaps, TokenLogprobs
+from preheat.engine.loop import Loop
+from preheat.engine.mailbox import InlineMailbox
 from preheat.limits import Limits
 from preheat.schedule.scheduler import Scheduler
-from preheat.schedule.slots import NO_LOGPROBS
+from preheat.schedule.slots import NO_LOGPROBS, UNSEEN
 
 VOCAB = 7
+JUNK = 99  # drawn by a row whose step before was lost; nobody may ever hear of it
 
 
 class WrongCache(AssertionError):
@@ -98,71 +106,193 @@ def reference(request: Request) -> Outcome:
     return outcome
 
 
+@dataclass
+class PaperRow:
+    """A row as the device was given it: ``tokens`` up to the last that it computes, which may be UNSEEN."""
+
+    slot: int
+    owner: Request
+    places: list[tuple[int, int]]
+    tokens: list[int]
+    first: int
+    samples: bool
+    logprobs: bool
+    successors: list[int] | None  # of its tokens, in the prompt, where their logprobs are wanted
+
+
+@dataclass
+class PaperStep:
+    """A step on the device."""
+
+    device: PaperDevice
+    rows: list[PaperRow]
+    fails: str = ""
+    value: StepResult | None = None
+
+    def result(self) -> StepResult:
+        self.device.run_until(self)
+        if self.fails:
+            raise RuntimeError(self.fails)
+        assert self.value is not None
+        return self.value
+
+
 class PaperDevice:
-    """Executes schedules on the scheduler's own slots."""
+    """Packs and runs the steps of the scheduler's slots."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.slots = scheduler, scheduler.slots
         self.cache: dict[tuple[int, int], int] = {}
+        self.queue: list[PaperStep] = []
+        self.last_token: dict[int, int] = {}
+        self.lost: set[int] = set()  # requests of which the device did not compute something
+        self.rows_run = 0
 
-    def execute(self, schedule: Schedule) -> StepResult:
-        rows = [self._row(int(slot), int(extend)) for slot, extend in zip(schedule.slots, schedule.extend, strict=True)]
-        for places, ids, cached in rows:
-            self._write(places[cached:], ids[cached:])
-        for places, ids, _ in rows:
-            if [self.cache.get(place) for place in places] != ids:
-                raise WrongCache("a row reads what is not its own")
-        result = StepResult(
-            np.array(
-                [next_token(ids[-1]) for (_, ids, _), s in zip(rows, schedule.samples, strict=True) if s], np.int32
-            )
-        )
-        for row, (_, ids, cached) in enumerate(rows):
-            self._report(result, row, int(schedule.slots[row]), ids, cached, bool(schedule.samples[row]))
-        return result
+    def pack(self, schedule: Schedule) -> PaperStep:
+        return PaperStep(self, [self._row(schedule, row) for row in range(schedule.rows)])
+
+    def launch(self, step: PaperStep) -> PaperStep:
+        self.queue.append(step)
+        return step
+
+    def run_until(self, last: PaperStep) -> None:
+        while last in self.queue:
+            step = self.queue.pop(0)
+            if step.fails:
+                self.lost |= {row.owner.id for row in step.rows}
+            else:
+                step.value = self._run(step)
 
     def swap(self, swaps: Swaps) -> None:
         """Both blocks of each pair change places, all at once, as far as they were ever written."""
+        if self.queue:
+            raise WrongCache("blocks move while a step is in flight")
         for one, other in {(int(one), int(other)) for one, other in swaps.pairs}:
             for at in range(self.slots.block_size):
                 here, there = self.cache.pop((one, at), None), self.cache.pop((other, at), None)
                 self.cache |= {place: value for place, value in (((one, at), there), ((other, at), here)) if value}
 
-    def _row(self, slot: int, extend: int):
-        cached, size = int(self.slots.cached_len[slot]), self.slots.block_size
-        end = cached + extend
-        owner = self.slots.request[slot]
+    def _row(self, schedule: Schedule, row: int) -> PaperRow:
+        slot, first, end = int(schedule.slots[row]), int(schedule.first[row]), int(schedule.ends[row])
+        slots, size = self.slots, self.slots.block_size
+        owner = slots.request[slot]
         assert owner is not None
-        table = self.slots.block_table[slot].tolist()
-        places = [(table[at // size], at % size) for at in range(end)]
-        return places, identities(owner.cache_salt, self.slots.tokens[slot, :end].tolist()), cached
-
-    def _write(self, places, ids) -> None:
-        pool = self.scheduler.pool
-        for place, identity in zip(places, ids, strict=True):
-            block = place[0]
-            if block == 0 or pool.refs[block] != 1 or pool._digest_of[block] is not None:
+        places = [(int(slots.block_table[slot, at // size]), at % size) for at in range(end)]
+        for block in {block for block, _ in places[first:]}:
+            if block == 0 or self.scheduler.pool.refs[block] != 1 or self.scheduler.pool._digest_of[block] is not None:
                 raise WrongCache(f"a row writes to block {block}, which is not its alone")
-            self.cache[place] = identity
+        wanted = slots.prompt_logprobs[slot] != NO_LOGPROBS
+        successors = slots.tokens[slot, first + 1 : min(end + 1, slots.prompt_len[slot])].tolist()
+        return PaperRow(
+            slot, owner, places, slots.tokens[slot, :end].tolist(), first, bool(schedule.samples[row]),
+            slots.logprobs[slot] != NO_LOGPROBS, successors if wanted else None,
+        )  # fmt: skip
 
-    def _report(self, result, row, slot, ids, cached, samples) -> None:
-        tokens, prompt_len = self.slots.tokens[slot], int(self.slots.prompt_len[slot])
-        if self.slots.prompt_logprobs[slot] != NO_LOGPROBS:
-            known = range(cached, min(len(ids), prompt_len - 1))
-            result.prompt_logprobs[row] = [logprob(ids[at], int(tokens[at + 1])) for at in known]
-        if samples and self.slots.logprobs[slot] != NO_LOGPROBS:
-            result.logprobs[row] = logprob(ids[-1], next_token(ids[-1]))
+    def _run(self, step: PaperStep) -> StepResult:
+        known: dict[int, list[int]] = {}
+        for at, row in enumerate(step.rows):
+            if row.owner.id in self.lost:
+                continue
+            if row.tokens[-1] == UNSEEN:
+                row.tokens[-1] = self.last_token[row.slot]
+            known[at] = identities(row.owner.cache_salt, row.tokens)
+            self.cache |= dict(zip(row.places[row.first :], known[at][row.first :], strict=True))
+        result, tokens = StepResult(np.empty(0)), []
+        for at, row in enumerate(step.rows):
+            ids = known.get(at)
+            if ids is not None and [self.cache.get(place) for place in row.places] != ids:
+                raise WrongCache("a row reads what is not its own")
+            self.rows_run += 1
+            if row.samples:
+                tokens.append(JUNK if ids is None else next_token(ids[-1]))
+                self.last_token[row.slot] = tokens[-1]
+            if ids is not None:
+                self._report(result, at, row, ids)
+        result.tokens = np.array(tokens, np.int32)
+        return result
+
+    def _report(self, result: StepResult, at: int, row: PaperRow, ids: list[int]) -> None:
+        if row.successors is not None:
+            pairs = zip(ids[row.first :], row.successors, strict=False)
+            result.prompt_logprobs[at] = [logprob(identity, successor) for identity, successor in pairs]
+        if row.samples and row.logprobs:
+            result.logprobs[at] = logprob(ids[-1], next_token(ids[-1]))
+
+
+class Parts:
+    """The loop's packer, executor and observer, in front of the device. ``fails``: where the next step is to fail, why.
+
+    The loop takes an error for one of a step; a broken promise is kept in ``wrong``, for the harness to raise.
+    """
+
+    def __init__(self, device: PaperDevice, check: Callable[[Schedule], None]) -> None:
+        self.device, self._check = device, check
+        self.launched: Schedule | None = None
+        self.fails = ("", "")
+        self.wrong: AssertionError | None = None
+
+    def pack(self, schedule: Schedule) -> PaperStep:
+        self.launched = schedule
+        with self._kept():
+            self._check(schedule)
+            step = self.device.pack(schedule)
+        self._fail_at("pack")
+        return step
+
+    def launch(self, step: PaperStep) -> Watched:
+        self._fail_at("launch")
+        if self.fails[0] == "result":
+            step.fails = self.fails[1]
+        return Watched(self, self.device.launch(step))
+
+    def step(self, event: PaperStep | Swaps) -> None:
+        self._fail_at("observer")
+
+    def swap(self, swaps: Swaps) -> None:
+        with self._kept():
+            self.device.swap(swaps)
+
+    def report(self) -> bytes:
+        return b""
+
+    def _fail_at(self, where: str) -> None:
+        if self.fails[0] == where:
+            raise RuntimeError(self.fails[1])
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except AssertionError as error:
+            self.wrong = self.wrong or error
+            raise
+
+
+@dataclass
+class Watched:
+    """A launched step."""
+
+    parts: Parts
+    inner: PaperStep
+
+    def result(self) -> StepResult:
+        with self.parts._kept():
+            return self.inner.result()
 
 
 class Harness:
-    """A scheduler, its device and what the front door heard. Checks the scheduler's promises at every step."""
+    """The loop with a scheduler and a device, and what the front door heard. Checks all promises at every step."""
 
-    def __init__(self, limits: Limits, **options) -> None:
+    def __init__(self, limits: Limits, *, overlap: bool = False, **options) -> None:
         self.scheduler = Scheduler(limits, **options)
         self.device = PaperDevice(self.scheduler)
+        self.mailbox = InlineMailbox()
+        parts = self.parts = Parts(self.device, self._check)
+        self.loop = Loop(self.mailbox, self.scheduler, parts, parts, parts, overlap=overlap)  # type: ignore[arg-type]
         self.requests: dict[int, Request] = {}
         self.outcomes: dict[int, Outcome] = defaultdict(Outcome)
         self.cancelled: set[int] = set()
+        self.promised: dict[bytes, list[int | None]] = {}
         self.steps = 0
 
     def add(self, *requests: Request) -> None:
@@ -177,6 +307,7 @@ class Harness:
         return here
 
     def compact(self) -> Swaps | None:
+        self.rest()
         swaps = self.scheduler.compact()
         if swaps is not None:
             self.device.swap(swaps)
@@ -191,25 +322,40 @@ class Harness:
             self._check(schedule)
         return schedule
 
-    def step(self, fail: str | None = None) -> Schedule | None:
-        self.compact()
-        schedule = self.schedule()
-        if schedule is None:
-            return None
-        self.steps += 1
-        if fail is None:
-            self._hear(self.scheduler.settle(schedule, self.device.execute(schedule)))
-        else:
-            self._hear(self.scheduler.fail(schedule, fail))
-        self.scheduler.check()
-        return schedule
+    def step(self, fail: str | None = None, at: str = "result") -> Schedule | None:
+        """A beat of the loop, and what it launched; a step that is to ``fail`` does so ``at`` pack, launch, observer or
+        result.
+        """
+        self.parts.launched, self.parts.fails = None, (at, fail) if fail else ("", "")
+        self.loop.step()
+        self._heard()
+        self.steps += self.parts.launched is not None
+        return self.parts.launched
+
+    def rest(self) -> None:
+        """Settle what is in flight."""
+        self.loop._settle()
+        self._heard()
 
     def run(self, at_most: int = 10_000) -> None:
         while not self.scheduler.idle:
             assert self.steps < at_most, "somebody starves"
             self.step()
         assert self.scheduler.pool.num_used == 0
+        assert not self.device.queue
         self.scheduler.check()
+
+    def _heard(self) -> None:
+        if self.parts.wrong is not None:
+            raise self.parts.wrong
+        for delta in self.mailbox.receive():
+            self._hear(delta)
+        self.scheduler.check()
+        self._check_published()
+        if not self.scheduler._in_flight:
+            slots = self.scheduler.slots
+            for slot in self.scheduler.running.order:
+                assert (slots.tokens[slot, : slots.device_len[slot]] != UNSEEN).all()
 
     def verify(self) -> None:
         """Every request that ran to its end said exactly what the reference says, however it was batched."""
@@ -231,17 +377,32 @@ class Harness:
         assert len(set(schedule.slots.tolist())) == schedule.rows
         assert scheduler.padded(schedule.rows, schedule.tokens, int(extend.max())) <= limits.max_num_batched_tokens
         assert (extend >= 1).all()
-        reached = slots.cached_len[schedule.slots] + extend
-        assert (reached <= slots.device_len[schedule.slots]).all()
-        assert ((reached == slots.device_len[schedule.slots]) == schedule.samples).all()
+        known = slots.device_len[schedule.slots] - schedule.samples
+        assert (schedule.ends == slots.cached_len[schedule.slots]).all()
+        assert (schedule.ends <= known).all()
+        assert ((schedule.ends == known) == schedule.samples).all()
+        assert (known < slots.max_len[schedule.slots]).all(), "length stops are known ahead"
         decode = slice(0, schedule.num_decode)
         assert (extend[decode] == 1).all()
         assert schedule.samples[decode].all()
         assert schedule.rows - schedule.num_decode <= (limits.max_num_prefill_seqs or limits.max_num_seqs)
         if scheduler.mixed_steps:
-            assert order[0] in schedule.slots, "the earliest arrival must advance at every step"
+            going = [slot for slot in order if slot in schedule.slots or slots.device_len[slot] < slots.max_len[slot]]
+            assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
         arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting._sequences)
         assert arrivals == sorted(arrivals), "first come, first served"
+
+    def _check_published(self) -> None:
+        """What can be found was computed, and stays what it was."""
+        pool, size = self.scheduler.pool, self.scheduler.slots.block_size
+        content = {
+            digest: [self.device.cache.get((block, at)) for at in range(size)]
+            for digest, block in pool._block_of.items()
+        }
+        for digest, ids in content.items():
+            if None in ids or self.promised.get(digest, ids) != ids:
+                raise WrongCache("a block is published that does not hold what its digest says")
+        self.promised = content
 
     def _hear(self, delta: Delta) -> None:
         for number, cached in delta.started.items():

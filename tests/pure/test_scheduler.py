@@ -39,7 +39,7 @@ PROMPTS = st.one_of(
 
 
 class Anything(RuleBasedStateMachine):
-    """Random requests, cancels and failing steps under random, mostly cramped, limits."""
+    """Random requests, cancels and failing steps under random, mostly cramped, limits, with and without overlap."""
 
     @initialize(data=st.data())
     def build(self, data) -> None:
@@ -60,6 +60,7 @@ class Anything(RuleBasedStateMachine):
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
             mixed_steps=data.draw(st.booleans()),
+            overlap=data.draw(st.booleans()),
             padded=padded,
             defrag_threshold=data.draw(st.sampled_from([None, 0, 2])),
         )
@@ -94,9 +95,9 @@ class Anything(RuleBasedStateMachine):
             was_here = self.harness.outcomes[number].finish is None and number not in self.harness.cancelled
             assert self.harness.cancel(number) == was_here
 
-    @rule()
-    def fail(self) -> None:
-        self.harness.step(fail="out of paper")
+    @rule(at=st.sampled_from(["pack", "launch", "observer", "result"]))
+    def fail(self, at) -> None:
+        self.harness.step("out of paper", at)
 
     @invariant()
     def consistent(self) -> None:
@@ -275,7 +276,7 @@ def test_a_failing_step_fails_its_requests_alone() -> None:
     finishes = [harness.outcomes[number].finish for number in range(3)]
     assert [finish.reason for finish in finishes if finish] == ["error", "error", "length"]
     assert finishes[0] is not None
-    assert finishes[0].message == "boom"
+    assert finishes[0].message == "RuntimeError: boom"
 
 
 @pytest.mark.parametrize("more", [[], [90, 91, 92, 93, 94]])
@@ -296,20 +297,22 @@ def test_stop_ids_wait_for_min_tokens(more) -> None:
     assert (finish.reason, finish.stop_id) == ("stop", stop)
 
 
-def test_one_step_is_in_flight_at_a_time() -> None:
+def test_steps_are_settled_once_in_the_order_they_run() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(request(0, [1]))
-    schedule = scheduler.schedule()
-    assert schedule is not None
-    for forbidden in (scheduler.schedule, scheduler.cancel_all, lambda: scheduler.cancel(0)):
-        with pytest.raises(RuntimeError, match="in flight"):
-            forbidden()
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None and second is not None
+    with pytest.raises(RuntimeError, match="not the oldest"):
+        scheduler.settle(second, StepResult(np.zeros(1, np.int32)))
     with pytest.raises(ValueError, match="tokens"):
-        scheduler.settle(schedule, StepResult(np.zeros(2, np.int32)))
-    scheduler.fail(schedule, "wrong result")
-    with pytest.raises(RuntimeError, match="not in flight"):
-        scheduler.settle(schedule, StepResult(np.zeros(1, np.int32)))
+        scheduler.settle(first, StepResult(np.zeros(2, np.int32)))
+    scheduler.fail(first, "wrong result")
+    with pytest.raises(RuntimeError, match="not the oldest"):
+        scheduler.fail(first, "again")
+    assert not scheduler.idle
+    assert scheduler.settle(second, StepResult(np.zeros(1, np.int32))).tokens == []
     assert scheduler.idle
+    scheduler.check()
 
 
 def test_limits_under_which_someone_could_never_run_are_refused() -> None:

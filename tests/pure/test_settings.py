@@ -148,7 +148,7 @@ def test_determinism_iterations_never_fail_to_parse(text):
         ({"block_size": 48}, "power of two"),
         ({"block_size": 8}, "between 16 and 256"),
         ({"ssl_keyfile": "key.pem"}, "ssl_certfile"),
-        ({"device": "cuda"}, "not supported yet"),
+        ({"device": "gpu"}, "is not one of auto, cpu, cuda"),
         ({"model": None}, "model: None is not text"),
     ],
 )

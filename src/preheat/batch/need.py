@@ -16,5 +16,5 @@ def need_of(schedule: Schedule, slots: Slots, policy: str) -> Need:
         return Need("prompt", rows, tokens, longest=int(schedule.extend.max()))
     if policy == "unified":
         return Need("decode", rows, tokens)
-    longest = int(slots.cached_len[schedule.slots].max()) + 1
+    longest = int(schedule.ends.max())
     return Need("decode", rows, tokens, longest=longest, blocks=int(slots.num_blocks[schedule.slots].sum()))

@@ -56,6 +56,11 @@ class Batch:
     logprobs: np.ndarray  # int32 [sampling rows]
     prompt_rows: list[PromptRow]
 
+    @property
+    def padded_tokens(self) -> int:
+        """What the step computes, padding included."""
+        return len(self.tokens)
+
 
 class Packer:
     """Builds batches for a model. Host work is a few numpy gathers, whatever the number of rows.
@@ -76,7 +81,7 @@ class Packer:
         ends = np.cumsum(schedule.extend)
         starts = ends - schedule.extend
         row = np.repeat(np.arange(len(rows)), schedule.extend)
-        first = slots.cached_len[rows].astype(np.int64)
+        first = schedule.first.astype(np.int64)
         size = max(shape.tokens, MIN_ROWS)
         tokens, positions, blocks = np.zeros((3, size), np.int64)
         count = int(ends[-1])
@@ -97,7 +102,7 @@ class Packer:
             kv_rows=torch.from_numpy(self._kv_rows(blocks, positions % slots.block_size)),
             attention={window: self._attention(schedule, starts, first, pad, window) for window in self.windows},
             sampled=torch.from_numpy(sampled),
-            sampling=SamplingBatch.build(slots, rows[sampled_rows]),
+            sampling=SamplingBatch.build(slots, rows[sampled_rows], schedule.ends[sampled_rows]),
             sampled_rows=sampled_rows,
             sampling_size=sampling_size,
             logprobs=slots.logprobs[rows[sampled_rows]],
@@ -137,7 +142,7 @@ class Packer:
         wanted = slots.prompt_logprobs[schedule.slots[schedule.num_decode :]] != NO_LOGPROBS
         for row in np.flatnonzero(wanted) + schedule.num_decode:
             slot = schedule.slots[row]
-            first = slots.cached_len[slot] + 1
+            first = schedule.first[row] + 1
             last = min(first + schedule.extend[row], slots.prompt_len[slot])
             successors = slots.tokens[slot, first:last].copy()
             if len(successors):

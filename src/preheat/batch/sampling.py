@@ -39,14 +39,14 @@ class PenaltyRows:
     presence: np.ndarray  # float32
 
     @classmethod
-    def build(cls, slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> Self:
-        """For the slots ``chosen``, at places ``rows`` of the step."""
+    def build(cls, slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> Self:
+        """For the slots ``chosen``, at places ``rows`` of the step, which draw the tokens at ``position`` [n]."""
         return cls(
             rows=rows,
             slots=chosen.astype(np.int64),
             owner=np.array([_request(slots, slot).id for slot in chosen.tolist()], np.int64),
             prompt_len=slots.prompt_len[chosen].astype(np.int64),
-            tokens=[slots.tokens[slot, : slots.device_len[slot]] for slot in chosen],
+            tokens=[slots.tokens[slot, :end] for slot, end in zip(chosen, position, strict=True)],
             repetition=slots.repetition_penalty[chosen],
             frequency=slots.frequency_penalty[chosen],
             presence=slots.presence_penalty[chosen],
@@ -64,14 +64,17 @@ class LogitEdits:
     ban_id: np.ndarray  # int64 [bans]
 
     @classmethod
-    def build(cls, slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> Self | None:
-        """For the slots ``chosen``, at places ``rows`` of the step; None if there is nothing (any more) to edit."""
+    def build(cls, slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> Self | None:
+        """For the slots ``chosen``, at places ``rows`` of the step, which draw the tokens at ``position`` [n].
+
+        None if there is nothing (any more) to edit.
+        """
         biases: list[tuple[int, int, float]] = []
         bans: list[tuple[int, int]] = []
-        for row, slot in zip(rows.tolist(), chosen.tolist(), strict=True):
+        for row, slot, end in zip(rows.tolist(), chosen.tolist(), position.tolist(), strict=True):
             request = _request(slots, slot)
             biases += [(row, token, bias) for token, bias in (request.params.logit_bias or {}).items()]
-            if slots.device_len[slot] < slots.min_len[slot]:
+            if end < slots.min_len[slot]:
                 bans += [(row, token) for token in request.stop_ids]
         if not biases and not bans:
             return None
@@ -97,16 +100,22 @@ class SamplingBatch:
         return Level.FILTERED if self.random else Level.GREEDY
 
     @classmethod
-    def build(cls, slots: Slots, rows: np.ndarray) -> Self:
-        """For the slots ``rows`` (integers [size]), in the order of the step's logits."""
+    def build(cls, slots: Slots, rows: np.ndarray, position: np.ndarray | None = None) -> Self:
+        """For the slots ``rows`` (integers [size]), in the order of the step's logits.
+
+        Each draws its sequence's token at ``position`` (integers [size]), by default the one after all that are known.
+        """
+        position = slots.device_len[rows] if position is None else position
         random = np.flatnonzero(slots.temperature[rows] > 0)
         penalised = np.flatnonzero(slots.needs_penalty[rows])
         edited = np.flatnonzero(slots.needs_edit[rows])
         return cls(
             size=len(rows),
-            random=_random_rows(slots, rows[random], random) if len(random) else None,
-            penalties=PenaltyRows.build(slots, rows[penalised], penalised) if len(penalised) else None,
-            edits=LogitEdits.build(slots, rows[edited], edited) if len(edited) else None,
+            random=_random_rows(slots, rows[random], random, position[random]) if len(random) else None,
+            penalties=PenaltyRows.build(slots, rows[penalised], penalised, position[penalised])
+            if len(penalised)
+            else None,
+            edits=LogitEdits.build(slots, rows[edited], edited, position[edited]) if len(edited) else None,
         )
 
 
@@ -117,7 +126,7 @@ def _request(slots: Slots, slot: int) -> Request:
     return request
 
 
-def _random_rows(slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> RandomRows:
+def _random_rows(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> RandomRows:
     return RandomRows(
         rows=rows,
         temperature=slots.temperature[chosen],
@@ -125,6 +134,6 @@ def _random_rows(slots: Slots, chosen: np.ndarray, rows: np.ndarray) -> RandomRo
         top_k=slots.top_k[chosen],
         min_p=slots.min_p[chosen],
         seed=slots.seed[chosen],
-        position=slots.device_len[chosen] - slots.prompt_len[chosen],
+        position=position - slots.prompt_len[chosen],
         choice=slots.choice[chosen],
     )

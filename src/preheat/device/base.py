@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
 
 from preheat.errors import SettingsError
+from preheat.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class Platform(Protocol):
@@ -14,6 +18,12 @@ class Platform(Protocol):
 
     name: str
     device: torch.device
+    asynchronous: bool
+    """Whether the device goes on by itself after a call returns, so that the host can work ahead of it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """All that tells this device from another one whose compiled code or bits may differ."""
 
     def free_memory(self) -> int:
         """Bytes that may still be allocated on the device."""
@@ -35,9 +45,33 @@ class Platform(Protocol):
 
 
 def pick_platform(device: str) -> Platform:
-    """The platform for ``--device``; ``auto`` picks the best one that preheat has kernels for."""
-    if device not in ("auto", "cpu"):
-        raise SettingsError(f"--device {device} is not supported yet; use --device cpu", param="device")
+    """The platform for ``--device``; ``auto`` takes CUDA where it can be used, and says in the log why not elsewhere.
+
+    Raises SettingsError, with the reason, where ``cuda`` is asked for and cannot be used.
+    """
+    if device != "cpu":
+        from preheat.device.cuda import CUDA
+
+        try:
+            return CUDA()
+        except SettingsError as error:
+            if device == "cuda":
+                raise
+            logger.info("Running on the CPU: %s", error)
     from preheat.device.cpu import CPU
 
     return CPU()
+
+
+def works_ahead(settings: Settings, platform: Platform) -> bool:
+    """Whether the host prepares a step while the device still runs the one before it: ``async_scheduling``.
+
+    Raises SettingsError where that is asked for and the device cannot.
+    """
+    if settings.async_scheduling and not platform.asynchronous:
+        raise SettingsError(
+            f"async_scheduling: on {platform.name} a step has ended when its call returns, so there is nothing to work "
+            "ahead of; leave it unset",
+            param="async_scheduling",
+        )
+    return platform.asynchronous if settings.async_scheduling is None else settings.async_scheduling

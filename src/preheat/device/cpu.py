@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -16,6 +17,12 @@ class CPU:
 
     name = "cpu"
     device = torch.device("cpu")
+    asynchronous = False
+
+    @property
+    def fingerprint(self) -> str:
+        """The instruction set that torch's kernels use here."""
+        return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def free_memory(self) -> int:
         """What the kernel says is available without swapping."""

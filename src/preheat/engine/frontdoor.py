@@ -32,6 +32,7 @@ from preheat.core import (
 from preheat.engine.ticket import Choice, Ticket, stop_reason
 from preheat.errors import ContextTooLong, EngineDead, InvalidRequest, NotReady, PreheatError, TooManyRequests
 from preheat.metrics import Metrics
+from preheat.text.detokenize import SILENT
 from preheat.text.stop import StopChecker, StopStrings
 from preheat.text.tokenizer import Tokenizer
 
@@ -137,7 +138,11 @@ class FrontDoor:
         ticket.arrived_at = time.monotonic()
         ticket.running = params.n
         for index in range(params.n):
-            detokenizer = self.tokenizer.detokenizer(ticket.prompt_ids, params.skip_special_tokens)
+            detokenizer = (
+                self.tokenizer.detokenizer(ticket.prompt_ids, params.skip_special_tokens)
+                if params.detokenize
+                else SILENT
+            )
             stop = StopChecker(strings) if strings else None
             choice = Choice(ticket, index, next(self._ids), detokenizer, stop)
             ticket.choices.append(choice)
@@ -172,6 +177,13 @@ class FrontDoor:
         if bad is not None:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
+    def check_text(self, param: str, instead: str) -> None:
+        """Raise InvalidRequest, naming ``param`` and what to do ``instead``, unless there is a tokenizer."""
+        if not self.tokenizer.speaks:
+            raise InvalidRequest(
+                f"{param} is about text, and there is no tokenizer (skip_tokenizer_init): {instead}", param=param
+            )
+
     def _check_tokens(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self._max_logprobs:
@@ -182,6 +194,8 @@ class FrontDoor:
         self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
         self.check_vocabulary(params.logit_bias or (), "logit_bias")
         stops = params.stop_strings
+        if stops:
+            self.check_text("stop", "use stop_token_ids")
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(
                 f"stop may have {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together", param="stop"

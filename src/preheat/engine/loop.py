@@ -2,20 +2,40 @@
 
 The life of a request, from here: the mailbox hands over a Request (``take``); the scheduler gives it a slot and
 blocks (``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and draws
-tokens (``execute``); the scheduler books the outcome (``settle``); the mailbox carries the Delta back to the front
+tokens (``launch``); the scheduler books the outcome (``settle``); the mailbox carries the Delta back to the front
 door. The one arrow against this direction is Cancel, and it too comes through the mailbox.
+
+With ``overlap`` the loop is a step ahead: it launches each step before it waits for the one before it, so that the
+device always has work. The beats are the same; only how many steps it leaves in flight differs.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from preheat.batch.pack import Batch, Packer
-from preheat.core import Ask, Cancel, Delta, Drain, Finish, FromEngine, Report, Request, Schedule, Swaps, ToEngine
+from preheat.core import (
+    Ask,
+    Cancel,
+    Delta,
+    Drain,
+    Finish,
+    FromEngine,
+    Report,
+    Request,
+    Schedule,
+    StepResult,
+    Swaps,
+    ToEngine,
+)
 from preheat.errors import PreheatError
-from preheat.execute.executor import Executor
 from preheat.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from preheat.batch.pack import Batch, Packer
+    from preheat.execute.executor import Executor
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +51,8 @@ class EngineSide(Protocol):
 
 
 class Observer(Protocol):
-    """Told of every step that ran, before it is settled, and of every compaction; an error that it raises fails the
-    step's requests.
+    """Told of every step once it is launched, and of every compaction; an error that it raises fails the step's
+    requests.
     """
 
     def step(self, event: Batch | Swaps) -> None: ...
@@ -41,15 +61,45 @@ class Observer(Protocol):
         """What it has seen, for a Report."""
 
 
+class Running(Protocol):
+    """A step on the device."""
+
+    def result(self) -> StepResult:
+        """Waits for it; raises what went wrong."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight, or one that could not be launched and fails in its turn."""
+
+    schedule: Schedule
+    running: Running | None = None
+    error: Exception | None = None
+
+    def result(self) -> StepResult:
+        result = self.running.result() if self.running else None  # whatever the observer said: it uses the device
+        if self.error or result is None:
+            raise self.error or PreheatError("The step was interrupted before it ran")
+        return result
+
+
 class Loop:
-    """Runs requests from a mailbox until it is drained."""
+    """Runs requests from a mailbox until it is drained. ``overlap`` needs a device that runs while the host goes on."""
 
     def __init__(
-        self, mailbox: EngineSide, scheduler: Scheduler, packer: Packer, executor: Executor, observer: Observer
+        self,
+        mailbox: EngineSide,
+        scheduler: Scheduler,
+        packer: Packer,
+        executor: Executor,
+        observer: Observer,
+        *,
+        overlap: bool = False,
     ) -> None:
         self.mailbox, self.scheduler, self.packer, self.executor = mailbox, scheduler, packer, executor
-        self.observer = observer
+        self.observer, self.overlap = observer, overlap
         self.draining = False
+        self._in_flight: deque[_Step] = deque()
 
     def run(self) -> None:
         """Step until drained; sleep in the mailbox while there is nothing to run."""
@@ -57,17 +107,54 @@ class Loop:
             self.take(None if self.scheduler.idle else 0)
             self.step()
 
+    def finish(self) -> None:
+        """Step until idle, whatever arrives meanwhile."""
+        while not self.scheduler.idle:
+            self.step()
+
     def step(self) -> bool:
-        """One step. False when nothing could run."""
+        """Launch a step and settle the one before it, or the same one without ``overlap``. False when idle."""
+        if self.scheduler.idle:
+            return False
         self._compact()
         schedule = self.scheduler.schedule()
-        if schedule is None:
-            return False
-        self.mailbox.put(self._run(schedule))
+        runs = schedule is not None and self._launch(schedule)
+        self._settle(leave=1 if self.overlap and runs else 0)
         return True
+
+    def _launch(self, schedule: Schedule) -> bool:
+        """Put a step in flight; False if it will fail, so that none is launched behind it."""
+        step = _Step(schedule)
+        self._in_flight.append(step)
+        try:
+            batch = self.packer.pack(schedule)
+            step.running = self.executor.launch(batch)
+            self.observer.step(batch)
+        except Exception as error:
+            step.error = error
+        return step.error is None
+
+    def _settle(self, leave: int = 0) -> None:
+        """Wait for the steps in flight, but for the last ``leave``, and tell the front door what became of them."""
+        while len(self._in_flight) > leave:
+            self.mailbox.put(self._outcome(self._in_flight[0]))
+            self._in_flight.popleft()
+
+    def _outcome(self, step: _Step) -> Delta:
+        try:
+            result = step.result()
+        except Exception as error:  # a failing step fails its requests; everyone else goes on
+            logger.error("A step of %d rows failed", step.schedule.rows, exc_info=error)
+            return self.scheduler.fail(step.schedule, f"{type(error).__name__}: {error}")
+        delta = self.scheduler.settle(step.schedule, result)
+        delta.stats = self.scheduler.stats()
+        return delta
 
     def _compact(self) -> None:
         """Bring the blocks in use together where they lie too scattered."""
+        if self._in_flight and not self.scheduler.scattered:
+            return
+        self._settle()
         swaps = self.scheduler.compact()
         if swaps is None:
             return
@@ -77,18 +164,6 @@ class Loop:
         except Exception as error:  # what the cache holds is unknown: nobody may read it
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
             self.mailbox.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
-
-    def _run(self, schedule: Schedule) -> Delta:
-        try:
-            batch = self.packer.pack(schedule)
-            result = self.executor.execute(batch)
-            self.observer.step(batch)
-        except Exception as error:  # a failing step fails its requests; everyone else goes on
-            logger.exception("A step of %d rows failed", schedule.rows)
-            return self.scheduler.fail(schedule, f"{type(error).__name__}: {error}")
-        delta = self.scheduler.settle(schedule, result)
-        delta.stats = self.scheduler.stats()
-        return delta
 
     def take(self, timeout: float | None) -> None:
         """Book what arrived through the mailbox."""

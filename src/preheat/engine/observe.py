@@ -101,4 +101,4 @@ def _of_schedule(schedule: Any) -> dict[str, Any]:
 
 
 def _of_batch(batch: Batch) -> dict[str, Any]:
-    return {"shape": str(batch.shape), "padded_tokens": len(batch.tokens), "sampled": len(batch.sampled_rows)}
+    return {"shape": str(batch.shape), "padded_tokens": batch.padded_tokens, "sampled": len(batch.sampled_rows)}

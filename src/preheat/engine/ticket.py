@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from preheat.core import Finish, SamplingParams, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from preheat.text.detokenize import Detokenizer
+from preheat.text.detokenize import SILENT, Detokenizer
 from preheat.text.stop import StopChecker
 from preheat.text.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """There is text to hand over, or the end of it; an error is the ticket's to tell.
+        """There is text to hand over (tokens, where no text is made), or the end; an error is the ticket's to tell.
 
         Where the prompt's logprobs are asked for, they come first: nothing is news before them.
         """
@@ -78,6 +78,8 @@ class Choice:
             return False
         if self.finish_reason is not None:
             return self.finish_reason != "error"
+        if self._detokenizer is SILENT:
+            return len(self.token_ids) > self._given
         return len(self.parts) > self._given_parts
 
     def news(self) -> News:

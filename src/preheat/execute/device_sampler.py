@@ -136,6 +136,10 @@ class DeviceSampler:
             zeros(max_rows, chunks, dtype=torch.int64) for _ in range(4)
         )
 
+    def forget(self) -> None:
+        """Be as new."""
+        self.counts.forget()
+
     def launch(self, level: Level, logits: Tensor, rows: int) -> None:
         """Draw for ``rows`` rows of ``logits`` (bf16 or fp32 [at least rows, vocab], left as it is), as ``settings`` says.
 

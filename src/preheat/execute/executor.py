@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,16 @@ from preheat.schedule.defrag import pad_pairs
 from preheat.schedule.slots import NO_LOGPROBS
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was computed when it was launched."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
 class Executor:
     """Runs steps of one model on one device."""
 
@@ -24,6 +36,10 @@ class Executor:
         spec = decoder.spec
         self._scale, self._windows = spec.head_dim**-0.5, spec.layer_windows
         self._heads, self._head_dim = spec.num_heads, spec.head_dim
+
+    def launch(self, batch: Batch) -> Done:
+        """Run a step, which on a CPU is done when this returns; errors are raised here."""
+        return Done(self.execute(batch))
 
     def execute(self, batch: Batch) -> StepResult:
         """Forward, logits of the sampling rows, one token for each of them."""

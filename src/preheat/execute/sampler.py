@@ -76,6 +76,10 @@ class Sampler:
         self.counts = TokenCounts(num_slots, vocab_size)
         self.handle_topk_duplicates = handle_topk_duplicates
 
+    def forget(self) -> None:
+        """Be as new."""
+        self.counts.forget()
+
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # of what is impossible or as good as
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token a row, int64 [rows]. ``logits`` float32 [rows, vocab], on the host, may be overwritten."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from preheat.model.rope import rope_table
 from preheat.model.spec import ModelSpec
 from preheat.model.weights import LayerWeights, Weights
-from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
 from preheat.ops.norm import RMSNorm
 from preheat.ops.rotary import apply_rope_
@@ -22,16 +22,22 @@ Region = Callable[..., Tensor]
 """A part of a layer: a function of its hidden states [tokens, ...], the layer's weights and more, without a state."""
 
 
-def before_attention(
-    normed: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor], heads: tuple[int, int, int]
-) -> Tensor:
-    """Queries, keys and values of ``normed`` [tokens, hidden], as [tokens, all heads, dim].
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines [tokens, 1, dim] that turn the step's queries and keys."""
 
-    ``rope`` holds the cosines and sines that turn queries and keys, ``heads`` the number of these, of all, and dim.
-    """
-    turned, count, dim = heads
-    qkv = layer.qkv(normed).view(-1, count, dim)
-    parts = qkv[:, :turned]
+
+class Heads(NamedTuple):
+    """How many heads are ``turned`` by rope (queries, then keys), how many there are in ``all``, and their ``dim``."""
+
+    turned: int
+    all: int
+    dim: int
+
+
+def before_attention(normed: Tensor, layer: LayerWeights, rope: Rope, heads: Heads) -> Tensor:
+    """Queries, keys and values of ``normed`` [tokens, hidden], as [tokens, all heads, dim]."""
+    qkv = layer.qkv(normed).view(-1, heads.all, heads.dim)
+    parts = qkv[:, : heads.turned]
     if layer.qk_norm is not None:
         layer.qk_norm.apply_(parts)
     apply_rope_(parts, *rope)
@@ -44,7 +50,12 @@ def after_attention(attended: Tensor, residual: Tensor, layer: LayerWeights, nor
     Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, with which the next layer begins.
     """
     normed = layer.post_norm.add(layer.o(attended), residual)
-    return norm.add(layer.down(silu_and_mul(layer.gate_up(normed))), residual)
+    return norm.add(layer.down(layer.gate_up(normed)), residual)
+
+
+def project(normed: Tensor, layer: LayerWeights, rope: Rope | None, heads: Heads) -> Tensor:
+    """As :func:`before_attention`, where attention itself norms and turns what it is given."""
+    return layer.qkv(normed).view(-1, heads.all, heads.dim)
 
 
 def as_it_is(region: Region) -> Region:
@@ -55,25 +66,33 @@ def as_it_is(region: Region) -> Region:
 class Decoder:
     """Runs ``weights`` as ``spec`` says, for positions below ``max_model_len``. Call it under inference mode.
 
-    ``build`` turns each of a layer's two regions, around attention, into what is called in its place.
+    A layer is two regions around attention: ``before`` and the rest, each as ``build`` makes it. ``rope``
+    [max_model_len, 2, 1, dim] are the cosines and sines of each position.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, max_model_len: int, build: Callable[[Region], Region] = as_it_is
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        max_model_len: int,
+        build: Callable[[Region], Region] = as_it_is,
+        before: Region = before_attention,
     ) -> None:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype
-        self._rope = rope_table(spec.rope, spec.head_dim, max_model_len, self.dtype)
+        self.rope = rope_table(spec.rope, spec.head_dim, max_model_len, self.dtype).to(weights.embedding.device)
         self._norms_after = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        turned = spec.num_heads + spec.num_kv_heads  # heads that rope turns: queries, then keys
-        self._heads = (turned, turned + spec.num_kv_heads, spec.head_dim)
-        self._before, self._after = build(before_attention), build(after_attention)
+        turned = spec.num_heads + spec.num_kv_heads
+        self._heads = Heads(turned, turned + spec.num_kv_heads, spec.head_dim)
+        self._before, self._after = build(before), build(after_attention)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens]."""
-        cos, sin = self._rope.index_select(0, positions).unbind(1)
-        rope = (cos, sin)
-        residual = embed(tokens, self.weights.embedding)
+        cos, sin = self.rope.index_select(0, positions).unbind(1)
+        return self.layers(embed(tokens, self.weights.embedding), (cos, sin), attention)
+
+    def layers(self, residual: Tensor, rope: Rope | None, attention: Attention) -> Tensor:
+        """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten."""
         normed = self.weights.layers[0].input_norm(residual)
         for index, layer in enumerate(self.weights.layers):
             qkv = self._before(normed, layer, rope, self._heads)

@@ -36,23 +36,33 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, share: Tensor, eps: T
 
 
 class RMSNorm:
-    """The norm of rows of ``weight.shape[-1]`` numbers."""
+    """The norm of rows of ``weight.shape[-1]`` numbers, where ``weight`` lies."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         """``weight`` [size], or [heads, size] for a norm of its own for each head, in the dtype of what is normed."""
-        self._weight = weight
+        self.weight, self.eps = weight, eps
         # Scalars are held as tensors: torch takes longer to wrap a Python number than to run these operations.
         self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
         self._share = torch.tensor(1.0 / weight.shape[-1], dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
-        return _norm(x, self._weight, self._share, self._eps)
+        if self.weight.is_cuda:
+            from preheat.ops.cuda.norm import rms_norm
+
+            normed: Tensor = rms_norm(x, self.weight, self.eps)
+            return normed
+        return _norm(x, self.weight, self._share, self._eps)
 
     def apply_(self, x: Tensor) -> None:
         """Norm ``x`` in place."""
-        _norm_(x, self._weight, self._share, self._eps)
+        _norm_(x, self.weight, self._share, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, then the norm of the sum."""
-        return _add_norm(x, residual, self._weight, self._share, self._eps)
+        if self.weight.is_cuda:
+            from preheat.ops.cuda.norm import add_rms_norm
+
+            normed: Tensor = add_rms_norm(x, residual, self.weight, self.eps)
+            return normed
+        return _add_norm(x, residual, self.weight, self._share, self._eps)

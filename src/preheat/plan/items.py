@@ -81,6 +81,7 @@ NOT_SAMPLED: Mapping[str, str] = MappingProxyType(
         "stop": "strings are found in the text, by the front door",
         "include_stop_str_in_output": "concerns the text alone",
         "skip_special_tokens": "concerns the text alone",
+        "detokenize": "concerns the text alone",
         "ignore_eos": "decides which stop ids a request carries",
         "max_tokens": "ends a sequence when its step is settled",
     }

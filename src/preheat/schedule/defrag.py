@@ -14,6 +14,7 @@ import numpy as np
 
 from preheat.core import Swaps
 from preheat.plan.items import SWAP_SIZES
+from preheat.schedule.blocks import BlockPool
 from preheat.schedule.running import Running
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ def compact(running: Running, threshold: int = THRESHOLD) -> Swaps | None:
             len(pairs), size, running.pool.num_used, fragmentation(before), fragmentation(after),
         )  # fmt: skip
     return Swaps(pairs, size)
+
+
+def is_due(pool: BlockPool, threshold: int) -> bool:
+    """Whether :func:`compact` would swap anything: some block in use lies that far above where all could lie."""
+    return bool(pool.refs[pool.num_used + threshold + 1 :].any())
 
 
 def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:

@@ -1,4 +1,9 @@
-"""The running sequences: who owns which slot and which blocks. Every block reference is taken and dropped here."""
+"""The running sequences: who owns which slot and which blocks. Every block reference is taken and dropped here.
+
+A freed block may be handed out again at once, even while a step in flight still writes a token of its former owner to
+it: the device runs steps in order, so that the new owner writes later. Nor can the prefix cache know such a block: the
+token is none of those that were settled, and only blocks full of settled ones are published.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,20 @@ from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
+NOBODY = np.iinfo(np.int64).min
+
 
 class Running:
-    """``order`` int32 lists the running slots by arrival: sequences start in that order and the last is preempted.
+    """``order`` int64 lists the running slots by arrival: sequences start in that order and the last is preempted.
 
-    ``ids`` int64 [slots] are their request ids. Nobody waiting arrived before anybody running.
+    ``ids`` int64 [slots] are their request ids, NOBODY where a slot is free. Nobody waiting arrived before anybody
+    running.
     """
 
     def __init__(self, slots: Slots, pool: BlockPool) -> None:
         self.slots, self.pool = slots, pool
-        self.order = np.zeros(0, np.int32)
-        self.ids = np.zeros(slots.num_slots, np.int64)
+        self.order = np.zeros(0, np.int64)
+        self.ids = np.full(slots.num_slots, NOBODY, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
         self._slot_of: dict[int, int] = {}
 
@@ -48,7 +56,7 @@ class Running:
         self.sequences[slot] = sequence
         self.ids[slot] = sequence.request.id
         self._slot_of[sequence.request.id] = slot
-        self.order = np.append(self.order, np.int32(slot))
+        self.order = np.append(self.order, slot)
         return slot
 
     def blocks_lacking(self, slot: int, length: int) -> int:
@@ -63,6 +71,12 @@ class Running:
             self.slots.block_table[slot, held : held + lacking] = self.pool.allocate(lacking)
             self.slots.num_blocks[slot] = held + lacking
 
+    def grow_each(self, grown: np.ndarray) -> None:
+        """Give each of the slots ``grown`` one more block; enough must be free."""
+        slots = self.slots
+        slots.block_table[grown, slots.num_blocks[grown]] = self.pool.allocate(len(grown))
+        slots.num_blocks[grown] += 1
+
     def blocks_promised(self) -> int:
         """Blocks that the running sequences still lack for the tokens they already know."""
         slots = self.slots
@@ -75,12 +89,12 @@ class Running:
             self.pool.release(self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist())
             self.slots.give_back(slot)
             del self._slot_of[int(self.ids[slot])]
+            self.ids[slot] = NOBODY
             self.sequences[slot] = None
-        if stopped:
-            self.order = self.order[~np.isin(self.order, stopped)]
+        self.order = self.order[self.ids[self.order] != NOBODY]
 
     def preempt_last(self) -> tuple[int, Sequence]:
-        """Stop the latest arrival, keeping all that is known of it; returns the slot it left."""
+        """Stop the latest arrival, keeping all that is known of it, which must be settled; returns the slot it left."""
         slot = int(self.order[-1])
         sequence = self.sequence(slot)
         sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])

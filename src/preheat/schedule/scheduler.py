@@ -8,10 +8,16 @@ scheduling of vLLM on Gaudi).
 When a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
 returns to the front of the queue and is later computed again up to where it was. The earliest arrival therefore
 always advances, and so, in their turn, do all.
+
+A step is booked when it is scheduled: its tokens count as computed and the ones that it draws as known, so that the
+next step can be scheduled while this one runs. What a token *is* matters to few decisions. Whether it ends its sequence
+is one: then the row has been scheduled once more in vain, and is dropped when that step is settled. That a sequence has
+reached its length is known ahead. Preempting is another, since the tokens must be kept: it waits until all is settled.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -27,7 +33,7 @@ from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
 from preheat.schedule.running import Running
 from preheat.schedule.sequence import Sequence
-from preheat.schedule.slots import Slots
+from preheat.schedule.slots import UNSEEN, Slots
 
 WATERMARK = 0.01
 """The share of blocks that stay free when a sequence is admitted, lest the running ones be preempted at once."""
@@ -66,9 +72,14 @@ class _Step:
         self.longest = max(self.longest, chunk)
 
 
+class _Unsettled(Exception):
+    """The next step depends on the outcome of one in flight."""
+
+
 class Scheduler:
-    """Continuous batching within ``limits``. One step at a time: each :meth:`schedule` is followed by :meth:`settle`
-    or :meth:`fail`; requests are added and cancelled, and blocks compacted, between steps.
+    """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`settle` or
+    :meth:`fail`. Several may be: the device runs them in order, and in order they are settled. Requests come and go at
+    any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
 
     ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). Without
     ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
@@ -97,12 +108,12 @@ class Scheduler:
         self._watermark = int(WATERMARK * self.pool.num_usable)
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self._totals = Stats(blocks_total=self.pool.num_usable)
-        self._in_flight: Schedule | None = None
+        self._in_flight: deque[Schedule] = deque()
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run."""
-        return not self.running and not self.waiting
+        """Whether there is nothing to run, nor anything in flight."""
+        return not self.running and not self.waiting and not self._in_flight
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for one that could never run; the front door refuses those before."""
@@ -123,7 +134,6 @@ class Scheduler:
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request and free what it holds, at once; False if it is not here (any more)."""
-        self._between_steps()
         slot = self.running.slot_of(request_id)
         if slot is None:
             return self.waiting.remove(request_id)
@@ -132,15 +142,19 @@ class Scheduler:
 
     def cancel_all(self) -> None:
         """Forget everyone."""
-        self._between_steps()
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
+
+    @property
+    def scattered(self) -> bool:
+        """Whether :meth:`compact` has something to do, which may be asked while a step is in flight."""
+        return self._defrag_threshold is not None and defrag.is_due(self.pool, self._defrag_threshold)
 
     def compact(self) -> Swaps | None:
         """Where the blocks in use lie scattered, the swaps that bring them together, already booked: the device must
         exchange the contents before the next step. None when there is nothing to do.
         """
-        self._between_steps()
+        self._nothing_in_flight()
         if self._defrag_threshold is None:
             return None
         swaps = defrag.compact(self.running, self._defrag_threshold)
@@ -150,38 +164,40 @@ class Scheduler:
 
     def lose_cache(self, message: str) -> Delta:
         """Nobody knows what the cache holds: end all running requests with an error, keep nothing for later prompts."""
-        self._between_steps()
+        self._nothing_in_flight()
         return settle.lose_cache(self.running, message)
 
     def schedule(self) -> Schedule | None:
-        """The next step, its blocks allocated; None exactly when :attr:`idle`."""
-        self._between_steps()
-        step = self._decoding() if self.mixed_steps else _Step(np.zeros(0, np.int32))
-        self._continue_prefills(step)
-        self._admit(step)
-        if not self.mixed_steps and not step.prefill:
-            step = self._decoding()
-        decode = len(step.decode)
-        if not decode + len(step.prefill):
+        """The next step, its blocks allocated and its outcome booked; it must be packed before another is scheduled.
+
+        None when nothing can run now. With nothing in flight that is exactly when :attr:`idle`; else what runs next
+        depends on what is in flight: settle the oldest and ask again.
+        """
+        try:
+            step = self._compose()
+        except _Unsettled:
             return None
-        slots = np.concatenate((step.decode, np.array(step.prefill, np.int32)))
-        extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
-        samples = self.slots.cached_len[slots] + extend == self.slots.device_len[slots]
+        if not len(step.decode) + len(step.prefill):
+            return None
+        schedule = self._book(step)
+        self._in_flight.append(schedule)
         self._totals.steps += 1
-        self._in_flight = Schedule(slots, extend, samples, decode, step.started)
-        return self._in_flight
+        return schedule
 
     def settle(self, schedule: Schedule, result: StepResult) -> Delta:
         """Book what the device computed for ``schedule``; see :func:`preheat.schedule.settle.settle`."""
-        self._must_be_in_flight(schedule)
+        self._must_be_oldest(schedule)
         delta = settle.settle(self.running, self.prefix, schedule, result, self._totals)
-        self._in_flight = None
+        self._in_flight.popleft()
         return delta
 
     def fail(self, schedule: Schedule, message: str) -> Delta:
-        """The step failed: end its requests with an error and free what they hold; the others go on."""
-        self._must_be_in_flight(schedule)
-        self._in_flight = None
+        """The step failed: end its requests with an error and free what they hold; the others go on.
+
+        Rows of the same requests in later steps are dropped when those are settled.
+        """
+        self._must_be_oldest(schedule)
+        self._in_flight.popleft()
         return settle.fail(self.running, schedule, message)
 
     def stats(self) -> Stats:
@@ -198,24 +214,54 @@ class Scheduler:
         """Prove that blocks and slots are exactly those of the running sequences. RuntimeError if not."""
         self.running.check()
 
+    def _compose(self) -> _Step:
+        """Choose the rows of the next step and allocate their blocks."""
+        step = self._decoding() if self.mixed_steps else _Step(np.zeros(0, np.int64))
+        self._continue_prefills(step)
+        self._admit(step)
+        return step if self.mixed_steps or step.prefill else self._decoding()
+
+    def _book(self, step: _Step) -> Schedule:
+        """Take the outcome of ``step`` as known: lengths move, and each token to be drawn has its place."""
+        slots, decode = self.slots, len(step.decode)
+        rows = np.concatenate((step.decode, np.array(step.prefill, np.int64)))
+        extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
+        first = slots.cached_len[rows]
+        ends = first + extend
+        samples = ends == slots.device_len[rows]
+        drawing, position = rows[samples], ends[samples]
+        slots.cached_len[rows] = ends
+        slots.tokens[drawing, position] = UNSEEN
+        slots.device_len[drawing] = position + 1
+        return Schedule(rows, first, extend, samples, decode, self.running.ids[rows], step.started)
+
+    def _due(self) -> np.ndarray:
+        """The tokens int32 that each running sequence has to compute, by arrival: none once it reaches its length."""
+        slots = self.slots
+        due = slots.device_len - slots.cached_len  # of all slots, which is cheaper than to pick them first
+        due *= slots.device_len < slots.max_len
+        running: np.ndarray = due[self.running.order]
+        return running
+
     def _decoding(self) -> _Step:
         """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
-        slots, order = self.slots, self.running.order
-        step = _Step(order[slots.device_len[order] - slots.cached_len[order] == 1])
-        at_edge = slots.cached_len[step.decode] == slots.num_blocks[step.decode] * slots.block_size
-        for slot in step.decode[at_edge].tolist():
-            if not self._make_room(step, slot):
-                break  # preempted itself, and with it all that arrived later
-            self.running.grow(slot, int(slots.cached_len[slot]) + 1)
+        slots = self.slots
+        step = _Step(self.running.order[self._due() == 1])
+        full = slots.cached_len == slots.num_blocks * slots.block_size
+        at_edge = self._make_room(step, step.decode[full[step.decode]])
+        if len(at_edge):
+            self.running.grow_each(at_edge)
         return step
 
     def _continue_prefills(self, step: _Step) -> None:
         """Add the next chunk of the prompts already begun, earliest first."""
-        slots, order = self.slots, self.running.order
-        for slot in order[slots.device_len[order] - slots.cached_len[order] > 1].tolist():
-            if len(step.prefill) == self._max_prefills or not self._make_room(step, slot):
+        slots = self.slots
+        for slot in self.running.order[self._due() > 1].tolist():
+            if len(step.prefill) == self._max_prefills or self.running.sequences[slot] is None:
                 return
             cached = int(slots.cached_len[slot])
+            if self.running.blocks_lacking(slot, cached + 1) and not len(self._make_room(step, np.array([slot]))):
+                return
             space = (int(slots.num_blocks[slot]) + self.pool.num_free) * slots.block_size - cached
             chunk = self._chunk(step, min(int(slots.device_len[slot]) - cached, space))
             if not chunk:
@@ -274,28 +320,28 @@ class Scheduler:
         needed = -(-len(sequence.tokens) // self.pool.block_size) - len(cached) + self.pool.count_cached(cached)
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
-    def _make_room(self, step: _Step, slot: int) -> bool:
-        """See that ``slot`` can take one more token, preempting from the end; False if it was preempted itself."""
-        while self.running.sequences[slot] is not None:
-            if self.pool.num_free or not self.running.blocks_lacking(slot, int(self.slots.cached_len[slot]) + 1):
-                return True
+    def _make_room(self, step: _Step, slots: np.ndarray) -> np.ndarray:
+        """See that each of ``slots`` can have a block, preempting from the end; those that were not preempted."""
+        while len(slots) > self.pool.num_free:
+            if self._in_flight:
+                raise _Unsettled
             left, sequence = self.running.preempt_last()
             self.waiting.return_to_front(sequence)
-            step.decode = step.decode[step.decode != left]
+            slots, step.decode = slots[slots != left], step.decode[step.decode != left]
             step.preempted = True
             self._totals.preemptions += 1
-        return False
+        return slots
 
     def _fits_alone(self, tokens: int) -> bool:
         return self.padded(1, tokens, tokens) <= self.limits.max_num_batched_tokens
 
-    def _between_steps(self) -> None:
-        if self._in_flight is not None:
+    def _nothing_in_flight(self) -> None:
+        if self._in_flight:
             raise RuntimeError("a step is in flight: settle it or let it fail first")
 
-    def _must_be_in_flight(self, schedule: Schedule) -> None:
-        if schedule is not self._in_flight:
-            raise RuntimeError("this step is not in flight: it was settled before, or never scheduled here")
+    def _must_be_oldest(self, schedule: Schedule) -> None:
+        if not self._in_flight or schedule is not self._in_flight[0]:
+            raise RuntimeError("this step is not the oldest in flight: steps are settled once, in the order they run")
 
 
 def _check_limits(limits: Limits, padded: Padded) -> None:

@@ -1,4 +1,9 @@
-"""Booking a step's outcome: lengths move, tokens are appended, full blocks are published, sequences end."""
+"""Booking a step's outcome: tokens are written, full blocks are published, sequences end.
+
+Lengths have moved already, when the step was scheduled, and the slots may be a step ahead: everything here goes by what
+the :class:`~preheat.core.Schedule` says of its own time. A row whose sequence ended meanwhile, or was cancelled, is
+dropped: its token is neither written nor counted nor told to anybody.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +18,40 @@ from preheat.schedule.slots import NO_LOGPROBS
 def settle(running: Running, prefix: PrefixCache, schedule: Schedule, result: StepResult, totals: Stats) -> Delta:
     """Write ``result`` into the slots and say what changed. Loops only over rows to which something special happens.
 
-    Raises ValueError, changing nothing, if the result does not have one token for each sampling row.
+    Steps are settled in the order in which they run. Raises ValueError, changing nothing, if the result does not have
+    one token for each sampling row.
     """
-    slots, rows = running.slots, schedule.slots
-    sampled = rows[schedule.samples]
-    if result.tokens.shape != sampled.shape:
-        raise ValueError(f"{result.tokens.shape} tokens for {len(sampled)} sampling rows")
-    before = slots.cached_len[rows]
-    after = before + schedule.extend
-    slots.cached_len[rows] = after
-    _publish(running, prefix, rows, before, after)
-    position = slots.device_len[sampled]
-    slots.tokens[sampled, position] = result.tokens
-    slots.device_len[sampled] = position + 1
-    prompt_len = slots.prompt_len[sampled]
-    totals.generation_tokens += len(sampled)
-    totals.prompt_tokens += int(prompt_len[position == prompt_len].sum())
+    if result.tokens.shape != (schedule.samples.sum(),):
+        raise ValueError(f"{result.tokens.shape} tokens for {int(schedule.samples.sum())} sampling rows")
+    slots, live = running.slots, _live(running, schedule)
+    _publish(running, prefix, schedule, live)
+    told = schedule.samples & live
+    slot, position, ids = schedule.slots[told], schedule.ends[told], schedule.ids[told].tolist()
+    tokens = result.tokens[live[schedule.samples]]
+    slots.tokens[slot, position] = tokens
+    first_ones = position == slots.prompt_len[slot]
+    totals.generation_tokens += len(slot)
+    totals.prompt_tokens += int(position[first_ones].sum())
+    ended = _ended(running, slot, position + 1, tokens)
     delta = Delta(
-        ids=running.ids[sampled].tolist(),
-        tokens=result.tokens.tolist(),
-        logprobs={int(running.ids[rows[row]]): entry for row, entry in result.logprobs.items()},
-        prompt_logprobs=_prompt_logprobs(running, schedule, result),
+        ids=ids,
+        tokens=tokens.tolist(),
+        finished={ids[j]: finish for j, finish in ended.items()},
+        logprobs={int(schedule.ids[row]): entry for row, entry in result.logprobs.items() if live[row]},
+        prompt_logprobs=_prompt_logprobs(running, schedule, result, live),
         started=schedule.started,
     )
-    ended = _ended(running, sampled, result.tokens)
-    delta.finished = {int(running.ids[slot]): finish for slot, finish in ended.items()}
-    running.stop(list(ended))
+    if ended:
+        running.stop(slot[list(ended)].tolist())
     return delta
 
 
 def fail(running: Running, schedule: Schedule, message: str) -> Delta:
     """The step did not work out: its sequences end with an error and give back what they hold."""
-    ids = running.ids[schedule.slots].tolist()
-    running.stop(schedule.slots.tolist())
-    return Delta(finished=dict.fromkeys(ids, Finish("error", message=message)), started=schedule.started)
+    live = _live(running, schedule)
+    running.stop(schedule.slots[live].tolist())
+    finish = Finish("error", message=message)
+    return Delta(finished=dict.fromkeys(schedule.ids[live].tolist(), finish), started=schedule.started)
 
 
 def lose_cache(running: Running, message: str) -> Delta:
@@ -57,38 +62,49 @@ def lose_cache(running: Running, message: str) -> Delta:
     return Delta(finished=dict.fromkeys(ids, Finish("error", message=message)))
 
 
-def _publish(running: Running, prefix: PrefixCache, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+def _live(running: Running, schedule: Schedule) -> np.ndarray:
+    """bool [rows]: whose sequence still runs. A slot that was freed, or given to another, has another id."""
+    live: np.ndarray = running.ids[schedule.slots] == schedule.ids
+    return live
+
+
+def _publish(running: Running, prefix: PrefixCache, schedule: Schedule, live: np.ndarray) -> None:
+    """Blocks that the step filled. Their tokens are all settled: the last of them was drawn by an earlier step."""
     slots, size = running.slots, running.slots.block_size
-    first, last = before // size, after // size
-    for row in np.flatnonzero(last > first).tolist():
-        slot = int(rows[row])
+    first, last = schedule.first // size, schedule.ends // size
+    for row in ((last > first) & live).nonzero()[0].tolist():
+        slot = int(schedule.slots[row])
         tokens, table = slots.tokens[slot], slots.block_table[slot]
         prefix.publish(running.sequence(slot), tokens, table, int(first[row]), int(last[row]))
 
 
-def _ended(running: Running, sampled: np.ndarray, tokens: np.ndarray) -> dict[int, Finish]:
-    """The slots whose sequence ends with its new token. A stop id has precedence over the length."""
+def _ended(running: Running, slot: np.ndarray, length: np.ndarray, tokens: np.ndarray) -> dict[int, Finish]:
+    """The places j at which the sequence in ``slot[j]`` ends with ``tokens[j]``, its ``length[j]``-th token.
+
+    A stop id has precedence over the length.
+    """
     slots = running.slots
-    length = slots.device_len[sampled]
-    stop = (slots.stop_ids[sampled] == tokens[:, None]).any(1)
-    for j in np.flatnonzero(slots.has_many_stop_ids[sampled]).tolist():
-        stop[j] |= int(tokens[j]) in slots.many_stop_ids[int(sampled[j])]
-    stop &= length > slots.min_len[sampled]
+    stop = (slots.stop_ids.take(slot, axis=1) == tokens).any(0)
+    for j in slots.has_many_stop_ids[slot].nonzero()[0].tolist():
+        stop[j] |= int(tokens[j]) in slots.many_stop_ids[int(slot[j])]
+    stop &= length > slots.min_len[slot]
     ended = {}
-    for j in np.flatnonzero(stop | (length >= slots.max_len[sampled])).tolist():
-        ended[int(sampled[j])] = Finish("stop", stop_id=int(tokens[j])) if stop[j] else Finish("length")
+    for j in (stop | (length >= slots.max_len[slot])).nonzero()[0].tolist():
+        ended[j] = Finish("stop", stop_id=int(tokens[j])) if stop[j] else Finish("length")
     return ended
 
 
-def _prompt_logprobs(running: Running, schedule: Schedule, result: StepResult) -> dict[int, list[TokenLogprobs | None]]:
+def _prompt_logprobs(
+    running: Running, schedule: Schedule, result: StepResult, live: np.ndarray
+) -> dict[int, list[TokenLogprobs | None]]:
     """Add each chunk's entries to its sequence; the lists of those whose prompt is now computed are handed over."""
     slots, done = running.slots, {}
-    rows = schedule.slots
-    for row in np.flatnonzero(slots.prompt_logprobs[rows] != NO_LOGPROBS).tolist():
-        slot = int(rows[row])
+    owed = slots.prompt_logprobs[schedule.slots] != NO_LOGPROBS
+    for row in (owed & live).nonzero()[0].tolist():
+        slot = int(schedule.slots[row])
         sequence = running.sequence(slot)
         sequence.prompt_logprobs += result.prompt_logprobs.get(row, [])
-        if slots.cached_len[slot] >= slots.prompt_len[slot]:
+        if schedule.first[row] + schedule.extend[row] >= slots.prompt_len[slot]:
             done[sequence.request.id] = sequence.prompt_logprobs
             sequence.owes_prompt_logprobs = False
             slots.prompt_logprobs[slot] = NO_LOGPROBS

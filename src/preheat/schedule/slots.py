@@ -4,6 +4,9 @@ A step is a list of slots, so packing a batch is a handful of numpy gathers and 
 Lengths use mini-sglang's words: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens
 are known (prompt and output), ``extend_len = device_len - cached_len`` are to be computed and
 ``remain_len = max_len - device_len`` may still be generated.
+
+All of them run ahead of the host by what is in flight: a token that the device is about to draw counts as known, and
+is ``UNSEEN`` until its step is settled.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import numpy as np
 from preheat.core import Request
 
 NO_LOGPROBS = -1
+UNSEEN = -1
 FEW_STOP_IDS = 4
+NO_ID = -1
 
 
 class Slots:
@@ -52,8 +57,8 @@ class Slots:
         self.needs_filter = np.zeros(n, bool)  # top_k, top_p or min_p
         self.needs_penalty = np.zeros(n, bool)
         self.needs_edit = np.zeros(n, bool)  # logit_bias, or stop ids banned until min_tokens
-        self.stop_ids = np.full((n, FEW_STOP_IDS), -1, np.int32)
-        self.has_many_stop_ids = np.zeros(n, bool)  # what a row of stop_ids cannot hold is in the dictionary
+        self.stop_ids = np.full((FEW_STOP_IDS, n), NO_ID, np.int32)
+        self.has_many_stop_ids = np.zeros(n, bool)  # what a column of stop_ids cannot hold is in the dictionary
         self.many_stop_ids: dict[int, frozenset[int]] = {}
         self.request: list[Request | None] = [None] * n
         self._free = list(range(n))
@@ -96,9 +101,9 @@ class Slots:
     def _take_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
         few = len(stop_ids) <= FEW_STOP_IDS and all(0 <= stop_id < 2**31 for stop_id in stop_ids)
         self.has_many_stop_ids[slot] = not few
-        self.stop_ids[slot] = -1
+        self.stop_ids[:, slot] = NO_ID
         if few:
-            self.stop_ids[slot, : len(stop_ids)] = stop_ids
+            self.stop_ids[: len(stop_ids), slot] = stop_ids
         else:
             self.many_stop_ids[slot] = frozenset(stop_ids)
 

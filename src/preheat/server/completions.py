@@ -47,6 +47,7 @@ def _params(door: FrontDoor, body: CompletionRequest) -> SamplingParams:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo:
+        door.check_text("echo", "leave it out, and ask for return_token_ids")
         if prompt_logprobs is None:
             prompt_logprobs = body.logprobs
         if body.logprobs not in {None, prompt_logprobs}:

@@ -28,12 +28,14 @@ ROUNDS = 12
 
 _LENGTH = 64
 _TEXT = {"prompt": "def add(a, b):", "max_tokens": 2, "temperature": 0.5, "seed": 1, "stop": ["zzz"]}
+_IDS = {"prompt": [0, 1], "max_tokens": 2}
 _CHAT = {"messages": [{"role": "user", "content": "Add."}], "max_tokens": 2}
 
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _TEXT),
-    ("/v1/completions", {"prompt": [0, 1], "max_tokens": 2, "logprobs": 1, "n": 2}),
+    ("/v1/completions", _IDS | {"logprobs": 1, "n": 2}),
     ("/v1/completions", _TEXT | {"stream": True}),
+    ("/v1/completions", _IDS | {"stream": True}),
     ("/v1/chat/completions", _CHAT),
     ("/v1/chat/completions", _CHAT | {"stream": True, "logprobs": True}),
 )
@@ -45,9 +47,11 @@ async def rehearse(service: Service, build_app: Callable[[Service], ASGIApp]) ->
     stage.metrics = Metrics(service.names[0])
     stage.take_door(_door(service, stage.metrics))
     app = build_app(stage)
+    speaks = service.tokenizer.speaks
+    bodies = [(path, body) for path, body in BODIES if speaks or isinstance(body.get("prompt"), list)]
     try:
         for _ in range(ROUNDS):
-            for path, body in BODIES:
+            for path, body in bodies:
                 await _ask(app, path, json.dumps(body).encode(), service.settings.api_key)
     except Exception:
         logger.exception("The rehearsal failed; the first requests may be slower")
@@ -56,14 +60,15 @@ async def rehearse(service: Service, build_app: Callable[[Service], ASGIApp]) ->
 def _door(service: Service, metrics: Metrics) -> FrontDoor:
     """A front door whose engine answers each request with the same tokens."""
     loop = asyncio.get_running_loop()
-    token = service.tokenizer.encode("a", add_special_tokens=False)[-1]
+    tokenizer = service.tokenizer
+    token = tokenizer.encode("a", add_special_tokens=False)[-1] if tokenizer.speaks else 0
 
     def echo(message: ToEngine) -> None:
         if isinstance(message, Request):
             for last in (False, True):
                 loop.call_soon(door.handle, _delta(message, token, last))
 
-    door = FrontDoor(service.tokenizer, echo, metrics=metrics)
+    door = FrontDoor(tokenizer, echo, metrics=metrics)
     door.handle(Ready(_LENGTH, 2, _LENGTH, 0.0))
     return door
 

@@ -27,6 +27,19 @@ class Detokenizer(Protocol):
         """What was held back, now that no token follows."""
 
 
+class SilentDetokenizer:
+    """For sequences whose text nobody wants."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+SILENT = SilentDetokenizer()
+
+
 class ByteDetokenizer:
     """For byte-level decoders: bytes are joined and read as UTF-8."""
 

@@ -82,6 +82,12 @@ class ChatTemplate:
         ``template`` replaces the tokenizer's for this call. Raises InvalidRequest when there is no template, or when
         it refuses the conversation.
         """
+        if not self._tokenizer.speaks:
+            raise InvalidRequest(
+                "A conversation becomes text, and there is no tokenizer (skip_tokenizer_init): give the prompt as "
+                "token ids",
+                param="messages",
+            )
         source = template or self.source
         if source is None:
             raise InvalidRequest("The model has no chat template; give one with --chat-template", param="messages")

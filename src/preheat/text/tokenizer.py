@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from preheat.errors import InvalidRequest, ModelError
-from preheat.text.detokenize import ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
+from preheat.text.detokenize import SILENT, ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
 from preheat.text.pieces import BytePieces, TextPieces, decoder_steps, is_byte_level, piece_rules, visible
 
 
@@ -61,12 +61,20 @@ def _ids(value: object) -> list[int]:
     return [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)]
 
 
+def _end_ids(generation: dict[str, Any], model_config: dict[str, Any]) -> list[int]:
+    """generation_config.json decides, else config.json; the tokenizer's own end token always counts, too."""
+    return _ids(generation.get("eos_token_id")) or _ids(model_config.get("eos_token_id"))
+
+
 class Tokenizer:
     """Encodes, decodes and names the special tokens of the checkpoint in ``folder``.
 
     ``eos_ids`` end a sequence. ``special_ids`` are hidden from text unless asked for. ``vocab_size`` bounds the token
     ids that the model knows. ``generation`` holds the sampling defaults that the checkpoint recommends.
     """
+
+    speaks = True
+    """Whether there is text at all."""
 
     def __init__(self, folder: str | Path, model_folder: str | Path | None = None) -> None:
         folder = Path(folder)
@@ -84,7 +92,8 @@ class Tokenizer:
         model_config = read_json(model_folder / "config.json")
         self.vocab_size = int(model_config.get("vocab_size") or self._backend.get_vocab_size())
         self.bos_id = self._id_of("bos_token")
-        self.eos_ids = self._end_ids(model_config)
+        own = self._id_of("eos_token")
+        self.eos_ids = sorted({*_end_ids(self.generation, model_config), *([] if own is None else [own])})
         self._set_up_pieces()
 
     def _named_special_tokens(self) -> dict[str, str]:
@@ -109,12 +118,6 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         id = self._backend.token_to_id(token) if token else None
         return None if id is None else int(id)
-
-    def _end_ids(self, model_config: dict[str, Any]) -> list[int]:
-        """generation_config.json decides, else config.json; the tokenizer's own end token always counts."""
-        ids = _ids(self.generation.get("eos_token_id")) or _ids(model_config.get("eos_token_id"))
-        own = self._id_of("eos_token")
-        return sorted({*ids, *([] if own is None else [own])})
 
     def _set_up_pieces(self) -> None:
         steps = decoder_steps(self._backend)
@@ -160,3 +163,37 @@ class Tokenizer:
     def token_text(self, id: int) -> str:
         """The text of ``id`` alone; bytes that are no whole character become U+FFFD."""
         return self.token_bytes(id).decode(errors="replace")
+
+
+class NoTokenizer(Tokenizer):
+    """In the tokenizer's place, for an engine of token ids alone: it knows what the checkpoint's configs say.
+
+    Whatever needs text raises InvalidRequest, saying what to change; a token is shown as ``token_id:5``, as in vLLM.
+    """
+
+    speaks = False
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config, self.special_tokens, self.special_ids = {}, {}, frozenset()
+        self.generation = read_json(self.folder / "generation_config.json")
+        model_config = read_json(self.folder / "config.json")
+        if "vocab_size" not in model_config:
+            raise ModelError(f"{self.folder}: config.json names no vocab_size, and there is no tokenizer to ask")
+        self.vocab_size = int(model_config["vocab_size"])
+        self.bos_id = next(iter(_ids(model_config.get("bos_token_id"))), None)
+        self.eos_ids = sorted(_end_ids(self.generation, model_config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise InvalidRequest(
+            "There is no tokenizer (skip_tokenizer_init): give the prompt as token ids", param="prompt"
+        )
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so nothing can be turned into text")
+
+    def detokenizer(self, prompt: list[int], skip_special_tokens: bool = True) -> Detokenizer:
+        return SILENT
+
+    def token_bytes(self, id: int) -> bytes:
+        return f"token_id:{id}".encode()

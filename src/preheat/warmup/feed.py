@@ -69,10 +69,10 @@ class Feed:
         """A step of ``rows``, the decoding ones first, every one of which samples; the slots are given back after."""
         slots = self._slots
         taken = [self._take(number, row, params) for number, row in enumerate(rows)]
-        extend = np.array([row.extend for row in rows], np.int32)
+        first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
         decoding = sum(row.decoding for row in rows)
         try:
-            yield Schedule(np.array(taken, np.int32), extend, np.ones(len(rows), bool), decoding)
+            yield Schedule(np.array(taken, np.int64), first, extend, np.ones(len(rows), bool), decoding)
         finally:
             for slot in taken:
                 slots.give_back(slot)

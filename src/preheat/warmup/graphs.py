@@ -10,7 +10,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+
+from preheat.batch.sampling import Level
 from preheat.plan import lines
 from preheat.plan.budget import (
     MemorySplit,
@@ -23,10 +27,15 @@ from preheat.plan.budget import (
     split_memory,
 )
 from preheat.plan.cost import ModelSizes
+from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Phase, Shape
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.record import Entry, Record
+
+if TYPE_CHECKING:
+    from preheat.device.base import Platform
+    from preheat.execute.device_executor import DeviceExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +111,58 @@ def capture(
     return captures
 
 
-def capture_twin(
-    plan: Plan, record: Record, settings: Settings, *, split: MemorySplit, sizes: ModelSizes, block_bytes: int
-) -> Captures:
+@dataclass(frozen=True)
+class Budget:
+    """How memory was divided before the cache was there, and what a block of the cache takes."""
+
+    split: MemorySplit
+    block_bytes: int
+
+    def pool(self, free: int) -> int:
+        """Bytes for graphs, now that ``free`` ones are left."""
+        return graph_pool(self.split, self.block_bytes, free)
+
+
+def capture_twin(plan: Plan, record: Record, settings: Settings, budget: Budget, sizes: ModelSizes) -> Captures:
     """`capture` on a CPU, where nothing is captured and the bytes of each graph are counted."""
     limits = plan.limits
-    free = split.free - limits.num_blocks * block_bytes
+    free = budget.split.free - limits.num_blocks * budget.block_bytes
     twin = Twin(sizes, limits.max_blocks_per_seq, free)
-    pool = graph_pool(split, block_bytes, free)
-    return capture(plan, record, settings, pool=pool, capture_one=twin.capture_one, free=twin.free)
+    return capture(plan, record, settings, pool=budget.pool(free), capture_one=twin.capture_one, free=twin.free)
+
+
+def capture_programs(
+    plan: Plan, record: Record, settings: Settings, budget: Budget, executor: DeviceExecutor, platform: Platform
+) -> Captures:
+    """`capture` of the programs of a device, with the bytes that they really take.
+
+    All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then the sampler's, few
+    and small, for which every item of theirs is marked; the rest is divided by the budget's rules.
+    """
+    free = platform.free_memory
+    platform.release_memory()
+    pool, before = budget.pool(free()), free()
+    entries = {entry.name: entry for entry in record.entries}
+
+    def capture_one(shape: Shape) -> int:
+        was = free()
+        if shape not in executor.forwards:
+            try:
+                executor.capture(shape)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(str(error)) from None
+        return max(was - free(), 0)
+
+    ran = [item.key for item in plan.items if isinstance(item.key, Shape) and entries[item.name].outcome not in NOT_RUN]
+    if ran:
+        capture_one(max(ran, key=lambda shape: (shape.tokens, shape.rows)))
+    for item in plan.items:
+        if isinstance(item.key, SamplerKey) and item.key.rows and entries[item.name].outcome not in NOT_RUN:
+            entries[item.name].graph = True
+            executor.capture_sampling(item.key.rows, Level[level(SAMPLER_SETTINGS[item.key.setting]).upper()])
+    executor.sampler.forget()
+    taken = before - free()
+    return capture(plan, record, settings, pool=max(pool - taken, 0), capture_one=capture_one, free=free)
 
 
 def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Shape]]:

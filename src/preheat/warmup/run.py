@@ -77,7 +77,7 @@ class WarmUp:
             )
             done += len(items)
             self._end(kind)
-        self.executor.sampler.counts.forget()
+        self.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
 
@@ -149,7 +149,7 @@ class WarmUp:
             if not schedule.rows:
                 return
             batch = self.packer.pack(schedule)
-            hidden = self._hidden(len(batch.tokens))
+            hidden = self._hidden(batch.padded_tokens)
             for _ in range(1 if key.batch_changed else 2):
                 self.executor.finish(hidden, batch)
 

@@ -1,0 +1,130 @@
+"""An open-loop client of /v1/completions: it sends when it is time, whether or not earlier answers are there.
+
+A request takes a connection of its own, and its token times are those at which its events arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HIGHEST_ID = 120_000
+
+
+@dataclass
+class Served:
+    """What a client saw of one request; times in seconds. ``error`` says what went wrong, if anything did."""
+
+    asked: int
+    first: float | None = None
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+class Client:
+    """Asks the server at ``port``; prompts are random ids below ``vocabulary``, the same in every run."""
+
+    def __init__(self, port: int, vocabulary: int) -> None:
+        self._port = port
+        self._random = random.Random(0)
+        self._highest = min(HIGHEST_ID, vocabulary - 1)
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._random.randint(10, self._highest) for _ in range(length)]
+
+    async def ask(self, prompt: Sequence[int], tokens: int, **sampling: Any) -> Served:
+        """Stream ``tokens`` tokens."""
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, **sampling}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        served, started = Served(tokens), time.perf_counter()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(head.encode() + data)
+            await self._read(reader, served, started)
+            writer.close()
+        except OSError as error:
+            served.error = repr(error)
+        return served
+
+    async def _read(self, reader: asyncio.StreamReader, served: Served, started: float) -> None:
+        status = await reader.readline()
+        if b" 200 " not in status:
+            served.error = (status + await reader.read(2000)).decode(errors="replace")
+            return
+        before = started
+        async for line in reader:
+            if not line.startswith(b"data: {"):
+                continue
+            if b'"error"' in line[:20]:
+                served.error = line.decode(errors="replace")
+                return
+            now = time.perf_counter()
+            if served.first is None:
+                served.first = now - started
+            else:
+                served.gaps.append(now - before)
+            before = now
+        served.last = before - started
+        if served.first is None:
+            served.error = "the stream ended before its first token"
+
+    async def sweep(
+        self, rate: float, seconds: float, lengths: tuple[int, int], answers: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Requests that arrive at random, ``rate`` a second on average, for ``seconds``."""
+        chance = random.Random(int(rate * 1000))
+        started, at, jobs = time.perf_counter(), 0.0, []
+        while at < seconds:
+            await asyncio.sleep(max(0.0, started + at - time.perf_counter()))
+            prompt, tokens = self.prompt(chance.randint(*lengths)), chance.randint(*answers)
+            jobs.append(asyncio.create_task(self.ask(prompt, tokens, temperature=0.6)))
+            at += chance.expovariate(rate)
+        return {"rate": rate, **summary(await asyncio.gather(*jobs), time.perf_counter() - started)}
+
+    async def burst(self, requests: int, lengths: tuple[int, int], answers: tuple[int, int]) -> dict[str, Any]:
+        """All at once: the rate at which the server takes them is its highest."""
+        chance = random.Random(0)
+        asked = [(self.prompt(chance.randint(*lengths)), chance.randint(*answers)) for _ in range(requests)]
+        started = time.perf_counter()
+        found = await asyncio.gather(*(self.ask(*each, temperature=0.6) for each in asked))
+        wall = time.perf_counter() - started
+        return {"requests_s": round(requests / wall, 2), **summary(found, wall)}
+
+    async def streams(self, count: int, context: int, tokens: int) -> dict[str, Any]:
+        """``count`` equal streams, begun together."""
+        prompts = [self.prompt(context) for _ in range(count)]
+        started = time.perf_counter()
+        found = await asyncio.gather(*(self.ask(prompt, tokens, temperature=0.0) for prompt in prompts))
+        return {"streams": count, **summary(found, time.perf_counter() - started)}
+
+
+def summary(found: Sequence[Served], wall: float) -> dict[str, Any]:
+    """What several requests were given, in milliseconds and tokens a second; ``wall`` seconds for all."""
+    good = [each for each in found if each.error is None]
+    firsts = [each.first for each in good if each.first is not None]
+    gaps = [gap for each in good for gap in each.gaps]
+    return {
+        "sent": len(found),
+        "ok": len(good),
+        "out_tok_s": round(sum(each.asked for each in good) / wall),
+        "ttft_p50": quantile(firsts, 0.5),
+        "ttft_p99": quantile(firsts, 0.99),
+        "itl_p50": quantile(gaps, 0.5),
+        "itl_p99": quantile(gaps, 0.99),
+        "itl_max": quantile(gaps, 1.0),
+        "errors": sorted({each.error[:200] for each in found if each.error})[:3],
+    }
+
+
+def quantile(seconds: Sequence[float], share: float) -> float | None:
+    """Milliseconds below which ``share`` of ``seconds`` lie."""
+    if not seconds:
+        return None
+    return round(1e3 * sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))], 2)

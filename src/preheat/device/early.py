@@ -1,0 +1,32 @@
+"""Wake the GPU while torch is still being imported: both take about a second, and neither needs the other. No torch
+here.
+
+The driver builds its context for the process in a thread of its own; torch finds it built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+DRIVER = "libcuda.so.1"
+
+
+def wake_gpu() -> None:
+    """Begin to build the first GPU's context. A failure is left to torch, which will meet the same and say why."""
+    threading.Thread(target=build_context, name="wake-gpu", daemon=True).start()
+
+
+def build_context() -> bool:
+    """Build the context that torch will use, and wait for it; False where there is no GPU or no driver."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    calls: list[tuple[str, tuple[object, ...]]] = [
+        ("cuInit", (0,)),
+        ("cuDeviceGet", (ctypes.byref(device), 0)),
+        ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
+    ]
+    return all(getattr(driver, name)(*arguments) == 0 for name, arguments in calls)

@@ -1,0 +1,226 @@
+"""The executor of a device that runs asynchronously: two programs a step, over static buffers, back to back.
+
+``forward(shape)`` computes hidden states and the cache's new keys and values, ``sample(size, level)`` draws tokens. The
+device keeps the tokens that it drew, so that the next step may be launched before anyone has seen them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.batch.buffers import HOST_COPIES, Inputs, StepBuffers
+from preheat.batch.flat import FlatBatch
+from preheat.batch.sampling import Level
+from preheat.core import StepResult, Swaps, TokenLogprobs
+from preheat.execute.device_sampler import DeviceSampler, read_report
+from preheat.execute.kv_cache import KVCache
+from preheat.execute.programs import Programs
+from preheat.model.decoder import Attention, Decoder
+from preheat.ops.cuda.attention import Workspace, decode_attention, prefill_attention
+from preheat.ops.cuda.embedding import embed, take_rows
+from preheat.ops.cuda.rotary import rope_and_write
+from preheat.plan.shape import Shape
+from preheat.schedule.defrag import pad_pairs
+from preheat.schedule.slots import NO_LOGPROBS
+
+
+class SampleKey(NamedTuple):
+    """The program that draws for ``size`` rows."""
+
+    size: int
+    level: Level
+
+
+@dataclass(slots=True)
+class Answer:
+    """Where one step's answers go on the host."""
+
+    tokens: Tensor  # int32 [rows]
+    report_ids: Tensor  # int32 [rows, 1 + most], see DeviceSampler.launch_logprobs
+    report_values: Tensor  # fp32, the same
+
+
+@dataclass(slots=True)
+class Running:
+    """A step on the device. ``done`` is reached when ``answer`` is there; on a device that waits it is None."""
+
+    batch: FlatBatch
+    answer: Answer
+    done: torch.cuda.Event | None
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        if self.done is not None:
+            self.done.synchronize()
+        batch = self.batch
+        rows = len(batch.sampled_rows)
+        result = StepResult(self.answer.tokens[:rows].numpy().copy(), prompt_logprobs=self.prompt_logprobs)
+        wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
+        if len(wanted):
+            ids, values = self.answer.report_ids.numpy()[wanted], self.answer.report_values.numpy()[wanted]
+            entries = read_report(ids, values, result.tokens[wanted], batch.logprobs[wanted])
+            result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
+        return result
+
+
+class DeviceExecutor:
+    """Runs steps of one model on one device, whose current stream it uses."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, sampler: DeviceSampler, buffers: StepBuffers) -> None:
+        self.decoder, self.cache, self.sampler, self.buffers = decoder, cache, sampler, buffers
+        spec, limits = decoder.spec, buffers.limits
+        self._device = device = decoder.weights.embedding.device
+        tokens, rows = max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
+        self._hidden = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._logits = torch.zeros(rows, spec.vocab_size, dtype=decoder.dtype, device=device)
+        self._workspace = Workspace(rows * buffers.max_splits, tokens, spec.num_heads, spec.head_dim, device)
+        self._scale = spec.head_dim**-0.5
+        self._live, self._successors = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, rows))
+        self._settings = [self._pinned(sampler.settings) for _ in range(HOST_COPIES)]
+        answers = (sampler.tokens, sampler.report_ids, sampler.report_values)
+        self._answers = [Answer(*map(self._pinned, answers)) for _ in range(HOST_COPIES)]
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.forwards = Programs[Shape](self._forward, pool)
+        self.samples = Programs[SampleKey](self._sample, pool)
+
+    def execute(self, batch: FlatBatch) -> StepResult:
+        """Run a step and wait for it."""
+        return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch(self, batch: FlatBatch) -> Running:
+        """Start a step behind all that was started before.
+
+        A step in which prompt logprobs are wanted is waited for: they may be many.
+        """
+        self.forward(batch)
+        return self._draw(batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch, *, eager: bool = False) -> Tensor:
+        """Hidden states [T, hidden], which the next step overwrites; keys and values are in the cache."""
+        self.buffers.send(batch.turn, batch.pieces)
+        self.forwards.run(batch.shape, eager=eager)
+        return self._hidden[: batch.shape.tokens]
+
+    @torch.inference_mode()
+    def finish(self, hidden: Tensor, batch: FlatBatch) -> StepResult:
+        """What the rows of ``batch`` want to know of ``hidden`` [T, hidden]."""
+        self.buffers.send(batch.turn, batch.pieces)
+        self._hidden[: len(hidden)].copy_(hidden)
+        return self._draw(batch).result()
+
+    @torch.inference_mode()
+    def logits(self, batch: FlatBatch, *, eager: bool = False) -> Tensor:
+        """fp32 [sampling rows, vocab] of a step, computed by the programs that serve, or operation by operation."""
+        self.forward(batch, eager=eager)
+        self._draw(batch, eager=eager).result()
+        return self._logits[: len(batch.sampled_rows)].float()
+
+    @torch.inference_mode()
+    def swap(self, swaps: Swaps) -> None:
+        """Exchange the contents of blocks, in the padded size that is one program."""
+        pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64)
+        self.cache.swap(pairs.to(self._device))
+
+    @torch.inference_mode()
+    def capture(self, shape: Shape) -> None:
+        """Make a graph of the forward program of ``shape``, which has run before, and run it on padding."""
+        self.buffers.clear()
+        self.forwards.capture(shape)
+
+    @torch.inference_mode()
+    def capture_sampling(self, size: int, level: Level) -> None:
+        """Make a graph, if there is none, of the program that draws for ``size`` rows, and run it on padding."""
+        key = SampleKey(size, level)
+        if key not in self.samples:
+            self.buffers.clear()
+            self.sampler.settings.zero_()
+            self.samples.capture(key)
+
+    def _draw(self, batch: FlatBatch, *, eager: bool = False) -> Running:
+        """Draw for the sampling rows, and compute the logprobs that somebody wants."""
+        answer, sampler, size = self._answers[batch.turn], self.sampler, batch.sampling_size
+        if len(batch.sampled_rows):
+            if batch.sampling.penalties:
+                sampler.counts.follow(batch.sampling.penalties)
+            settings = self._settings[batch.turn]
+            used = sampler.input.pack(settings.numpy(), batch.sampling, batch.sampled_slots)
+            sampler.settings[:used].copy_(settings[:used], non_blocking=True)
+            self.samples.run(SampleKey(size, batch.sampling.level), eager=eager)
+            answer.tokens[:size].copy_(sampler.tokens[:size], non_blocking=True)
+            if (batch.logprobs != NO_LOGPROBS).any():
+                sampler.launch_logprobs(sampler.settings, self._logits, sampler.tokens, size)
+                self._report(answer, size)
+        done = torch.cuda.Event() if self._device.type == "cuda" else None
+        if done is not None:
+            done.record()
+        return Running(batch, answer, done, self._prompt_logprobs(batch))
+
+    def _report(self, answer: Answer, size: int) -> None:
+        answer.report_ids[:size].copy_(self.sampler.report_ids[:size], non_blocking=True)
+        answer.report_values[:size].copy_(self.sampler.report_values[:size], non_blocking=True)
+
+    def _prompt_logprobs(self, batch: FlatBatch) -> dict[int, list[TokenLogprobs]]:
+        """For each row one entry for each successor, from the hidden state of the token before it."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        for part in batch.prompt_parts:
+            size, count = len(part.before), len(part.successors)
+            self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
+            self._successors[:count].copy_(torch.from_numpy(part.successors))
+            self._live.fill_(count)
+            self._head(size)
+            self.sampler.launch_logprobs(self._live, self._logits, self._successors, size)
+            ids, values = (x[:count].cpu().numpy() for x in (self.sampler.report_ids, self.sampler.report_values))
+            entries = read_report(ids, values, part.successors, np.full(count, part.alternatives))
+            found.setdefault(part.row, []).extend(entries)
+        return found
+
+    def _forward(self, shape: Shape) -> None:
+        inputs = self.buffers.inputs(shape)
+        residual = embed(inputs.tokens, inputs.slots, self.sampler.last_token, self.decoder.weights.embedding)
+        hidden = self.decoder.layers(residual, None, self._attention(inputs))
+        self._hidden[: shape.tokens].copy_(hidden)
+
+    def _sample(self, key: SampleKey) -> None:
+        self._head(key.size)
+        self.sampler.launch(key.level, self._logits, key.size)
+
+    def _head(self, size: int) -> None:
+        """Logits of the first ``size`` sampled tokens."""
+        rows = take_rows(self._hidden, self.buffers.sampled[:size])
+        self.decoder.weights.head(rows, out=self._logits[:size])
+
+    def _attention(self, inputs: Inputs) -> Attention:
+        """What the decoder calls in each layer: norm and turn, write the step's keys and values, then attend."""
+        spec, buffers, cache, rope = self.decoder.spec, self.buffers, self.cache, self.decoder.rope
+        heads, kv_heads, layers = spec.num_heads, spec.num_kv_heads, self.decoder.weights.layers
+        slots, positions, table = inputs.slots, inputs.positions, buffers.table
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            window, kv, norm = spec.layer_windows[layer], cache.layers[layer], layers[layer].qk_norm
+            weight = None if norm is None else norm.weight
+            rope_and_write(qkv, rope, slots, positions, table, kv, heads, kv_heads, weight, spec.rms_norm_eps)
+            out, query = qkv.new_empty(len(qkv), spec.q_size), qkv[:, :heads]
+            if len(inputs.tiles):
+                prefill_attention(
+                    query, kv, table, slots, positions, inputs.tiles, inputs.num_tiles, out, self._scale, window
+                )
+            index = buffers.windows.index(window)
+            splits, count = inputs.splits[index], inputs.num_splits(index)
+            decode_attention(
+                query, kv, table, slots, positions, splits, count, out, self._workspace, self._scale, window
+            )
+            return out
+
+        return attend
+
+    def _pinned(self, like: Tensor) -> Tensor:
+        """Host memory of the shape and dtype of ``like``."""
+        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")

@@ -1,0 +1,52 @@
+"""Programs: what runs a key of the plan, as a captured graph or, where there is none, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Key = TypeVar("Key")
+
+
+class Programs(Generic[Key]):
+    """``body(key)`` for each key, over static buffers. Captured on ``stream``, with one memory pool for all graphs.
+
+    The graphs share their working memory: of two that run, one after the other, nothing is left but what they wrote
+    into static buffers.
+    """
+
+    def __init__(self, body: Callable[[Key], None], pool: tuple[int, int] | None = None) -> None:
+        self._body, self._pool = body, pool
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether a graph runs ``key``."""
+        return key in self._graphs
+
+    def run(self, key: Key, *, eager: bool = False) -> None:
+        """Launch the program of ``key`` on the current stream."""
+        graph = None if eager else self._graphs.get(key)
+        if graph is None:
+            self._body(key)
+        else:
+            graph.replay()
+
+    def capture(self, key: Key) -> None:
+        """Record ``key`` as a graph and run it once: the first run of a graph takes it to the device.
+
+        Everything that it launches must have run before, so that all is compiled and every library has its workspace.
+        """
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._body(key)
+        finally:
+            graph.capture_end()
+        graph.replay()
+        self._graphs[key] = graph
+
+    def forget(self) -> None:
+        """Give up all graphs."""
+        self._graphs.clear()

@@ -1,0 +1,79 @@
+"""Proof that implementations of linear maps give the contract's bits, on this device.
+
+Three times, on data that tells: all rows and columns of what an implementation gives, eager and captured in a graph, are
+compared with the plain kernel. Normal numbers show an error; numbers of all magnitudes whose exact sums are zero leave
+nothing but the order in which they were added.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from preheat.ops.cuda.linear import REFERENCE, Choice, Shape
+from preheat.ops.cuda.tuning import Choices
+from preheat.ops.proof import signed_pairs
+
+logger = logging.getLogger(__name__)
+
+SEEDS = 3
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def prove(choices: Choices, shapes: Iterable[Shape], rows: Sequence[int]) -> dict[tuple[Shape, int], bool]:
+    """Whether what ``choices`` says for ``shapes`` at ``rows`` has the contract's bits. What has not is refused there."""
+    proven = {}
+    for shape in dict.fromkeys(shapes):
+        chosen = [(size, choices(shape, size)) for size in rows]
+        wrong = differing(shape, chosen)
+        for size, choice in chosen:
+            proven[shape, size] = (size, choice) not in wrong
+            if not proven[shape, size]:
+                choices.refuse(shape, size)
+                logger.info("%s has not the contract's bits for %d rows of %s: done without", choice, size, shape)
+    return proven
+
+
+def differing(shape: Shape, chosen: Sequence[tuple[int, Choice]], seeds: int = SEEDS) -> set[tuple[int, Choice]]:
+    """Those of ``chosen``, numbers of rows and implementations, that differ anywhere from the plain kernel."""
+    most = max(rows for rows, _ in chosen)
+    x = torch.empty(most, shape.inputs, device="cuda", dtype=shape.dtype)
+    weight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+    bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
+    expected = torch.empty(most, shape.outputs // (1 + shape.gated), device="cuda", dtype=shape.dtype)
+    differs = torch.zeros(2, len(chosen), dtype=torch.int32, device="cuda")
+
+    def compare(found: Tensor) -> None:
+        for index, (rows, choice) in enumerate(chosen):
+            y = choice(x[:rows], weight, bias, shape.gated)
+            found[index] += _bits(y).ne(_bits(expected[:rows])).any()
+
+    graph = None
+    for seed in range(seeds):
+        fill(x, weight, seed)
+        expected.copy_(REFERENCE[shape.dtype](x, weight, bias, shape.gated))
+        compare(differs[0])
+        if graph is None:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                compare(differs[1])
+        graph.replay()
+    return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
+
+
+def fill(x: Tensor, weight: Tensor, seed: int) -> None:
+    """New numbers, in place: normal for ``seed`` 0, else of all magnitudes, with products that sum to zero exactly."""
+    random = torch.Generator(x.device).manual_seed(seed)
+    for tensor, sign in ((x, 1.0), (weight, -1.0)):
+        tensor.normal_(generator=random)
+        if seed:
+            tensor.mul_(torch.empty_like(tensor).uniform_(-6, 6, generator=random).exp_())
+            signed_pairs(tensor, sign)
+
+
+def _bits(y: Tensor) -> Tensor:
+    return y.view(BITS[y.dtype.itemsize])

@@ -1,0 +1,181 @@
+"""Finds the fastest implementation of linear maps by trying them, on an idle device.
+
+Every time is that of a CUDA graph that walks several copies of the weights, so that none is found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from os import cpu_count
+
+import torch
+import triton
+from triton.runtime.errors import TritonError
+
+from preheat.ops.cuda.linear import Choice, Library, Shape, Tile, in_order
+from preheat.ops.cuda.prove import differing
+from preheat.ops.cuda.tuning import SHARED_BYTES, Entry
+
+ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+COPIED_BYTES = 200 << 20
+FINALISTS = 4
+
+NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
+WIDE = [(64, 64), (128, 64), (256, 64)]
+
+
+def candidates(shape: Shape, rows: int) -> Iterator[Choice]:
+    """Everything worth trying for ``rows`` rows of ``shape``."""
+    yield Library()
+    yield Library(split=True)
+    if rows > 2048 or shape.dtype == torch.float32:
+        return
+    for height, (outputs, inputs), stages, bulk in product(*_sizes(rows), (False, True)):
+        for warps in _warps(outputs, height, shape.gated):
+            tile = Tile(outputs, height, inputs, warps, stages, bulk)
+            if shape.inputs % inputs == 0 and _fits(tile, shape.gated):
+                yield tile
+
+
+def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
+    """Rows of a tile; its outputs and inputs; stages."""
+    if rows <= 64:
+        return [max(16, _power(rows))], NARROW if rows <= 16 else MIDDLE, (3, 4, 6, 8)
+    if rows <= 384:
+        return [height for height in (64, 128, 256) if height < 2 * rows], WIDE, (3, 4)
+    return [128, 256], WIDE[1:], (3, 4)
+
+
+def _power(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
+    """So many that an accumulator fits into registers, and each warp has sixteen outputs."""
+    numbers = outputs * height * (2 if gated else 1)
+    if numbers > 64 * 512:
+        return ()
+    if numbers >= 16 * 1024:
+        return (8,)
+    return (4, 8) if outputs >= 128 and height >= 32 else (max(1, min(4, outputs // 16)),)
+
+
+def _fits(tile: Tile, gated: bool) -> bool:
+    held = (tile.outputs * (2 if gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
+    return 60_000 < held < SHARED_BYTES
+
+
+class Bench:
+    """Times implementations of one map. ``weights`` are enough copies to overflow the L2 cache."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        size = shape.outputs * shape.inputs * shape.dtype.itemsize
+        copies = max(2 if size < 1 << 29 else 1, math.ceil(COPIED_BYTES / size))
+        self.shape = shape
+        self.weights = torch.randn(copies, shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype).mul_(0.02)
+        self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
+        self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
+
+    def compile(self, tiles: Iterable[Tile], pool: ThreadPoolExecutor) -> None:
+        """Of ``tiles`` what is not compiled yet, side by side."""
+        weight = self.weights[0]
+        columns = self.shape.outputs // 2 if self.shape.gated else self.shape.outputs
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            for tile in dict.fromkeys(tiles):
+                x = self._x[: tile.rows]
+                y = x.new_empty(len(x), columns)
+                in_order.warmup(
+                    *tile.arguments(x, weight, self._bias, y),
+                    grid=(1,),
+                    **tile.options(weight.shape[1], self.shape.gated),
+                )
+
+    def microseconds(self, choice: Choice, rows: int, replays: int) -> float:
+        """Median of ``replays``; infinite for what cannot run."""
+        x, gated = self._x[:rows], self.shape.gated
+        try:
+            choice(x, self.weights[0], self._bias, gated)
+        except (TritonError, RuntimeError):
+            return math.inf
+        return graph_microseconds(
+            lambda: [choice(x, weight, self._bias, gated) for weight in self.weights], replays
+        ) / len(self.weights)
+
+
+def graph_microseconds(work: Callable[[], object], replays: int) -> float:
+    """Median time of a replay of ``work``, captured."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    del kept
+    return sorted(times)[len(times) // 2]
+
+
+Report = Callable[[Shape, int, dict[Choice, float]], None]
+
+
+def tune(
+    shapes: Sequence[Shape],
+    rows: Sequence[int] = ROWS,
+    seconds: float = math.inf,
+    report: Report = lambda shape, rows, times: None,
+) -> list[Entry]:
+    """Entries for ``shapes`` at ``rows``: the fastest of all, and of those that give the contract's bits.
+
+    After ``seconds``, which shapes share alike, it ends with what it has. ``report`` hears every time that was taken.
+    """
+    end = time.monotonic() + seconds
+    entries = []
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        for left, shape in zip(range(len(shapes), 0, -1), shapes, strict=True):
+            share = time.monotonic() + (end - time.monotonic()) / left
+            entries += _entries(shape, _times(shape, rows, share, pool, report))
+    return entries
+
+
+def _times(
+    shape: Shape, rows: Sequence[int], end: float, pool: ThreadPoolExecutor, report: Report
+) -> dict[tuple[int, Choice], float]:
+    """Microseconds of the finalists at ``rows``."""
+    bench = Bench(shape, max(rows))
+    found = {}
+    for size in rows:
+        if time.monotonic() > end:
+            break
+        choices = list(candidates(shape, size))
+        bench.compile((choice for choice in choices if isinstance(choice, Tile)), pool)
+        first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
+        ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
+        finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if isinstance(choice, Library)]
+        times = {choice: bench.microseconds(choice, size, 9) for choice in finalists}
+        report(shape, size, first | times)
+        found |= {(size, choice): times[choice] for choice in finalists}
+    return found
+
+
+def _entries(shape: Shape, times: dict[tuple[int, Choice], float]) -> list[Entry]:
+    """The fastest at each number of rows, twice: of those with the contract's bits, and of all."""
+    wrong = differing(shape, list(times)) if times else set()
+    entries = []
+    for ordered in (True, False):
+        best: dict[int, tuple[float, Choice]] = {}
+        for (rows, choice), taken in times.items():
+            if not (ordered and (rows, choice) in wrong) and taken < best.get(rows, (math.inf,))[0]:
+                best[rows] = (taken, choice)
+        entries += [Entry.of(shape, rows, choice, taken, ordered) for rows, (taken, choice) in sorted(best.items())]
+    return entries

@@ -1,0 +1,59 @@
+"""The bench on a small engine: every part gives its figures, and nothing is cold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from preheat.bench.checkpoint import write_checkpoint
+from preheat.cli import main
+from preheat.model.spec import read_spec
+from preheat.model.weights import load_weights
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def test_offline_parts_share_an_engine_and_find_nothing_cold(tmp_path, capsys):
+    parts = ["first", "latency", "throughput"]
+    line = ["bench", *parts, "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--no-skip-warmup"]
+    assert main([*line, "--determinism-warmup-iterations", "0"]) == 0
+    found = json.loads((tmp_path / "bundled.json").read_text())["parts"]
+    assert list(found) == parts
+    assert len(found["first"]["figures"]["rows"]) == 9
+    latency = found["latency"]["figures"]
+    assert set(latency["itl_ms"]) == {"1", "2"} and len(latency["prefill_tok_s_by_length"]) > 5
+    assert found["throughput"]["figures"]["nanobench"]["requests"] == 4
+    assert found["throughput"]["options"]["on_cold"] == "raise"
+    assert found["throughput"]["machine"]["versions"]["torch"] == torch.__version__
+    assert "nanobench, tokens/s" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path):
+    line = ["bench", "latency", "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--on-cold", "count"]
+    assert main([*line, "--max-num-seqs", "1", "--seconds", "0"]) == 0
+    left_out = json.loads((tmp_path / "bundled.json").read_text())["parts"]["latency"]["figures"]["left_out"]
+    assert "batch 2: max_num_seqs is lower" in left_out
+    assert "batch 1: out of time" in left_out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_written_checkpoint_is_one(tmp_path, monkeypatch, tied):
+    monkeypatch.setattr("preheat.bench.checkpoint.SHARD_BYTES", 5000)
+    monkeypatch.setattr("preheat.bench.checkpoint.BLOCK", 1 << 10)
+    config = CONFIG | {"tie_word_embeddings": tied}
+    size = write_checkpoint(config, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    weights = load_weights(read_spec(config), tmp_path, torch.bfloat16)
+    assert size > weights.embedding.numel() * 2
+    assert 0.01 < float(weights.embedding.float().std()) < 0.03

@@ -1,0 +1,122 @@
+"""Which device is taken, and why another one is not."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from preheat import LLM, SamplingParams
+from preheat.device import cuda as cuda_module
+from preheat.device import early
+from preheat.device.base import pick_platform, works_ahead
+from preheat.device.cpu import CPU
+from preheat.errors import SettingsError
+from preheat.settings import Settings
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with a Hopper GPU, as far as anybody asks before it is used."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+    monkeypatch.setattr(cuda_module, "find_spec", lambda name: name)
+    return monkeypatch
+
+
+def test_a_gpu_is_taken_where_it_can_be_used(gpu):
+    assert [pick_platform(asked).name for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((torch.version, "cuda", None), "built without CUDA"),
+        ((torch.cuda, "is_available", lambda: False), "sees no NVIDIA GPU"),
+        ((torch.cuda, "get_device_capability", lambda *_: (8, 9)), r"compute capability 8\.9.*need 9\.0 \(Hopper\)"),
+        ((cuda_module, "find_spec", lambda _: None), "Triton is not installed"),
+    ],
+)
+def test_cuda_is_refused_with_the_reason_and_auto_logs_it(gpu, caplog, change, reason):
+    gpu.setattr(*change)
+    with pytest.raises(SettingsError, match=f"{reason}.*--device cpu"):
+        pick_platform("cuda")
+    with caplog.at_level(logging.INFO):
+        assert pick_platform("auto").name == "cpu"
+    assert "Running on the CPU: " in caplog.text
+    caplog.clear()
+    assert pick_platform("cpu").name == "cpu"
+    assert caplog.text == ""
+
+
+def test_the_fingerprint_names_what_bits_and_code_depend_on(gpu, tmp_path):
+    size = SimpleNamespace(name="Some GPU", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30)
+    gpu.setattr(torch.cuda, "get_device_properties", lambda *_: size)
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC 13.2.0")
+    gpu.setattr(cuda_module, "DRIVER", version)
+    named = pick_platform("cuda").fingerprint
+    expected = "Some GPU, compute capability 9.0, 132 multiprocessors, 140.0 GiB, driver 580.159.04, CUDA 13.0"
+    assert named == expected
+    gpu.setattr(cuda_module, "DRIVER", tmp_path / "none")
+    assert "driver of unknown version" in pick_platform("cuda").fingerprint
+    assert torch.backends.cpu.get_cpu_capability() in CPU().fingerprint
+
+
+def test_cublas_is_told_to_keep_one_accumulator():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = (True, True)
+        cuda_module.fix_arithmetic()
+        assert not matmul.allow_bf16_reduced_precision_reduction
+        assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+        assert not matmul.allow_tf32
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def test_working_ahead_is_for_devices_that_run_on(gpu):
+    cuda, cpu = pick_platform("cuda"), CPU()
+    assert [works_ahead(Settings(async_scheduling=asked), cuda) for asked in (None, True, False)] == [True, True, False]
+    assert [works_ahead(Settings(async_scheduling=asked), cpu) for asked in (None, False)] == [False, False]
+    with pytest.raises(SettingsError, match="leave it unset"):
+        works_ahead(Settings(async_scheduling=True), cpu)
+
+
+def test_waking_a_gpu_that_is_not_there_fails_in_silence(monkeypatch):
+    monkeypatch.setattr(early, "DRIVER", "libnothing-of-this-name.so.1")
+    assert early.build_context() is False
+
+
+def test_waking_stops_at_the_first_call_that_fails(monkeypatch):
+    made = []
+
+    def driver(fails):
+        def call(name, result):
+            return lambda *_: made.append(name) or result
+
+        names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+        return SimpleNamespace(**{name: call(name, int(name == fails)) for name in names})
+
+    for fails, count in (("cuInit", 1), ("cuDeviceGet", 2), (None, 3)):
+        monkeypatch.setattr(early.ctypes, "CDLL", lambda _, fails=fails: driver(fails))
+        assert early.build_context() is (fails is None)
+        assert len(made) == count
+        made.clear()
+
+
+def test_an_engine_with_a_seed_gives_the_same_tokens_again():
+    def drawn(**options):
+        llm = LLM(max_num_seqs=2, max_model_len=64, **options)
+        params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+        return [out.outputs[0].token_ids for out in llm.generate([[300], [300]], params, use_tqdm=False)]
+
+    first, unseeded = drawn(seed=3), drawn()
+    assert drawn(seed=3) == first
+    assert first[0] != first[1]
+    assert len({str(tokens) for tokens in (first, drawn(seed=4), unseeded, drawn())}) == 4

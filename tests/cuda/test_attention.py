@@ -1,0 +1,104 @@
+"""Paged attention on the device: right against float64, and one set of bits for every way to compute a token."""
+
+import itertools
+
+import pytest
+import torch
+
+LENGTHS = [1, 64, 65, 511, 1300]
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+SHAPES = [
+    (32, 8, 128, torch.bfloat16, None),
+    (32, 8, 128, torch.bfloat16, 300),
+    (6, 2, 96, torch.bfloat16, None),
+    (14, 2, 64, torch.bfloat16, 100),
+    (8, 1, 256, torch.bfloat16, None),
+    (8, 2, 128, torch.float32, 200),
+]
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """Imported here, because without a GPU Triton must learn of its interpreter before it is imported."""
+    from tests.kernels import paged
+
+    return paged
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def whole(request, paged):
+    shape = paged.Shape(*request.param)
+    made = paged.Pages(shape, LENGTHS, seed=int(torch.randint(1 << 30, ())), device="cuda")
+    return made, made.prefill([(i, 0, n) for i, n in enumerate(LENGTHS)]).split(LENGTHS)
+
+
+def test_close_to_float64(whole, paged):
+    made, outputs = whole
+    for i, out in enumerate(outputs):
+        assert paged.relative_error(out, made.exact(i)) < ROUNDING[made.shape.dtype]
+
+
+def test_single_queries(whole, paged):
+    made, outputs = whole
+    places = [0, 1, 62, 63, 64, 65, 255, 256, 257, 511, 512, 767, 768, 1023, 1024, 1299]
+    work = [(4, p) for p in places] + [(i, n - 1) for i, n in enumerate(LENGTHS)]
+    expected = torch.stack([outputs[i][p] for i, p in work])
+    for warps, stages, programs in ((4, 2, 1), (8, 2, 0), (2, 2, 3)):
+        how = paged.How(rows=16, warps=warps, stages=stages, programs=programs)
+        assert torch.equal(made.decode(work, how=how), expected)
+    order = torch.randperm(len(work)).tolist()
+    assert torch.equal(made.decode([work[i] for i in order[:5]]), expected[order[:5]])
+    for _ in range(50):  # who finishes last is another one each time
+        assert torch.equal(made.decode(work * 8), expected.repeat(8, 1))
+
+
+def test_chunks_and_tiles(whole, paged):
+    made, outputs = whole
+    cuts = [0, *sorted(torch.randint(1, 1299, (5,)).unique().tolist()), 1300]
+    chunks = [made.prefill([(0, 0, 1), (4, a, b - a)])[1:] for a, b in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(chunks), outputs[4])
+    wide = made.shape.dtype == torch.bfloat16 and made.shape.dim <= 128
+    for rows, warps in ((128, 8), (64, 8)) if wide else ((32, 4),):
+        assert torch.equal(made.prefill([(4, 0, 1300)], how=paged.How(rows, warps, 2)), outputs[4])
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_blocks(whole, paged, block_size):
+    made, outputs = whole
+    other = paged.Pages(made.shape, LENGTHS, block_size, device="cuda", by_block=True)
+    for i, n in enumerate(LENGTHS):  # the same numbers in other blocks
+        position = torch.arange(n, device="cuda")
+        kv = made.qkv[i][:, made.shape.heads :].view(n, 2, made.shape.kv_heads, -1)
+        other.cache[other.table[i, position // block_size].long(), :, :, position % block_size] = kv
+    other.qkv = made.qkv
+    assert torch.equal(other.prefill([(4, 0, 1300)]), outputs[4])
+    assert torch.equal(other.decode([(4, 1299), (3, 510)]), torch.stack([outputs[4][1299], outputs[3][510]]))
+
+
+def test_another_split_gives_other_bits(whole):
+    """What shows that the tests above could fail."""
+    made, outputs = whole
+    window = made.shape.window
+    if window and window <= 128:
+        pytest.skip("a window this short may lie in one split")
+    assert not torch.equal(made.decode([(4, p) for p in range(900, 1300)], split=128), outputs[4][900:])
+
+
+def test_a_captured_call_gives_the_bits_of_an_eager_one(paged):
+    made = paged.Pages(paged.Shape(32, 8, 128), LENGTHS, device="cuda")
+    work = [(i, n - 1) for i, n in enumerate(LENGTHS)]
+    expected = made.decode(work)
+    q, slots, positions, out = made._step([(i, p, 1) for i, p in work])
+    pieces, count = made._pieces(
+        paged.decode_work(torch.arange(5).numpy(), positions.cpu().numpy(), paged.SPLIT, None), 9
+    )
+    workspace = paged.Workspace(len(pieces), 5, 32, 128, q.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            paged.decode_attention(
+                q, made.cache, made.table, slots, positions, pieces, count, out, workspace, 128**-0.5, None
+            )
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)

@@ -1,0 +1,61 @@
+"""Paged attention: right against float64, and the same bits however a sequence is cut, batched and placed."""
+
+import pytest
+import torch
+
+from preheat.ops.cuda.attention import How
+from tests.kernels.paged import Pages, Shape, relative_error
+
+SPLIT = 128  # more splits in short sequences
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+SHAPES = [
+    Shape(),
+    Shape(heads=3, kv_heads=1, dim=96, window=70),
+    Shape(heads=2, kv_heads=2, dim=64, dtype=torch.float32),
+]
+
+
+def pages(shape, **more):
+    return Pages(shape, [1, 65, 200], **more)
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def whole(request):
+    """A shape, its pages, and the attention of whole sequences in one step of runs."""
+    made = pages(request.param)
+    return request.param, made, made.prefill([(i, 0, n) for i, n in enumerate(made.lengths)], SPLIT).split(made.lengths)
+
+
+def test_close_to_float64(whole):
+    shape, made, outputs = whole
+    for i, out in enumerate(outputs):
+        assert relative_error(out, made.exact(i)) < ROUNDING[shape.dtype]
+
+
+def test_a_token_has_the_same_bits_as_a_single_query_whatever_is_beside_it(whole):
+    _, made, outputs = whole
+    work = [(2, 199), (1, 64), (2, 128), (0, 0), (2, 63)]
+    for some in (work, work[::-1][:2]):
+        assert torch.equal(made.decode(some, SPLIT), torch.stack([outputs[i][p] for i, p in some]))
+
+
+def test_chunks_tiles_and_programs_change_no_bits(whole):
+    _, made, outputs = whole
+    chunks = [made.prefill([(2, 100, 30), (1, 0, 1)], SPLIT, How(rows=32, warps=8, stages=2))[:30]]
+    chunks.append(made.prefill([(2, 130, 70)], SPLIT, How(rows=16, warps=4, stages=2), spare=0))
+    assert torch.equal(torch.cat(chunks), outputs[2][100:])
+    single = made.decode([(2, 199)], SPLIT, How(rows=16, warps=2, stages=3, programs=0))
+    assert torch.equal(single[0], outputs[2][199])
+
+
+def test_blocks_change_no_bits(whole):
+    shape, _, outputs = whole
+    other = pages(shape, block_size=16, by_block=True)
+    assert torch.equal(other.prefill([(1, 0, 65)], SPLIT), outputs[1])
+    assert torch.equal(other.decode([(2, 199)], SPLIT)[0], outputs[2][199])
+
+
+def test_another_split_gives_other_bits():
+    """What shows that the tests above could fail."""
+    made = pages(Shape())
+    assert not torch.equal(made.decode([(2, 199)], 64), made.decode([(2, 199)], SPLIT))
