@@ -54,7 +54,11 @@ def sample_on(
 
 
 def logprobs_on(
-    logits: torch.Tensor, tokens: np.ndarray, alternatives: np.ndarray, most: int = 20, cut: Cut = Cut()  # noqa: B008
+    logits: torch.Tensor,
+    tokens: np.ndarray,
+    alternatives: np.ndarray,
+    most: int = 20,
+    cut: Cut = Cut(),  # noqa: B008
 ) -> list[TokenLogprobs]:
     """What the device reports of ``logits`` [rows, vocab] and ``tokens`` [rows]."""
     n, vocab = logits.shape
