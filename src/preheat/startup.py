@@ -7,13 +7,16 @@ The front door's process never imports torch, so everything that needs it is imp
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.core import Died, Ready, ToEngine
+from preheat.device.early import wake_gpu
 from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.limits import Limits
@@ -67,6 +70,7 @@ def boot_front(
         max_logprobs=settings.max_logprobs,
         max_queued=settings.max_queued_requests,
         metrics=metrics,
+        seed=settings.seed,
     )
     return door, ChatTemplate(tokenizer, settings.chat_template)
 
@@ -90,8 +94,10 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     started = time.monotonic()
     explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
+    if settings.device != "cpu":
+        wake_gpu()
     with trace.span("Importing torch"):
-        from preheat.device.base import pick_platform
+        from preheat.device.base import pick_platform, works_ahead
         from preheat.engine.loop import Loop
         from preheat.engine.observe import trace_steps, with_step_log
         from preheat.execute.compile import compile_seconds
@@ -101,6 +107,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
 
     platform = pick_platform(settings.device)
     platform.prepare(settings.num_threads)
+    ahead = works_ahead(settings, platform)
     mode = resolve(platform.name, settings)
     steps = Steps(platform, started, trace.span)
     model = _load_model(settings, platform, steps)
@@ -115,7 +122,6 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         warm = WarmUp(plan, *runner, platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
-    ahead = platform.asynchronous and settings.async_scheduling is not False
     loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
@@ -155,7 +161,7 @@ def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
         logger.info("%s", remark)
     dtype = getattr(torch, name)
     with steps("Loading model weights"):
-        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed, device=platform.device)
+        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed or 0, device=platform.device)
     return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
@@ -170,7 +176,7 @@ def _open_store(settings: Settings, model: Model, limits: Limits, platform: Plat
         [] if settings.load_format == "dummy" else weight_files(model.folder),
         make_plan(limits, PlanOptions.of(settings)),
         dtype=model.dtype_name,
-        device=(platform.name, torch.backends.cpu.get_cpu_capability()),
+        device=(platform.name, platform.fingerprint),
         threads=torch.get_num_threads(),
         mode=mode,
     )
@@ -264,16 +270,19 @@ def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit,
     from preheat.warmup.guard import Guard
     from preheat.warmup.sources import sources_for
 
-    plan, record = warm.plan, warm.record
-    if not settings.skip_warmup:
+    plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
+    if record.mode == GRAPHS and warm.platform.name == "cpu":
+        warm.capture = partial(capture_twin, plan, record, settings, budget, model.sizes)
+    elif record.mode == GRAPHS:
+        executor: DeviceExecutor = warm.executor  # type: ignore[assignment]  # that of the platform
+        with steps("Compiling kernels"):
+            executor.compile(plan, os.cpu_count() or 1)
+        warm.prepare, warm.capture = executor.prepare, partial(capture_programs, warm, executor, settings, budget)
+    if settings.skip_warmup:
+        warm.capture()  # as in the source, which captures without having run anything
+    else:
         with steps("warm-up"):
             warm.run()
-    if record.mode == GRAPHS:  # as in the source, also where warm-up is skipped
-        budget = Budget(split, model.bytes_per_block)
-        if warm.platform.name == "cpu":
-            capture_twin(plan, record, settings, budget, model.sizes)
-        else:
-            capture_programs(plan, record, settings, budget, warm.executor, warm.platform)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)

@@ -216,7 +216,7 @@ def test_the_check_for_degeneracy_can_fail():
 
     from preheat.model import weights as module
 
-    weights = module._Builder(SPEC, Tiny(), torch.float32, torch.device("cpu")).build()
+    weights = module._Builder(SPEC, Tiny(), torch.float32, torch.device("cpu"), module.linear_on_host).build()
     decoder = Decoder(SPEC, weights, 256)
     entropy, spread, _ = behaviour(decoder)
     assert entropy > 0.99

@@ -40,7 +40,7 @@ RULE = {
 # Nothing in the process that speaks HTTP may import torch, nor may planning and scheduling.
 WITHOUT_TORCH = (
     "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
-    "engine.bootbar", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
+    "engine.bootbar", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
     "bench.commands", "bench.boot", "bench.client", "bench.serve", "bench.report", "bench.shapes", "bench.table",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip

@@ -133,6 +133,11 @@ class StepBuffers:
             words[:MAX_LISTS],
         )
 
+    def clear(self) -> None:
+        """What the device sees now is a step of padding alone, whatever the program."""
+        self._device.zero_()
+        self.table.zero_()
+
     def turn(self) -> tuple[int, np.ndarray, np.ndarray]:
         """The next host copy: its number, its words and its table, both int32."""
         self._turn = (self._turn + 1) % HOST_COPIES

@@ -52,10 +52,6 @@ class CUDA:
         """Wait for all streams."""
         torch.cuda.synchronize(self.device)
 
-    def release_memory(self) -> None:
-        """Give back to the driver what torch's allocator holds and nobody uses."""
-        torch.cuda.empty_cache()
-
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
         return None

@@ -113,7 +113,8 @@ class DeviceSampler:
     ) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the sampler takes up to {MAX_VOCAB} tokens, the model has {vocab_size}")
-        self.vocab_size, self.handle_topk_duplicates, self.most_logprobs = vocab_size, handle_topk_duplicates, most_logprobs
+        self.vocab_size, self.most_logprobs = vocab_size, most_logprobs
+        self.handle_topk_duplicates = handle_topk_duplicates
         self.input = SamplerInput(max_rows, vocab_size, pad_slot=num_slots)
         self.counts = DeviceCounts(num_slots, vocab_size, device)
 
@@ -135,6 +136,10 @@ class DeviceSampler:
         self._leads, self._winners, self._masses, self._aheads = (
             zeros(max_rows, chunks, dtype=torch.int64) for _ in range(4)
         )
+
+    def forget(self) -> None:
+        """Be as new."""
+        self.counts.forget()
 
     def launch(self, level: Level, logits: Tensor, rows: int) -> None:
         """Draw for ``rows`` rows of ``logits`` (bf16 or fp32 [at least rows, vocab], left as it is), as ``settings`` says.
@@ -168,17 +173,15 @@ class DeviceSampler:
         ``report_ids`` and ``report_values`` [max_rows, 1 + most_logprobs] get the answers, see :func:`read_report`.
         """
         self._peaks(logits, rows, raw=True, live=live)
-        row, parts = logits.stride(0), (self._sums, self._befores)
-        tally[self._chunks, rows](live, logits, row, self._leads, chosen, *parts, **self._chunked, **sampling(num_warps=4))
+        row, partial = logits.stride(0), (self._masses, self._befores)
+        tally[self._chunks, rows](
+            live, logits, row, self._leads, chosen, *partial, **self._chunked, **sampling(num_warps=4)
+        )
         report[rows,](
-            live, logits, row, self._tops, self._leads, chosen, *parts, self._groups, self._listed,
+            live, logits, row, self._tops, self._leads, chosen, *partial, self._groups, self._listed,
             self.report_ids, self.report_values, self.most_logprobs, self._chunks, **self._grouped,
             **sampling(num_warps=8),
         )  # fmt: skip
-
-    @property
-    def _sums(self) -> Tensor:
-        return self._masses
 
     def _peaks(self, logits: Tensor, rows: int, raw: bool, live: Tensor | None = None) -> None:
         """The greatest logit of every group, and the best token of every chunk."""

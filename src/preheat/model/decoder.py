@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -91,10 +91,16 @@ class Decoder:
         cos, sin = self.rope.index_select(0, positions).unbind(1)
         return self.layers(embed(tokens, self.weights.embedding), (cos, sin), attention)
 
-    def layers(self, residual: Tensor, rope: Rope | None, attention: Attention) -> Tensor:
-        """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten."""
+    def layers(
+        self, residual: Tensor, rope: Rope | None, attention: Attention, only: Sequence[int] | None = None
+    ) -> Tensor:
+        """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten.
+
+        ``only`` runs some of the layers, ascending: those of one kind run the same programs.
+        """
         normed = self.weights.layers[0].input_norm(residual)
-        for index, layer in enumerate(self.weights.layers):
+        for index in range(len(self.weights.layers)) if only is None else only:
+            layer = self.weights.layers[index]
             qkv = self._before(normed, layer, rope, self._heads)
             normed = self._after(attention(index, qkv), residual, layer, self._norms_after[index])
         return normed

@@ -80,36 +80,36 @@ def load_weights(
     seed: int = 0,
     *,
     device: torch.device | str = "cpu",
+    make_linear: MakeLinear | None = None,
 ) -> Weights:
     """The weights of ``spec`` in ``dtype`` on ``device``, read from ``directory`` or, for ``load_format`` dummy, drawn
-    there by ``seed``.
+    there by ``seed``. ``make_linear`` makes the device's linear maps of them; None makes a CPU's.
 
     Raises ModelError, naming the tensors, if the checkpoint lacks one, has one too many or one of another shape.
     """
-    place = torch.device(device)
+    place, make = torch.device(device), make_linear or linear_on_host
     if load_format == "dummy":
-        return _Builder(spec, DummyTensors(seed), dtype, place).build()
+        return _Builder(spec, DummyTensors(seed), dtype, place, make).build()
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     if place.type == "cpu":
-        return _Builder(spec, SafetensorsFiles(spec, directory), dtype, place).build()
+        return _Builder(spec, SafetensorsFiles(spec, directory), dtype, place, make).build()
     with Upload(place) as upload:
-        return _Builder(spec, SafetensorsFiles(spec, directory, upload.copy), dtype, place).build()
+        return _Builder(spec, SafetensorsFiles(spec, directory, upload.copy), dtype, place, make).build()
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map:
-    """The linear map of ``weight`` [outputs, inputs] and ``bias`` [outputs], where they lie. ``gated``: the first half
-    of its outputs is the gate of the second, and SwiGLU of both is what it gives.
+class MakeLinear(Protocol):
+    """Makes the linear map of ``weight`` [outputs, inputs] and ``bias`` [outputs], on the device where they lie.
+
+    ``gated``: the first half of its outputs is the gate of the second, and SwiGLU of both is what it gives.
     """
-    if weight.is_cuda:
-        import functools
-        from preheat.ops.cuda.tuning import CudaLinear, Choices, shipped
-        global _CH
-        if "_CH" not in globals():
-            tabs = shipped(); _CH = Choices(tabs, tabs[0].devices[0])
-        on_device: Map = CudaLinear(weight, bias, gated, _CH)
-        return on_device
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map: ...
+
+
+def linear_on_host(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map:
+    """A CPU's."""
     linear = Linear(weight, bias)
     return Gated(linear) if gated else linear
 
@@ -200,14 +200,17 @@ def _some(items: list[str]) -> str:
 class _Builder:
     """Allocates what ``spec`` needs on ``device`` and has ``source`` fill it."""
 
-    def __init__(self, spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec, self._source, self._dtype, self._device = spec, source, dtype, device
+    def __init__(
+        self, spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear
+    ) -> None:
+        self._spec, self._source, self._make_linear = spec, source, make_linear
+        self._dtype, self._device = dtype, device
 
     def build(self) -> Weights:
         spec = self._spec
         embedding = self._tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
         layers = [self._layer(layer_layout(spec, index)) for index in range(spec.num_layers)]
-        head = make_linear(embedding) if spec.tie_word_embeddings else self._linear(head_layout(spec))
+        head = self._make_linear(embedding) if spec.tie_word_embeddings else self._linear(head_layout(spec))
         return Weights(embedding, layers, self._norm(FINAL_NORM), head)
 
     def _layer(self, layout: Layer) -> LayerWeights:
@@ -243,7 +246,7 @@ class _Builder:
             if bias is not None:
                 self._source.fill(f"{name}.bias", bias[start : start + rows])
             start += rows
-        return make_linear(weight, bias, gated=gated)
+        return self._make_linear(weight, bias, gated=gated)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         out = self._empty(*shape)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ SAY_SECONDS = 0.1  # between two messages of progress
 class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
     process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
-    has compiled.
+    has compiled. ``capture`` makes graphs once all shapes have run, before what runs last; where it does, ``prepare``
+    is what a forward item runs until then, in place of the executor's whole step.
     """
 
     plan: Plan
@@ -52,21 +54,29 @@ class WarmUp:
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
     reused: frozenset[str] = frozenset()
+    prepare: Callable[[Any], object] | None = None
+    capture: Callable[[], object] = lambda: None
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._swaps = SwapRuns(self.executor)
+        self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
+        self._states = torch.empty(0, 0)
 
     def run(self) -> None:
         """Run every item, in the plan's order; what becomes of each is in the record."""
         self._started = time.monotonic()
         memory = self.platform.used_memory()
-        self._swaps = SwapRuns(self.executor)
-        self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
         entries = {entry.name: entry for entry in self.record.entries}
         kinds: dict[str, list[Item]] = {}
         for item in self.plan.items:
             kinds.setdefault(item.kind, []).append(item)
-        done = 0
+        done, captured = 0, False
         for kind, items in kinds.items():
+            if items[0].stage == "last" and not captured:
+                self.capture()
+                captured = True
             self._begin(kind, items)
             self._kind(
                 kind,
@@ -77,6 +87,8 @@ class WarmUp:
             )
             done += len(items)
             self._end(kind)
+        if not captured:
+            self.capture()
         self.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
@@ -126,21 +138,23 @@ class WarmUp:
     def _run(self, item: Item) -> None:
         match item.key:
             case Shape() as shape:
-                self._forward(shape)
+                self.forward(shape, self.prepare)
             case SamplerKey() as key:
                 self._sample(key)
             case int() as size if item.kind == "swap":
                 self._swaps.run(size)
             case _ if item.kind == "determinism":
-                self._forward(self.plan.determinism_shape)
+                self.forward(self.plan.determinism_shape)
 
-    def _forward(self, shape: Shape) -> None:
+    def forward(self, shape: Shape, run: Callable[[Any], object] | None = None) -> None:
+        """A step of ``shape``, through the packer; ``run`` takes the batch in the executor's place."""
+        run = run or self.executor.execute
         rows = rows_of(self.plan.table.example(shape), self.plan.limits)
         with self._feed.work(rows) as schedule:
             batch = self.packer.pack(schedule)
             if batch.shape != shape:
                 raise RuntimeError(f"the work for {shape} runs as {batch.shape}")
-            self.executor.execute(batch)
+            run(batch)
 
     def _sample(self, key: SamplerKey) -> None:
         """Hidden states to tokens; the second time, what the sampler keeps of the rows is theirs already."""
@@ -154,10 +168,14 @@ class WarmUp:
                 self.executor.finish(hidden, batch)
 
     def _hidden(self, tokens: int) -> Tensor:
-        """Random hidden states [tokens, hidden], with randomness of their own."""
-        decoder, chance = self.executor.decoder, torch.Generator().manual_seed(0)
-        states = torch.randn(tokens, decoder.spec.hidden_size, generator=chance)
-        return states.to(self.platform.device, decoder.dtype)
+        """Random hidden states [tokens, hidden], with randomness of their own; the same ones for all who ask."""
+        if len(self._states) < tokens:
+            decoder, device = self.executor.decoder, self.platform.device
+            chance = torch.Generator(device).manual_seed(0)
+            count = max(tokens, 2 * self.plan.sampler_sizes[-1])
+            states = torch.randn(count, decoder.spec.hidden_size, generator=chance, device=device)
+            self._states = states.to(decoder.dtype)
+        return self._states[:tokens]
 
     def _begin(self, kind: str, items: Sequence[Item]) -> None:
         if kind == "swap":

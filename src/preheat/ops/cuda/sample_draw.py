@@ -99,9 +99,7 @@ def weigh(
     logits += row.to(tl.int64) * stride
     temperature, furthest = real(settings, row, TEMPERATURE), real(settings, row, FURTHEST)
     start = chunk * CHUNK
-    ahead = mass_above(
-        logits, settings, start, start + CHUNK, VOCAB, 1, first, peak, temperature, furthest, raw, CHUNK
-    )
+    ahead = mass_above(logits, settings, start, start + CHUNK, VOCAB, 1, first, peak, temperature, furthest, raw, CHUNK)
     tl.store(aheads + row * chunks + chunk, ahead)
 
 
@@ -182,9 +180,7 @@ def survivor(
             pending = tl.full((), 0, tl.int1)
         else:
             if judged:
-                ahead = mass_above(
-                    logits, listed, 0, count, count, whole, best, peak, temperature, furthest, raw, STEP
-                )
+                ahead = mass_above(logits, listed, 0, count, count, whole, best, peak, temperature, furthest, raw, STEP)
             else:
                 ahead = chunk_sum(aheads, row, chunks, CHUNKS)
             judged = tl.full((), 1, tl.int1)

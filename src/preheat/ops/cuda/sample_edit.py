@@ -10,7 +10,18 @@ import triton
 import triton.language as tl
 
 from preheat.ops.cuda.launch import begin
-from preheat.ops.cuda.sample import EDIT, FREQUENCY, HEADER_WORDS, PRESENCE, REPETITION, ROW_WORDS, SLOT, mend, real, word
+from preheat.ops.cuda.sample import (
+    EDIT,
+    FREQUENCY,
+    HEADER_WORDS,
+    PRESENCE,
+    REPETITION,
+    ROW_WORDS,
+    SLOT,
+    mend,
+    real,
+    word,
+)
 from preheat.ops.cuda.sample_best import is_penalised
 
 EDIT_WORDS = tl.constexpr(EDIT)

@@ -60,9 +60,7 @@ def mass_above(
 
 
 @triton.jit
-def race(
-    settings, row, logits, ids, first, last, count, whole, floor, peak, temperature, furthest, raw: tl.constexpr
-):
+def race(settings, row, logits, ids, first, last, count, whole, floor, peak, temperature, furthest, raw: tl.constexpr):
     """Score and order key of the winner among the entries first to last whose key is at least ``floor``; (-inf, LOWEST)
     if there is none.
     """
