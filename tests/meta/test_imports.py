@@ -27,7 +27,8 @@ RULE = {
     "engine": "plan schedule batch execute text",
     "warmup": "plan schedule batch execute model ops device engine",
     "sizing": "model ops device",
-    "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup",
+    "runner": "plan schedule batch execute model ops device warmup",
+    "startup": "runner sizing plan schedule batch execute model ops device engine text parallel warmup",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
     "bench": "engine llm device model",
@@ -108,7 +109,7 @@ def test_warm_up_is_not_a_mode_of_the_runner(part):
 
 
 # What Triton calls compiling without a launch.
-TRITON = {"prove.py: warmup"}
+TRITON = {"prove.py: warmup", "launch.py: warmup"}
 
 
 def warm_names(source: str) -> set[str]:

@@ -94,6 +94,11 @@ def obstacle() -> str | None:
     return None
 
 
+def has_gpu() -> bool:
+    """Whether the system has a driver for an NVIDIA GPU, whatever torch can do with it."""
+    return DRIVER.exists()
+
+
 def fix_arithmetic() -> None:
     """cuBLAS keeps one fp32 accumulator: no TF32, no sums in bfloat16, and K is not split among blocks.
 

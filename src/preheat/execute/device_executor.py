@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.schedule.defrag import pad_pairs
 from preheat.schedule.slots import NO_LOGPROBS
+
+if TYPE_CHECKING:
+    from preheat.ops.cuda.linear import CudaLinear
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class DeviceExecutor:
         self._logits = torch.zeros(rows, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._workspace = Workspace(rows * buffers.max_splits, tokens, spec.num_heads, spec.head_dim, device)
         self._scale = spec.head_dim**-0.5
+        self._head_map = cast("CudaLinear", decoder.weights.head)
         self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
         self._live, self._successors = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, rows))
         self._settings = [self._pinned(sampler.settings) for _ in range(HOST_COPIES)]
@@ -170,7 +175,7 @@ class DeviceExecutor:
             if (batch.logprobs != NO_LOGPROBS).any():
                 sampler.launch_logprobs(sampler.settings, self._logits, sampler.tokens, size)
                 self._report(answer, size)
-        done = torch.cuda.Event() if self._device.type == "cuda" else None
+        done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
         return Running(batch, answer, done, self._prompt_logprobs(batch))
@@ -207,7 +212,7 @@ class DeviceExecutor:
     def _head(self, size: int) -> None:
         """Logits of the first ``size`` sampled tokens."""
         rows = take_rows(self._hidden, self.buffers.sampled[:size])
-        self.decoder.weights.head(rows, out=self._logits[:size])
+        self._head_map(rows, out=self._logits[:size])
 
     def _attention(self, inputs: Inputs) -> Attention:
         """What the decoder calls in each layer: norm and turn, write the step's keys and values, then attend."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ class Programs(Generic[Key]):
     into static buffers.
     """
 
-    def __init__(self, body: Callable[[Key], None], pool: tuple[int, int] | None = None) -> None:
+    def __init__(self, body: Callable[[Key], None], pool: Any = None) -> None:
         self._body, self._pool = body, pool
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 

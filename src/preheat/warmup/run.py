@@ -12,19 +12,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from preheat.batch.pack import Packer
-from preheat.core import Progress
+from preheat.core import Progress, Schedule, StepResult, Swaps
 from preheat.device.base import Platform
-from preheat.execute.executor import Executor
+from preheat.execute.kv_cache import KVCache
+from preheat.model.decoder import Decoder
 from preheat.plan import lines
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
+from preheat.schedule.slots import Slots
 from preheat.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
 from preheat.warmup.feed import Feed, rows_of
@@ -37,6 +38,28 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 SAY_SECONDS = 0.1  # between two messages of progress
 
 
+class StepExecutor(Protocol):
+    """A platform's executor. A batch is whatever its packer makes."""
+
+    decoder: Decoder
+    sampler: Any
+    cache: KVCache
+
+    def execute(self, batch: Any) -> StepResult: ...
+
+    def finish(self, hidden: Tensor, batch: Any) -> StepResult: ...
+
+    def swap(self, swaps: Swaps) -> None: ...
+
+
+class StepPacker(Protocol):
+    """Its packer."""
+
+    slots: Slots
+
+    def pack(self, schedule: Schedule) -> Any: ...
+
+
 @dataclass
 class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
@@ -46,8 +69,8 @@ class WarmUp:
     """
 
     plan: Plan
-    packer: Packer
-    executor: Executor
+    packer: StepPacker
+    executor: StepExecutor
     platform: Platform
     record: Record
     say: Callable[[Progress], None] = lambda _: None
