@@ -115,7 +115,8 @@ def test_the_result_is_written_where_it_is_told(choice, bias):
 
 def test_a_boot_settles_every_map_of_its_model():
     weight, head_weight = (torch.zeros(outputs, 1024, device="cuda").bfloat16() for outputs in (3072, 32000))
-    layer, head = (CudaLinear(w, choices=device_choices()) for w in (weight, head_weight))
+    shared = device_choices()
+    layer, head = (CudaLinear(w, choices=shared) for w in (weight, head_weight))
     found = settle([layer, layer], [1, 16, 2048], head, [1, 16])
     assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
     varying = CudaLinear(head_weight, choices=device_choices(invariant=False))

@@ -41,7 +41,7 @@ def settle(
     used = [(shape, choices(shape, size)) for shape, numbers in sizes.items() for size in numbers]
     used += [(shape, REFERENCE[shape.dtype]) for shape in sizes]
     compile_tiles((shape, choice) for shape, choice in used if isinstance(choice, Tile))
-    proven = {}
+    proven: dict[tuple[Shape, int], bool] = {}
     if choices.invariant:
         for shape, numbers in sizes.items():
             proven |= prove(choices, [shape], numbers)
