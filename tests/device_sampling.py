@@ -10,12 +10,14 @@ from preheat.core import TokenLogprobs
 from preheat.execute.device_sampler import Cut, DeviceSampler, read_report
 from tests.cpu.sampling_reference import Row, fill
 
+DEFAULT = Cut()
+
 
 def prepared(
     rows: list[Row],
     device: str = "cpu",
     duplicates: bool = False,
-    cut: Cut = Cut(),  # noqa: B008
+    cut: Cut = DEFAULT,
     spare: int = 1,
 ) -> tuple[DeviceSampler, SamplingBatch]:
     """A sampler that holds the description of ``rows`` as its next step, with room for ``spare`` more."""
@@ -42,7 +44,7 @@ def sample_on(
     level: Level | None = None,
     duplicates: bool = False,
     dtype: torch.dtype = torch.float32,
-    cut: Cut = Cut(),  # noqa: B008
+    cut: Cut = DEFAULT,
 ) -> list[int]:
     """The token of each row, at the level that they need or at ``level``; a row that pads is checked on the way."""
     sampler, batch = prepared(rows, device, duplicates, cut)
@@ -58,7 +60,7 @@ def logprobs_on(
     tokens: np.ndarray,
     alternatives: np.ndarray,
     most: int = 20,
-    cut: Cut = Cut(),  # noqa: B008
+    cut: Cut = DEFAULT,
 ) -> list[TokenLogprobs]:
     """What the device reports of ``logits`` [rows, vocab] and ``tokens`` [rows]."""
     n, vocab = logits.shape
