@@ -102,13 +102,16 @@ def has_gpu() -> bool:
 def fix_arithmetic() -> None:
     """cuBLAS keeps one fp32 accumulator: no TF32, no sums in bfloat16, and K is not split among blocks.
 
-    Splitting K is left to cuBLAS's choice by the number of rows, so a row's bits would depend on its neighbours.
+    Splitting K is left to cuBLAS's choice by the number of rows, so a row's bits would depend on its neighbours. Only
+    cublasLt can be told not to.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # type: ignore[attr-defined]
+        torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def driver_version() -> str:
