@@ -3,7 +3,8 @@
     python bench/kernels.py [--shape llama-3.1-8b] [--rows 1 32 256] [--context 1024] [--steps 20] [--output DIR]
 
 Profiles steps in which all rows decode. The bandwidth is that of a copy on this device, read and written bytes counted.
-Kernels are told apart by their names; a kind's floor is its bytes over that bandwidth. On a CPU, where there are no
+Kernels are told apart by their names; a kind's floor is its bytes over that bandwidth. Kernels that are launched behind
+each other overlap: one's time is what it adds, from the end of those before it. On a CPU, where there are no
 kernels, torch's operations stand in for them.
 """
 
@@ -32,8 +33,8 @@ from preheat.model.layout import num_parameters
 from preheat.model.spec import ModelSpec
 
 KINDS = {
-    "attention": ("attention", "attend", "merge", "paged"),
-    "sampler": ("sample", "argmax", "gumbel", "filter", "survivor", "penalt"),
+    "attention": ("_decode", "_prefill", "attention"),
+    "sampler": ("peaks", "pick", "enter", "weigh", "settle", "penalise", "edit", "tally", "report"),
     "norm": ("norm",),
     "rope and cache": ("rope", "rotary"),
     "embedding": ("embed", "index_select"),
@@ -102,8 +103,10 @@ def idle(listed: Iterable[Span]) -> float:
 def table(listed: list[Span], steps: int, floors: dict[str, float]) -> list[dict[str, Any]]:
     """A line for each kernel and one for each kind, microseconds and calls of one step, the longest first."""
     spent: dict[tuple[str, str], list[float]] = defaultdict(list)
+    busy_until = 0.0
     for span in listed:
-        spent[kind_of(span.name), span.name].append(span.end - span.start)
+        spent[kind_of(span.name), span.name].append(max(span.end - max(span.start, busy_until), 0.0))
+        busy_until = max(span.end, busy_until)
     lines = [
         {"kind": kind, "name": name, "calls": len(each) / steps, "us": round(sum(each) / steps, 2)}
         for (kind, name), each in spent.items()

@@ -1,4 +1,4 @@
-"""The command line: ``preheat generate``, ``serve``, ``plan``, ``warm``, ``verify``, ``bench`` and ``buckets``.
+"""The command line: ``preheat serve``, ``generate``, ``plan``, ``warm``, ``verify``, ``bench``, ``tune``, ``buckets``.
 
 Help and errors never wait for torch; neither do plans and ladders.
 """
@@ -40,6 +40,8 @@ ENGINE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server"]
 
 # The sampling seed takes the flag --seed here; the engine's own seed is still PREHEAT_SEED or a config file's.
 GENERATE_OPTIONS = [opt for opt in ENGINE_OPTIONS if opt.name != "seed"]
+
+TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
 
 SAMPLING_HELP = {
     "n": "choices for each prompt",
@@ -133,6 +135,13 @@ def _add_plan_commands(commands: Any) -> None:
     for parser in (plan, warm, verify):
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
         add_flags(parser, ENGINE_OPTIONS)
+
+    tune = commands.add_parser("tune", help="measure what is fastest on this GPU, for later boots", allow_abbrev=False)
+    tune.set_defaults(run=_tune)
+    tune.add_argument("--output", metavar="FILE", help="write the table there, in place of where boots look for it")
+    tune.add_argument("--seconds", type=float, help="end after so many seconds with what is measured by then")
+    tune.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    add_flags(tune, [OPTIONS[name] for name in TUNE_OPTIONS])
 
     bench = commands.add_parser("bench", help="measure this engine, beside vLLM's figures", allow_abbrev=False)
     bench.set_defaults(run=bench_commands.run)
@@ -256,6 +265,16 @@ def _verify(values: dict[str, Any]) -> int:
     if asked.json:
         print(msgspec.json.encode(verdict).decode())
     return 0 if verdict.ok else FAILURE
+
+
+def _tune(values: dict[str, Any]) -> int:
+    output, seconds = values.pop("output"), values.pop("seconds")
+    settings = _load(values)
+    set_up_logging(settings.log_level)
+    from preheat.tune import tune_model
+
+    print(tune_model(settings, output, seconds))
+    return 0
 
 
 def curl(settings: Settings) -> str:

@@ -105,11 +105,13 @@ class LLM:
                 for ticket in tickets:
                     self.frontdoor.abort(ticket)
                 self.loop.take(0)
+                self.loop.finish()
                 raise
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
         self.loop.take(0)  # the cancels of sequences that ended on a stop string
+        self.loop.finish()
         return [ticket.output() for ticket in tickets]
 
     def advance(self) -> None:

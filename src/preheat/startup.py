@@ -7,10 +7,10 @@ The front door's process never imports torch, so everything that needs it is imp
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from preheat.core import Died, Ready, ToEngine
@@ -21,10 +21,10 @@ from preheat.errors import NotInvariant
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config, weight_files
-from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
+from preheat.model.spec import read_spec, resolve_dtype
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
-from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.cost import MACHINES, Costs
 from preheat.plan.modes import Mode, resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
@@ -32,7 +32,6 @@ from preheat.plan.table import WarnOnce
 from preheat.proof.identity import proof_of
 from preheat.proof.names import check_names, check_required
 from preheat.schedule.scheduler import Scheduler
-from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
 from preheat.text.template import ChatTemplate
@@ -40,15 +39,10 @@ from preheat.text.tokenizer import NoTokenizer, Tokenizer
 from preheat.trace import open_trace
 
 if TYPE_CHECKING:
-    import torch
-
-    from preheat.batch.flat import FlatPacker
-    from preheat.batch.pack import Packer
     from preheat.device.base import Platform
     from preheat.engine.loop import EngineSide, Loop
     from preheat.execute.device_executor import DeviceExecutor
-    from preheat.execute.executor import Executor
-    from preheat.model.weights import Weights
+    from preheat.runner import Model
     from preheat.warmup.guard import Guard
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -105,6 +99,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         from preheat.execute.compile import compile_seconds
         from preheat.proof.boot import BootCheck
         from preheat.proof.lab import Lab
+        from preheat.runner import RUNNERS, load_model
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
@@ -115,7 +110,8 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     ahead = works_ahead(settings, platform)
     mode = resolve(platform.name, settings)
     steps = Steps(platform, started, trace.span)
-    model = _load_model(settings, platform, steps)
+    with steps("Loading model weights"):
+        model = load_model(settings, platform)
     split = divide_memory(settings, mode, platform.free_memory(), model.bytes_per_block)
     limits = resolve_limits(settings, model.spec, platform, model.bytes_per_block, split.cache)
     parts = _parts(settings, model, limits, platform, mode)
@@ -125,59 +121,22 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     scheduler = _scheduler(settings, limits, plan)
     with steps.total("init_cache_engine"):
         with steps("Initializing cache engine"):
-            runner = RUNNERS[platform.name](settings, model, plan, scheduler.slots, mode, store)
-        warm = WarmUp(plan, *runner, platform, record)
+            packer, executor = RUNNERS[platform.name](
+                settings, model, plan, scheduler.slots, mode=mode, store=store.folder
+            )
+        warm = WarmUp(plan, packer, executor, platform, record)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
-        packer, executor = runner
         warm.check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name).run
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
-    loop = Loop(mailbox, scheduler, *runner, with_step_log(settings, mode, guard), overlap=ahead)
+    loop = Loop(mailbox, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
-    record.invariant = settings.batch_invariant and not record.unproved()
-    _require_proof(settings, record)
+    _judge(settings, record)
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
 
 
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
-
-    folder: Path
-    spec: ModelSpec
-    dtype: torch.dtype
-    dtype_name: str
-    weights: Weights
-    bytes_per_block: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embedding.device
-
-    @property
-    def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self.spec, self.dtype.itemsize)
-
-
-def _load_model(settings: Settings, platform: Platform, steps: Steps) -> Model:
-    import torch
-
-    from preheat.execute.kv_cache import KVCache
-    from preheat.model.weights import load_weights
-
-    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
-    spec = read_spec(read_config(folder))
-    name, remark = resolve_dtype(settings.dtype, spec.dtype, platform.supports_bfloat16())
-    if remark:
-        logger.info("%s", remark)
-    dtype = getattr(torch, name)
-    with steps("Loading model weights"):
-        weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed or 0, device=platform.device)
-    return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
-
-
 def _parts(settings: Settings, model: Model, limits: Limits, platform: Platform, mode: str) -> dict[str, object]:
-    """What tells this boot from others: of one with equal parts, what is stored can be used and bits are equal."""
+    """What tells this boot from others: with equal parts, what is stored can be used and bits are equal."""
     import torch
 
     from preheat.warmup.store import boot_parts
@@ -226,82 +185,35 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
     )
 
 
-def _on_host(
-    settings: Settings, model: Model, plan: Plan, slots: Slots, mode: Mode, store: Store
-) -> tuple[Packer, Executor]:
-    """What runs steps on a CPU: their packer and their executor."""
-    from preheat.batch.pack import Packer
-    from preheat.execute.compile import builder
-    from preheat.execute.executor import Executor
-    from preheat.execute.kv_cache import KVCache
-    from preheat.execute.sampler import Sampler
-    from preheat.model.decoder import Decoder
-
-    limits = plan.limits
-    cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
-    decoder = Decoder(model.spec, model.weights, limits.max_model_len, builder(mode, store.folder))
-    sampler = Sampler(limits.max_num_seqs, model.spec.vocab_size, settings.handle_topk_duplicates)
-    packer = Packer(slots, model.spec, model.dtype, plan, settings.contiguous_pa)
-    return packer, Executor(decoder, cache, sampler)
-
-
-def _on_device(
-    settings: Settings, model: Model, plan: Plan, slots: Slots, mode: Mode, store: Store
-) -> tuple[FlatPacker, DeviceExecutor]:
-    """What runs steps on a device that works asynchronously, by programs over static buffers."""
-    from preheat.batch.buffers import StepBuffers
-    from preheat.batch.flat import FlatPacker
-    from preheat.execute.compile import builder
-    from preheat.execute.device_executor import DeviceExecutor
-    from preheat.execute.device_sampler import DeviceSampler
-    from preheat.execute.kv_cache import KVCache
-    from preheat.model.decoder import Decoder, project
-    from preheat.ops.cuda.attention import prefill_how, query_tile
-    from preheat.ops.cuda.work import SPLIT
-
-    spec, limits = model.spec, plan.limits
-    windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
-    tile = query_tile(spec.num_heads, spec.num_kv_heads, prefill_how(spec.head_dim, model.dtype))
-    buffers = StepBuffers(limits, tile=tile, split=SPLIT, windows=windows, device=model.device)
-    cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
-    decoder = Decoder(spec, model.weights, limits.max_model_len, builder(mode, store.folder), before=project)
-    sampler = DeviceSampler(
-        limits.max_num_seqs, spec.vocab_size, model.device, limits.max_num_seqs, settings.handle_topk_duplicates
-    )
-    return FlatPacker(slots, plan, buffers), DeviceExecutor(decoder, cache, sampler, buffers)
-
-
-RUNNERS = {"cpu": _on_host, "cuda": _on_device}
-"""By platform."""
-
-
 def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit, store: Store, steps: Steps) -> Guard:
     """Warm up, capture graphs, leave the record to the next boot; from then on the guard watches."""
     from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
     from preheat.warmup.guard import Guard
     from preheat.warmup.sources import sources_for
 
-    plan, record = warm.plan, warm.record
-    if not settings.skip_warmup:
+    plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
+    if record.mode == GRAPHS and warm.platform.name == "cpu":
+        warm.capture = partial(capture_twin, plan, record, settings, budget, model.sizes)
+    elif record.mode == GRAPHS:
+        executor = warm.executor
+        assert isinstance(executor, DeviceExecutor)
+        with steps("Compiling kernels"):
+            executor.compile(plan, os.cpu_count() or 1)
+        warm.prepare, warm.capture = executor.prepare, partial(capture_programs, warm, executor, settings, budget)
+    if settings.skip_warmup:
+        warm.capture()  # as in the source, which captures without having run anything
+    else:
         with steps("warm-up"):
             warm.run()
-    if record.mode == GRAPHS:  # as in the source, also where warm-up is skipped
-        budget = Budget(split, model.bytes_per_block)
-        if warm.platform.name == "cpu":
-            capture_twin(plan, record, settings, budget, model.sizes)
-        else:
-            capture_programs(plan, record, settings, budget, warm.executor, warm.platform)
-    if not settings.skip_warmup:
-        with steps("check"):
-            warm.run_checks()
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
     return Guard(record, plan, settings.on_cold, sources_for(warm.platform.name))
 
 
-def _require_proof(settings: Settings, record: Record) -> None:
-    """With ``require_invariance``, raise NotInvariant unless every check was run and passed."""
+def _judge(settings: Settings, record: Record) -> None:
+    """Whether the boot is invariant. With ``require_invariance``, raise NotInvariant unless every check has passed."""
+    record.invariant = settings.batch_invariant and not record.unproved()
     if settings.require_invariance and (why := record.unproved(dropped=True)):
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
 

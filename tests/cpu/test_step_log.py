@@ -115,7 +115,7 @@ def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for event in events:
         named.setdefault(event["name"], []).append(event)
     assert {"Importing torch", "Loading model weights", "Initializing cache engine"} <= named.keys()
-    parts = ("schedule", "pack", "execute", "settle")
+    parts = ("schedule", "pack", "launch", "settle")
     assert {name: len(named[name]) for name in ("step", *parts)} == dict.fromkeys(("step", *parts), count)
     for i, step in enumerate(named["step"]):
         times = [(named[part][i]["ts"], named[part][i]["ts"] + named[part][i]["dur"]) for part in parts]
@@ -132,7 +132,7 @@ def test_without_a_trace_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.
         loop: {"step"},
         loop.scheduler: {"schedule", "settle"},
         loop.packer: {"pack"},
-        loop.executor: {"execute"},
+        loop.executor: {"launch"},
     }
     assert [method for owner, methods in watched.items() for method in methods & vars(owner).keys()] == []
     assert list(tmp_path.iterdir()) == []

@@ -85,7 +85,7 @@ def test_raise_without_warm_up_is_refused():
 
 def test_nothing_stays_behind():
     chance = torch.get_rng_state(), np.random.get_state()[1].copy()
-    llm = warm()
+    llm = warm(boot_check="off")  # whose real blocks are looked at in test_boot_check
     scheduler, executor = llm.loop.scheduler, llm.loop.executor
     scheduler.check()
     assert scheduler.idle

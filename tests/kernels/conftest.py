@@ -1,13 +1,15 @@
 """Tests in this folder run Triton kernels in its interpreter, on the CPU. It must be told before Triton is imported;
 where there is a GPU, tests/cuda runs the same kernels in earnest and these are skipped.
 
-The interpreter is mended in three places: scalars are arrays of one element, which numpy 2.4 no longer takes for
+The interpreter is mended in four places: scalars are arrays of one element, which numpy 2.4 no longer takes for
 integers; bfloat16 is cut off where a device rounds, and multiplied as if its bits were integers; and a product adds in
-an order that follows the shapes, where a device goes through the inputs in order.
+an order that follows the shapes, where a device goes through the inputs in order. And it prepares triton.language anew
+for every function that a kernel calls, which is most of its time.
 """
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ def pytest_collection_modifyitems(items):
 
 
 _patch_tensor = interpreter._patch_lang_tensor
+_patch_lang = interpreter._patch_lang
 _cast = interpreter.InterpreterBuilder.cast_impl
 
 
@@ -64,6 +67,16 @@ def _in_order(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
+def _patch_all(fn):
+    return _patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _call(self, *args, **kwargs):
+    return self.rewrite()(*args, **kwargs)
+
+
+interpreter._patch_lang = _patch_all
+interpreter.InterpretedFunction.__call__ = _call
 interpreter._patch_lang_tensor = _patch
 interpreter.InterpreterBuilder.cast_impl = _mended_cast
 interpreter.InterpreterBuilder.create_dot = _in_order

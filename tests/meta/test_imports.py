@@ -28,11 +28,13 @@ RULE = {
     "warmup": "plan schedule batch execute model ops device engine",
     "proof": "plan schedule batch execute model ops device engine text warmup",
     "sizing": "model ops device",
-    "startup": "sizing plan schedule batch execute model ops device engine text parallel warmup proof",
+    "runner": "plan schedule batch execute model ops device warmup",
+    "startup": "runner sizing plan schedule batch execute model ops device engine text parallel warmup proof",
     "server": "startup engine text warmup",
     "llm": "startup engine text",
     "bench": "engine llm device model",
-    "cli": "startup engine llm server plan warmup proof bench",
+    "tune": "ops model device warmup",
+    "cli": "startup engine llm server plan warmup proof bench tune",
     "__init__": "llm",
     "__main__": "cli",
 }
@@ -40,7 +42,7 @@ RULE = {
 # Nothing in the process that speaks HTTP may import torch, nor may planning and scheduling.
 WITHOUT_TORCH = (
     "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
-    "engine.bootbar", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
+    "engine.bootbar", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
     "proof.names", "proof.identity", "proof.prompts", "proof.compare", "proof.against", "proof.command",
     "bench.commands", "bench.boot", "bench.client", "bench.serve", "bench.report", "bench.shapes", "bench.table",
     *(f"{name}." for name in sorted(BASE)), "cli",
@@ -104,8 +106,12 @@ def test_the_torch_check_can_fail():
 @pytest.mark.parametrize("part", ["schedule", "batch", "execute", "model", "ops"])
 def test_warm_up_is_not_a_mode_of_the_runner(part):
     found = {f"{path.name}: {name}" for path in (PACKAGE / part).rglob("*.py") for name in warm_names(path.read_text())}
-    assert found == set()
+    assert found - TRITON == set()
     assert [path for path in (PACKAGE / part).rglob("*") if "warm" in path.name.lower()] == []
+
+
+# What Triton calls compiling without a launch.
+TRITON = {"prove.py: warmup", "launch.py: warmup"}
 
 
 def warm_names(source: str) -> set[str]:

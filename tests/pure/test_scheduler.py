@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from preheat.core import StepResult
+from preheat.core import Schedule, StepResult
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
@@ -386,11 +387,8 @@ def test_leaving_the_queue_compares_nobody(monkeypatch) -> None:
     assert comparisons(monkeypatch, DequeQueue(), 300) > 300 * 20, "the control must scan"
 
 
-def calls_of_a_step(waiting: int) -> int:
-    """Function calls, built-in ones too, that a step makes with so many requests waiting behind a full house."""
-    scheduler = Scheduler(limits())
-    for number in range(waiting):
-        scheduler.add(request(number, [1, 2, 3]))
+def calls_of(action: Callable[[], object]) -> int:
+    """Function calls, built-in ones too, that ``action`` makes."""
     count = 0
 
     def counting(frame, event, argument) -> None:
@@ -400,17 +398,53 @@ def calls_of_a_step(waiting: int) -> int:
     before = sys.getprofile()
     sys.setprofile(counting)
     try:
-        schedule = scheduler.schedule()
-        assert schedule is not None
-        scheduler.settle(schedule, StepResult(np.zeros(4, np.int32)))
-        scheduler.schedule()
+        action()
     finally:
         sys.setprofile(before)
     return count
 
 
+def beat(scheduler: Scheduler) -> Schedule:
+    """Schedule a step and settle it."""
+    schedule = scheduler.schedule()
+    assert schedule is not None
+    scheduler.settle(schedule, StepResult(np.zeros(np.count_nonzero(schedule.samples), np.int32)))
+    return schedule
+
+
+def waited_for(waiting: int) -> Scheduler:
+    """So many requests, four of which have their place."""
+    scheduler = Scheduler(limits())
+    for number in range(waiting):
+        scheduler.add(request(number, [1, 2, 3]))
+    beat(scheduler)
+    return scheduler
+
+
+def decoding(rows: int) -> Scheduler:
+    """So many rows in the middle of a block."""
+    scheduler = Scheduler(
+        limits(max_num_seqs=rows, max_num_batched_tokens=3 * rows, num_blocks=17 * rows, block_size=8)
+    )
+    for number in range(rows):
+        scheduler.add(request(number, [1, 2, 3], stop_ids=[5, 6]))
+    while beat(scheduler).num_decode < rows:
+        pass
+    return scheduler
+
+
 def test_a_step_costs_the_same_whoever_waits() -> None:
-    assert calls_of_a_step(20_000) == calls_of_a_step(20)
+    few, many = waited_for(20), waited_for(20_000)
+    assert calls_of(lambda: beat(many)) == calls_of(lambda: beat(few))
+
+
+def test_a_decoding_step_loops_over_no_rows() -> None:
+    few, many = decoding(4), decoding(256)
+    assert calls_of(lambda: beat(many)) == calls_of(lambda: beat(few))
+    few, many = decoding(4), decoding(256)
+    for scheduler in few, many:  # the control: a stop id that all of them draw ends each by itself
+        scheduler.slots.stop_ids[:] = 0
+    assert calls_of(lambda: beat(many)) > calls_of(lambda: beat(few)) + 250
 
 
 def test_running_rows_own_what_their_tables_say() -> None:

@@ -50,14 +50,14 @@ def pick_platform(device: str) -> Platform:
     Raises SettingsError, with the reason, where ``cuda`` is asked for and cannot be used.
     """
     if device != "cpu":
-        from preheat.device.cuda import CUDA
+        from preheat.device.cuda import CUDA, has_gpu
 
         try:
             return CUDA()
         except SettingsError as error:
             if device == "cuda":
                 raise
-            logger.info("Running on the CPU: %s", error)
+            logger.log(logging.INFO if has_gpu() else logging.DEBUG, "Running on the CPU: %s", error)
     from preheat.device.cpu import CPU
 
     return CPU()

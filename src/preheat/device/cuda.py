@@ -52,10 +52,6 @@ class CUDA:
         """Wait for all streams."""
         torch.cuda.synchronize(self.device)
 
-    def release_memory(self) -> None:
-        """Give back to the driver what torch's allocator holds and nobody uses."""
-        torch.cuda.empty_cache()
-
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
         return None
@@ -98,16 +94,24 @@ def obstacle() -> str | None:
     return None
 
 
+def has_gpu() -> bool:
+    """Whether the system has a driver for an NVIDIA GPU, whatever torch can do with it."""
+    return DRIVER.exists()
+
+
 def fix_arithmetic() -> None:
     """cuBLAS keeps one fp32 accumulator: no TF32, no sums in bfloat16, and K is not split among blocks.
 
-    Splitting K is left to cuBLAS's choice by the number of rows, so a row's bits would depend on its neighbours.
+    Splitting K is left to cuBLAS's choice by the number of rows, so a row's bits would depend on its neighbours. Only
+    cublasLt can be told not to.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # type: ignore[attr-defined]
+        torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def driver_version() -> str:

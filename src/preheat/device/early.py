@@ -7,13 +7,19 @@ The driver builds its context for the process in a thread of its own; torch find
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 
 DRIVER = "libcuda.so.1"
 
 
 def wake_gpu() -> None:
-    """Begin to build the first GPU's context. A failure is left to torch, which will meet the same and say why."""
+    """Begin to build the first GPU's context. A failure is left to torch, which will meet the same and say why.
+
+    torch is told which of NVIDIA's libraries to multiply with: it only listens to this before it is imported, and
+    warns that the choice is new when it is told later.
+    """
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     threading.Thread(target=build_context, name="wake-gpu", daemon=True).start()
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from preheat.core import (
     Ask,
@@ -33,10 +33,6 @@ from preheat.core import (
 from preheat.errors import PreheatError
 from preheat.schedule.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from preheat.batch.pack import Batch, Packer
-    from preheat.execute.executor import Executor
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,15 +46,10 @@ class EngineSide(Protocol):
         """Send to the front door."""
 
 
-class Observer(Protocol):
-    """Told of every step once it is launched, and of every compaction; an error that it raises fails the step's
-    requests.
-    """
+class Packer(Protocol):
+    """Turns a step's rows into a batch, which only the executor and the observer look into."""
 
-    def step(self, event: Batch | Swaps) -> None: ...
-
-    def report(self) -> bytes:
-        """What it has seen, for a Report."""
+    def pack(self, schedule: Schedule) -> Any: ...
 
 
 class Running(Protocol):
@@ -66,6 +57,25 @@ class Running(Protocol):
 
     def result(self) -> StepResult:
         """Waits for it; raises what went wrong."""
+
+
+class Executor(Protocol):
+    """Runs what it is given in the order in which it is given."""
+
+    def launch(self, batch: Any) -> Running: ...
+
+    def swap(self, swaps: Swaps) -> None: ...
+
+
+class Observer(Protocol):
+    """Told of every batch once it is launched, which is where a step can be cold, and of every compaction. An error
+    that it raises fails the step's requests.
+    """
+
+    def step(self, event: Any) -> None: ...
+
+    def report(self) -> bytes:
+        """What it has seen, for a Report."""
 
 
 @dataclass(slots=True)

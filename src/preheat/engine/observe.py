@@ -88,11 +88,11 @@ def with_step_log(settings: Settings, mode: Mode, inner: Observer) -> Observer:
 
 
 def trace_steps(trace: Trace, loop: Loop) -> None:
-    """Events of each step and of its parts: schedule, pack, execute, settle."""
+    """Events of each step and of its parts: schedule, pack, launch, settle."""
     trace.watch(loop, "step", lambda _, ran: {} if ran else None)
     trace.watch(loop.scheduler, "schedule", lambda _, schedule: schedule and _of_schedule(schedule))
     trace.watch(loop.packer, "pack", lambda args, batch: _of_schedule(args[0]) | {"shape": str(batch.shape)})
-    trace.watch(loop.executor, "execute", lambda args, _: _of_batch(args[0]))
+    trace.watch(loop.executor, "launch", lambda args, _: _of_batch(args[0]))
     trace.watch(loop.scheduler, "settle", lambda args, _: _of_schedule(args[0]))
 
 

@@ -6,9 +6,9 @@ device keeps the tokens that it drew, so that the next step may be launched befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -16,28 +16,26 @@ from torch import Tensor
 
 from preheat.batch.buffers import HOST_COPIES, Inputs, StepBuffers
 from preheat.batch.flat import FlatBatch
-from preheat.batch.sampling import Level
 from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.device_sampler import DeviceSampler, read_report
 from preheat.execute.kv_cache import KVCache
-from preheat.execute.programs import Programs
+from preheat.execute.programs import Programs, SampleKey
 from preheat.model.decoder import Attention, Decoder, Tap
 from preheat.ops.cuda.attention import Workspace, decode_attention, prefill_attention
 from preheat.ops.cuda.embedding import embed, take_rows
+from preheat.ops.cuda.launch import compiling
 from preheat.ops.cuda.rotary import rope_and_write
+from preheat.plan.items import SamplerKey
+from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.schedule.defrag import pad_pairs
 from preheat.schedule.slots import NO_LOGPROBS
 
+if TYPE_CHECKING:
+    from preheat.ops.cuda.linear import CudaLinear
+
 LogitWatch = Callable[[Tensor, FlatBatch], None]
 """As :data:`preheat.execute.executor.LogitWatch`."""
-
-
-class SampleKey(NamedTuple):
-    """The program that draws for ``size`` rows."""
-
-    size: int
-    level: Level
 
 
 @dataclass(slots=True)
@@ -85,6 +83,8 @@ class DeviceExecutor:
         self._logits = torch.zeros(rows, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._workspace = Workspace(rows * buffers.max_splits, tokens, spec.num_heads, spec.head_dim, device)
         self._scale = spec.head_dim**-0.5
+        self._head_map = cast("CudaLinear", decoder.weights.head)
+        self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
         self._live, self._successors = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, rows))
         self._settings = [self._pinned(sampler.settings) for _ in range(HOST_COPIES)]
         answers = (sampler.tokens, sampler.report_ids, sampler.report_values)
@@ -131,11 +131,11 @@ class DeviceExecutor:
 
         ``tap``, which needs the latter, is told of every layer.
         """
-        self.buffers.send(batch.turn, batch.pieces)
         if tap is None:
-            self.forwards.run(batch.shape, eager=eager)
+            self.forward(batch, eager=eager)
         else:
-            self._forward(batch.shape, tap)
+            self.buffers.send(batch.turn, batch.pieces)
+            self._forward(batch.shape, tap=tap)
         self._draw(batch, eager=eager).result()
         return self._logits[: len(batch.sampled_rows)].float()
 
@@ -146,19 +146,35 @@ class DeviceExecutor:
         self.cache.swap(pairs.to(self._device))
 
     @torch.inference_mode()
+    def compile(self, plan: Plan, threads: int) -> None:
+        """Build the kernels of a plan's programs, many at a time."""
+        with compiling(threads):
+            for key in dict.fromkeys(item.key for item in plan.items):
+                if isinstance(key, Shape):
+                    self._forward(key, self._kinds)
+                elif isinstance(key, SamplerKey) and key.rows:
+                    self._sample(SampleKey.of(key))
+
+    @torch.inference_mode()
+    def prepare(self, batch: FlatBatch) -> None:
+        """Run one layer of each kind of a step: all that its program launches is then in place for `capture`."""
+        self.buffers.send(batch.turn, batch.pieces)
+        self._forward(batch.shape, self._kinds)
+        self._draw(batch).result()
+
+    @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
-        """Make a graph of the forward program of ``shape``, which has run before, and run it on padding."""
-        self.buffers.clear()
+        """Make a graph of the forward program of ``shape``, whose layers have run before."""
         self.forwards.capture(shape)
 
     @torch.inference_mode()
-    def capture_sampling(self, size: int, level: Level) -> None:
-        """Make a graph, if there is none, of the program that draws for ``size`` rows, and run it on padding."""
-        key = SampleKey(size, level)
+    def capture_sampling(self, key: SampleKey) -> None:
+        """Make a graph, if there is none, of the program ``key``, and run it on padding."""
         if key not in self.samples:
+            self.samples.capture(key)
             self.buffers.clear()
             self.sampler.settings.zero_()
-            self.samples.capture(key)
+            self.samples.run(key)
 
     def _draw(self, batch: FlatBatch, *, eager: bool = False) -> Running:
         """Draw for the sampling rows, and compute the logprobs that somebody wants."""
@@ -176,7 +192,7 @@ class DeviceExecutor:
             if (batch.logprobs != NO_LOGPROBS).any():
                 sampler.launch_logprobs(sampler.settings, self._logits, sampler.tokens, size)
                 self._report(answer, size)
-        done = torch.cuda.Event() if self._device.type == "cuda" else None
+        done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
         return Running(batch, answer, done, self._prompt_logprobs(batch))
@@ -200,10 +216,10 @@ class DeviceExecutor:
             found.setdefault(part.row, []).extend(entries)
         return found
 
-    def _forward(self, shape: Shape, tap: Tap | None = None) -> None:
+    def _forward(self, shape: Shape, only: Sequence[int] | None = None, tap: Tap | None = None) -> None:
         inputs = self.buffers.inputs(shape)
         residual = embed(inputs.tokens, inputs.slots, self.sampler.last_token, self.decoder.weights.embedding)
-        hidden = self.decoder.layers(residual, None, self._attention(inputs), eager=tap is not None, tap=tap)
+        hidden = self.decoder.layers(residual, None, self._attention(inputs), only, eager=tap is not None, tap=tap)
         self._hidden[: shape.tokens].copy_(hidden)
 
     def _sample(self, key: SampleKey) -> None:
@@ -213,7 +229,7 @@ class DeviceExecutor:
     def _head(self, size: int) -> None:
         """Logits of the first ``size`` sampled tokens."""
         rows = take_rows(self._hidden, self.buffers.sampled[:size])
-        self.decoder.weights.head(rows, out=self._logits[:size])
+        self._head_map(rows, out=self._logits[:size])
 
     def _attention(self, inputs: Inputs) -> Attention:
         """What the decoder calls in each layer: norm and turn, write the step's keys and values, then attend."""

@@ -49,7 +49,7 @@ class DeviceCounts:
         self._staged = torch.zeros(_STAGED, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sequence = torch.zeros(_STAGED, dtype=torch.int32, device=device)
         self._used = 0
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def follow(self, rows: PenaltyRows) -> None:
         """Before a step of level full is launched, count the sequences of which the device does not know yet.
@@ -108,16 +108,14 @@ class DeviceSampler:
         device: torch.device,
         max_rows: int,
         handle_topk_duplicates: bool = False,
+        *,
         most_logprobs: int = 20,
         cut: Cut = Cut(),
     ) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the sampler takes up to {MAX_VOCAB} tokens, the model has {vocab_size}")
-        self.vocab_size, self.handle_topk_duplicates, self.most_logprobs = (
-            vocab_size,
-            handle_topk_duplicates,
-            most_logprobs,
-        )
+        self.vocab_size, self.most_logprobs = vocab_size, most_logprobs
+        self.handle_topk_duplicates = handle_topk_duplicates
         self.input = SamplerInput(max_rows, vocab_size, pad_slot=num_slots)
         self.counts = DeviceCounts(num_slots, vocab_size, device)
 
@@ -145,7 +143,7 @@ class DeviceSampler:
         self.counts.forget()
 
     def launch(self, level: Level, logits: Tensor, rows: int) -> None:
-        """Draw for ``rows`` rows of ``logits`` (bf16 or fp32 [at least rows, vocab], left as it is), as ``settings`` says.
+        """Draw for ``rows`` rows of ``logits`` (bf16 or fp32 [at least rows, vocab], left alone), as ``settings`` says.
 
         ``tokens`` and ``last_token`` get the answers; rows beyond the described ones pad and get token 0.
         """
@@ -170,25 +168,21 @@ class DeviceSampler:
         )  # fmt: skip
 
     def launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor, rows: int) -> None:
-        """Log-probabilities of token ``chosen`` (int32 [rows]) and the most likely ones, of raw ``logits`` [rows, vocab].
+        """Log-probabilities of ``chosen`` (int32 [rows]) and the most likely tokens, of raw ``logits`` [rows, vocab].
 
         ``live`` int32 [at least 1]: how many rows there are, the rest pad; for the rows of a step that is ``settings``.
         ``report_ids`` and ``report_values`` [max_rows, 1 + most_logprobs] get the answers, see :func:`read_report`.
         """
         self._peaks(logits, rows, raw=True, live=live)
-        row, parts = logits.stride(0), (self._sums, self._befores)
+        row, partial = logits.stride(0), (self._masses, self._befores)
         tally[self._chunks, rows](
-            live, logits, row, self._leads, chosen, *parts, **self._chunked, **sampling(num_warps=4)
+            live, logits, row, self._leads, chosen, *partial, **self._chunked, **sampling(num_warps=4)
         )
         report[rows,](
-            live, logits, row, self._tops, self._leads, chosen, *parts, self._groups, self._listed,
+            live, logits, row, self._tops, self._leads, chosen, *partial, self._groups, self._listed,
             self.report_ids, self.report_values, self.most_logprobs, self._chunks, **self._grouped,
             **sampling(num_warps=8),
         )  # fmt: skip
-
-    @property
-    def _sums(self) -> Tensor:
-        return self._masses
 
     def _peaks(self, logits: Tensor, rows: int, raw: bool, live: Tensor | None = None) -> None:
         """The greatest logit of every group, and the best token of every chunk."""
@@ -202,7 +196,7 @@ class DeviceSampler:
         """A float32 copy [rows, vocab] after penalties, logit_bias and bans."""
         edited = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=logits.device)
         penalise[self._chunks, rows](
-            self.settings, logits, logits.stride(0), self.counts.history, edited, **self._cut, **sampling(num_warps=4)
+            self.settings, logits, logits.stride(0), self.counts.history, edited, **self._cut, **sampling(num_warps=8)
         )
         edit[_EDIT_PROGRAMS,](
             self.settings, edited, self.input.max_rows, self.vocab_size, _EDITS, **sampling(num_warps=4)

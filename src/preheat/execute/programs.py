@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
+from preheat.batch.sampling import Level
+from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
+
 Key = TypeVar("Key")
+
+
+class SampleKey(NamedTuple):
+    """The program that draws for ``size`` rows."""
+
+    size: int
+    level: Level
+
+    @classmethod
+    def of(cls, key: SamplerKey) -> Self:
+        """What an item of the plan runs."""
+        return cls(key.rows, Level[level(SAMPLER_SETTINGS[key.setting]).upper()])
 
 
 class Programs(Generic[Key]):
@@ -17,7 +32,7 @@ class Programs(Generic[Key]):
     into static buffers.
     """
 
-    def __init__(self, body: Callable[[Key], None], pool: tuple[int, int] | None = None) -> None:
+    def __init__(self, body: Callable[[Key], None], pool: Any = None) -> None:
         self._body, self._pool = body, pool
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
 
@@ -34,7 +49,7 @@ class Programs(Generic[Key]):
             graph.replay()
 
     def capture(self, key: Key) -> None:
-        """Record ``key`` as a graph and run it once: the first run of a graph takes it to the device.
+        """Record ``key`` as a graph; its first run will take it to the device.
 
         Everything that it launches must have run before, so that all is compiled and every library has its workspace.
         """
@@ -44,7 +59,6 @@ class Programs(Generic[Key]):
             self._body(key)
         finally:
             graph.capture_end()
-        graph.replay()
         self._graphs[key] = graph
 
     def forget(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -105,14 +105,19 @@ class Decoder:
         residual: Tensor,
         rope: Rope | None,
         attention: Attention,
+        only: Sequence[int] | None = None,
         *,
         eager: bool = False,
         tap: Tap | None = None,
     ) -> Tensor:
-        """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten."""
+        """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten.
+
+        ``only`` runs some of the layers, ascending: those of one kind run the same programs.
+        """
         before, after = self._eager if eager else self._built
         normed = self.weights.layers[0].input_norm(residual)
-        for index, layer in enumerate(self.weights.layers):
+        for index in range(len(self.weights.layers)) if only is None else only:
+            layer = self.weights.layers[index]
             qkv = before(normed, layer, rope, self._heads)
             normed = after(attention(index, qkv), residual, layer, self._norms_after[index])
             if tap is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from preheat.core import Delta, Ready, Stats
 from preheat.engine.loop import EngineSide, Loop
@@ -45,11 +46,9 @@ class Engine:
         self.loop = boot(settings, self._mailbox)
         self.ready = next(message for message in self._mailbox.receive() if isinstance(message, Ready))
         self._watch = Watch(self.loop)
+        executor: Any = self.loop.executor  # of whatever platform
+        self.vocab_size: int = executor.decoder.spec.vocab_size
         self._ids = 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.loop.executor.decoder.spec.vocab_size
 
     @property
     def stats(self) -> Stats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,11 @@ class Watch:
         self._sampling: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of batches that are on their way
         self._seen: list[tuple[np.ndarray, np.ndarray, Tensor, Tensor]] = []
         loop.packer.pack = self._packed  # type: ignore[method-assign]  # whose rows a batch holds, only its packer knows
-        loop.executor.watch_logits(self._look)
+        executor: Any = loop.executor  # of whatever platform
+        executor.watch_logits(self._look)
 
     def _packed(self, schedule: Schedule) -> Batch:
-        batch = self._pack(schedule)
+        batch: Batch = self._pack(schedule)
         self._sampling[id(batch)] = schedule.ids[schedule.samples], schedule.ends[schedule.samples]
         return batch
 

@@ -27,10 +27,10 @@ def compact(running: Running, threshold: int = THRESHOLD) -> Swaps | None:
 
     None up to the threshold. More than 512 pairs take several calls.
     """
+    if not is_due(running.pool, threshold):
+        return None
     before = running.pool.refs > 0
     pairs = plan_swaps(before, threshold)
-    if not len(pairs):
-        return None
     running.swap(pairs)
     size = padded_size(len(pairs))
     if logger.isEnabledFor(logging.DEBUG):
@@ -44,8 +44,8 @@ def compact(running: Running, threshold: int = THRESHOLD) -> Swaps | None:
 
 
 def is_due(pool: BlockPool, threshold: int) -> bool:
-    """Whether :func:`compact` would swap anything: some block in use lies that far above where all could lie."""
-    return bool(pool.refs[pool.num_used + threshold + 1 :].any())
+    """Whether some block in use lies more than ``threshold`` above where all could lie together."""
+    return bool(pool.refs[pool.num_used + threshold + 1 :].max(initial=0))
 
 
 def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:

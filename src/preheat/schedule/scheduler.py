@@ -257,7 +257,7 @@ class Scheduler:
         """Add the next chunk of the prompts already begun, earliest first."""
         slots = self.slots
         for slot in self.running.order[self._due() > 1].tolist():
-            if len(step.prefill) == self._max_prefills or self.running.sequences[slot] is None:
+            if len(step.prefill) == self._max_prefills or self.running.sequences[slot] is None:  # preempted just now
                 return
             cached = int(slots.cached_len[slot])
             if self.running.blocks_lacking(slot, cached + 1) and not len(self._make_room(step, np.array([slot]))):

@@ -21,8 +21,9 @@ def settle(running: Running, prefix: PrefixCache, schedule: Schedule, result: St
     Steps are settled in the order in which they run. Raises ValueError, changing nothing, if the result does not have
     one token for each sampling row.
     """
-    if result.tokens.shape != (schedule.samples.sum(),):
-        raise ValueError(f"{result.tokens.shape} tokens for {int(schedule.samples.sum())} sampling rows")
+    sampling = np.count_nonzero(schedule.samples)
+    if result.tokens.shape != (sampling,):
+        raise ValueError(f"{result.tokens.shape} tokens for {sampling} sampling rows")
     slots, live = running.slots, _live(running, schedule)
     _publish(running, prefix, schedule, live)
     told = schedule.samples & live

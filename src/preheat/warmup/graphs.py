@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from preheat.batch.sampling import Level
+from preheat.execute.programs import SampleKey
 from preheat.plan import lines
 from preheat.plan.budget import (
     MemorySplit,
@@ -27,15 +27,15 @@ from preheat.plan.budget import (
     split_memory,
 )
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
+from preheat.plan.items import SamplerKey
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Phase, Shape
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.record import Entry, Record
 
 if TYPE_CHECKING:
-    from preheat.device.base import Platform
     from preheat.execute.device_executor import DeviceExecutor
+    from preheat.warmup.run import WarmUp
 
 logger = logging.getLogger(__name__)
 
@@ -131,38 +131,39 @@ def capture_twin(plan: Plan, record: Record, settings: Settings, budget: Budget,
     return capture(plan, record, settings, pool=budget.pool(free), capture_one=twin.capture_one, free=twin.free)
 
 
-def capture_programs(
-    plan: Plan, record: Record, settings: Settings, budget: Budget, executor: DeviceExecutor, platform: Platform
-) -> Captures:
-    """`capture` of the programs of a device, with the bytes that they really take.
+def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings, budget: Budget) -> Captures:
+    """`capture` of the programs of a device, with the bytes that they really take; each graph runs once, fed by ``warm``.
 
     All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then the sampler's, few
     and small, for which every item of theirs is marked; the rest is divided by the budget's rules.
     """
-    free = platform.free_memory
-    platform.release_memory()
+    plan, record, free = warm.plan, warm.record, warm.platform.free_memory
     pool, before = budget.pool(free()), free()
     entries = {entry.name: entry for entry in record.entries}
+    items = [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
 
     def capture_one(shape: Shape) -> int:
         was = free()
         if shape not in executor.forwards:
+            if entries[str(shape)].outcome == "pending":
+                warm.forward(shape, executor.prepare)
             try:
                 executor.capture(shape)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from None
+            warm.forward(shape)
         return max(was - free(), 0)
 
-    ran = [item.key for item in plan.items if isinstance(item.key, Shape) and entries[item.name].outcome not in NOT_RUN]
-    if ran:
-        capture_one(max(ran, key=lambda shape: (shape.tokens, shape.rows)))
-    for item in plan.items:
-        if isinstance(item.key, SamplerKey) and item.key.rows and entries[item.name].outcome not in NOT_RUN:
+    shapes = [item.key for item in items if isinstance(item.key, Shape)]
+    if shapes:
+        capture_one(max(shapes, key=lambda shape: (shape.tokens, shape.rows)))
+    for item in items:
+        if isinstance(item.key, SamplerKey) and item.key.rows:
             entries[item.name].graph = True
-            executor.capture_sampling(item.key.rows, Level[level(SAMPLER_SETTINGS[item.key.setting]).upper()])
+            executor.capture_sampling(SampleKey.of(item.key))
     executor.sampler.forget()
-    taken = before - free()
-    return capture(plan, record, settings, pool=max(pool - taken, 0), capture_one=capture_one, free=free)
+    left = max(pool - (before - free()), 0)
+    return capture(plan, record, settings, pool=left, capture_one=capture_one, free=free)
 
 
 def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Shape]]:

@@ -12,19 +12,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from preheat.batch.pack import Packer
-from preheat.core import Progress
+from preheat.core import Progress, Schedule, StepResult, Swaps
 from preheat.device.base import Platform
 from preheat.errors import NotInvariant
-from preheat.execute.executor import Executor
+from preheat.execute.kv_cache import KVCache
+from preheat.model.decoder import Decoder
 from preheat.plan import lines
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
+from preheat.schedule.slots import Slots
 from preheat.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
 from preheat.warmup.feed import Feed, rows_of
@@ -33,72 +35,97 @@ from preheat.warmup.swaps import SwapRuns
 
 logger = logging.getLogger(__name__)
 
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+SAY_SECONDS = 0.1  # between two messages of progress
+
 
 class NothingToRun(Exception):
     """An item has no work within the limits; it says so in its reason."""
-
-
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-SAY_SECONDS = 0.1  # between two messages of progress
 
 
 def _unknown_check(name: str) -> None:
     raise NotImplementedError(f"nobody runs the check {name!r}")
 
 
+class StepExecutor(Protocol):
+    """A platform's executor. A batch is whatever its packer makes."""
+
+    decoder: Decoder
+    sampler: Any
+    cache: KVCache
+
+    def execute(self, batch: Any) -> StepResult: ...
+
+    def finish(self, hidden: Tensor, batch: Any) -> StepResult: ...
+
+    def swap(self, swaps: Swaps) -> None: ...
+
+
+class StepPacker(Protocol):
+    """Its packer."""
+
+    slots: Slots
+
+    def pack(self, schedule: Schedule) -> Any: ...
+
+
 @dataclass
 class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
     process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
-    has compiled. ``check`` runs the cross-check of a name.
+    has compiled. ``capture`` makes graphs once all shapes have run, before what runs last; where it does, ``prepare``
+    is what a forward item runs until then, in place of the executor's whole step. ``check`` runs the cross-check of a
+    name.
     """
 
     plan: Plan
-    packer: Packer
-    executor: Executor
+    packer: StepPacker
+    executor: StepExecutor
     platform: Platform
     record: Record
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
     reused: frozenset[str] = frozenset()
+    prepare: Callable[[Any], object] | None = None
+    capture: Callable[[], object] = lambda: None
     check: Callable[[str], None] = _unknown_check
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
 
-    def run(self) -> None:
-        """Run every item but the checks, in the plan's order; what becomes of each is in the record."""
-        self._started = time.monotonic()
-        memory = self.platform.used_memory()
+    def __post_init__(self) -> None:
         self._swaps = SwapRuns(self.executor)
         self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
-        self._items([item for item in self.plan.items if item.kind != "check"])
+        self._states = torch.empty(0, 0)
+
+    def run(self) -> None:
+        """Run every item, in the plan's order; what becomes of each is in the record."""
+        self._started = time.monotonic()
+        memory = self.platform.used_memory()
+        entries = {entry.name: entry for entry in self.record.entries}
+        kinds: dict[str, list[Item]] = {}
+        for item in self.plan.items:
+            kinds.setdefault(item.kind, []).append(item)
+        done, captured = 0, False
+        for kind, items in kinds.items():
+            if items[0].stage == "last" and not captured:
+                self.capture()
+                captured = True
+            self._begin(kind, items)
+            self._kind(
+                kind,
+                [
+                    partial(self._turn, item, entries[item.name], (number, len(items)), done)
+                    for number, item in enumerate(items, 1)
+                ],
+            )
+            done += len(items)
+            self._end(kind)
+        if not captured:
+            self.capture()
         self.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
-
-    def run_checks(self) -> None:
-        """Run the checks, which are the plan's last items: by then, every program is what will serve."""
-        started = time.monotonic()
-        self._items([item for item in self.plan.items if item.kind == "check"])
-        self.executor.sampler.forget()
-        self.record.seconds += time.monotonic() - started
-
-    def _items(self, items: Sequence[Item]) -> None:
-        entries = {entry.name: entry for entry in self.record.entries}
-        kinds: dict[str, list[Item]] = {}
-        for item in items:
-            kinds.setdefault(item.kind, []).append(item)
-        done = self.plan.items.index(items[0]) if items else 0
-        for kind, part in kinds.items():
-            self._begin(kind, part)
-            turns = [
-                partial(self._turn, item, entries[item.name], (number, len(part)), done)
-                for number, item in enumerate(part, 1)
-            ]
-            self._kind(kind, turns)
-            done += len(part)
-            self._end(kind)
 
     def _kind(self, kind: str, turns: Sequence[Callable[[], None]]) -> None:
         """Every turn; what one raises is booked already."""
@@ -151,23 +178,25 @@ class WarmUp:
     def _run(self, item: Item) -> None:
         match item.key:
             case Shape() as shape:
-                self._forward(shape)
+                self.forward(shape, self.prepare)
             case SamplerKey() as key:
                 self._sample(key)
             case int() as size if item.kind == "swap":
                 self._swaps.run(size)
             case _ if item.kind == "determinism":
-                self._forward(self.plan.determinism_shape)
+                self.forward(self.plan.determinism_shape)
             case str() as name:
                 self.check(name)
 
-    def _forward(self, shape: Shape) -> None:
+    def forward(self, shape: Shape, run: Callable[[Any], object] | None = None) -> None:
+        """A step of ``shape``, through the packer; ``run`` takes the batch in the executor's place."""
+        run = run or self.executor.execute
         rows = rows_of(self.plan.table.example(shape), self.plan.limits)
         with self._feed.work(rows) as schedule:
             batch = self.packer.pack(schedule)
             if batch.shape != shape:
                 raise RuntimeError(f"the work for {shape} runs as {batch.shape}")
-            self.executor.execute(batch)
+            run(batch)
 
     def _sample(self, key: SamplerKey) -> None:
         """Hidden states to tokens; the second time, what the sampler keeps of the rows is theirs already."""
@@ -181,10 +210,14 @@ class WarmUp:
                 self.executor.finish(hidden, batch)
 
     def _hidden(self, tokens: int) -> Tensor:
-        """Random hidden states [tokens, hidden], with randomness of their own."""
-        decoder, chance = self.executor.decoder, torch.Generator().manual_seed(0)
-        states = torch.randn(tokens, decoder.spec.hidden_size, generator=chance)
-        return states.to(self.platform.device, decoder.dtype)
+        """Random hidden states [tokens, hidden], with randomness of their own; the same ones for all who ask."""
+        if len(self._states) < tokens:
+            decoder, device = self.executor.decoder, self.platform.device
+            chance = torch.Generator(device).manual_seed(0)
+            count = max(tokens, 2 * self.plan.sampler_sizes[-1])
+            states = torch.randn(count, decoder.spec.hidden_size, generator=chance, device=device)
+            self._states = states.to(decoder.dtype)
+        return self._states[:tokens]
 
     def _begin(self, kind: str, items: Sequence[Item]) -> None:
         if kind == "swap":

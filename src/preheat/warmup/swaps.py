@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from preheat.core import Swaps
-from preheat.execute.executor import Executor
 from preheat.plan import lines
 from preheat.plan.items import SWAP_SIZES
+
+if TYPE_CHECKING:
+    from preheat.warmup.run import StepExecutor
 
 logger = logging.getLogger(__name__)
 
 PAIR = (1, 0)
 
 
-def run_swap(executor: Executor, size: int) -> None:
+def run_swap(executor: StepExecutor, size: int) -> None:
     """Exchange blocks 1 and 0 by the program of ``size`` pairs, which are all the same one.
 
     Padding would swap block 0, which is one of the two, with itself, and the two would contradict each other.
@@ -35,7 +38,7 @@ class SwapRuns:
     Whatever times and records the sizes stands in between; one that fails or is left out does no harm.
     """
 
-    def __init__(self, executor: Executor, sizes: Sequence[int] = SWAP_SIZES) -> None:
+    def __init__(self, executor: StepExecutor, sizes: Sequence[int] = SWAP_SIZES) -> None:
         self._executor, self._sizes, self._done = executor, sizes, 0
 
     def begin(self) -> bool:

@@ -8,6 +8,9 @@ overlap. A kernel then must wait before it touches anything that an earlier kern
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import triton
@@ -32,3 +35,23 @@ def begin(overlap: tl.constexpr):
 def options(**more: Any) -> dict[str, Any]:
     """Keywords of a launch: num_warps and num_stages as given, and the overlap."""
     return {**more, "overlap": OVERLAP, **({"launch_pdl": True} if OVERLAP else {})}
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """Kernels that are launched inside are compiled, or read from Triton's cache, by so many ``threads`` and not run.
+
+    All are there in the end; the first error is raised then.
+    """
+    kind = triton.JITFunction
+    run = kind.run
+
+    def compile_alone(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **more)
+
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+        kind.run = compile_alone
+        try:
+            yield
+        finally:
+            kind.run = run

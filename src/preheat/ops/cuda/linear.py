@@ -5,20 +5,17 @@ one rounding to the dtype. Gated: the first half of W's rows are gates, the seco
 output, then combined as :func:`preheat.ops.cuda.elementwise.silu_mul` says. So a row's bits do not depend on the number
 of rows, on tiles or on warps: those only say which program computes an output, never in which order.
 
-Two implementations. :class:`Tile` is a Triton kernel, best where the weights' bytes set the time: weights are the first
-operand of the matrix unit, whose other side may then be as narrow as the few rows are. :class:`Library` is cuBLAS, best
-for many rows. It keeps the contract wherever it does not cut the inputs into parts: that is for a proof to say.
+Two implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
+first operand of the matrix unit, whose other side may then be as narrow as the few rows are. The library is cuBLAS,
+best for many rows; as long as it does not cut the inputs into parts it mostly keeps the contract, which is for a proof
+to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,31 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from preheat.ops.cuda.activation import silu_and_mul
 from preheat.ops.cuda.elementwise import silu_mul
 from preheat.ops.cuda.launch import begin, options
+from preheat.ops.cuda.tuning import Choice, Choices, Shape, Tile
 
 GROUP: tl.constexpr = tl.constexpr(8)
 """Programs that run together share this many tiles of weights, so that what they read of x stays in the L2 cache."""
-
-
-class Shape(NamedTuple):
-    """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W."""
-
-    outputs: int
-    inputs: int
-    gated: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    bias: bool = False
-
-
-@triton.jit
-def _fetch(weight, rows, inputs, ahead, OUTPUTS: tl.constexpr):
-    """Ask for the first ``ahead`` inputs of ``rows`` of the weights to be brought to the L2 cache; waits for nothing."""
-    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # 128 bytes
-    lines = tl.arange(0, 8) * LINE
-    for start in range(0, ahead, 8 * LINE):
-        at = weight + rows[:, None] * inputs + tl.minimum(start + lines, inputs - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -72,7 +48,7 @@ def _rounded(acc, bias, rows, dtype: tl.constexpr):
     return acc.to(dtype)
 
 
-@triton.jit(do_not_specialize=["rows", "ahead"])
+@triton.jit(do_not_specialize=["rows"])
 def in_order(
     x,
     weight,
@@ -83,7 +59,6 @@ def in_order(
     rows,
     outputs,
     inputs,
-    ahead,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -96,6 +71,7 @@ def in_order(
     Rows and outputs beyond the last one are computed as copies of it and not stored. ``x_tiles`` and ``weight_tiles``,
     if given, are the same matrices for the copy engine.
     """
+    begin(overlap)
     across = tl.cdiv(outputs, OUTPUTS)
     down = tl.cdiv(rows, ROWS)
     group = tl.program_id(0) // (GROUP * down)
@@ -106,12 +82,6 @@ def in_order(
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
 
-    if overlap:  # no kernel writes weights, so they need not be waited for
-        _fetch(weight, out, inputs, ahead, OUTPUTS)
-        if gated:
-            _fetch(weight, out + outputs, inputs, ahead, OUTPUTS)
-    begin(overlap)
-
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for k in range(0, inputs, INPUTS):
@@ -119,10 +89,7 @@ def in_order(
             xs = x_tiles.load([row, k]).T
         else:
             at = x + token[None, :] * inputs + (k + tl.arange(0, INPUTS))[:, None]
-            if EVEN:
-                xs = tl.load(at)
-            else:
-                xs = tl.load(at, mask=(k + tl.arange(0, INPUTS))[:, None] < inputs, other=0.0)
+            xs = tl.load(at) if EVEN else tl.load(at, mask=(k + tl.arange(0, INPUTS))[:, None] < inputs, other=0.0)
         ws = _weights(weight, weight_tiles, out, first, k, inputs, INPUTS, EVEN)
         acc = tl.dot(ws, xs, acc, input_precision="ieee")
         if gated:
@@ -139,89 +106,76 @@ def in_order(
     tl.store(corner + tokens * outputs + outs, result, mask=stored)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep; ``bulk`` loads them by the copy engine.
+def apply(
+    choice: Choice, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None = None
+) -> Tensor:
+    """``x`` [rows, inputs] through the map by the implementation ``choice``, into ``out`` where it is given.
 
-    Each program asks for the first ``ahead`` inputs of its weights before the kernel in front has ended.
+    All are contiguous.
+    """
+    if isinstance(choice, Tile):
+        y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
+        blocks = triton.cdiv(y.shape[1], choice.outputs) * triton.cdiv(len(x), choice.rows)
+        in_order[(blocks,)](*arguments(choice, x, weight, bias, y), **keywords(choice, weight.shape[1], gated))
+        return y
+    y = _by_library(x, weight, bias, choice.split, None if gated else out)
+    if not gated:
+        return y
+    y = silu_and_mul(y)
+    return y if out is None else out.copy_(y)
+
+
+def arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
+    """Of a launch of ``in_order`` with ``tile``, in order."""
+    tiles: tuple[Any, Any] = (None, None)
+    if tile.bulk:
+        tiles = (
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs]),
+            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
+        )
+    return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1])
+
+
+def keywords(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
+    """Of that launch."""
+    return options(
+        OUTPUTS=tile.outputs,
+        ROWS=tile.rows,
+        INPUTS=tile.inputs,
+        EVEN=inputs % tile.inputs == 0,
+        gated=gated,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out: Tensor | None) -> Tensor:
+    """The platform has forbidden torch's cuBLAS to cut the inputs into parts; ``split`` allows it, for this call."""
+    matmul = torch.backends.cuda.matmul
+    if split:
+        matmul.allow_bf16_reduced_precision_reduction = (False, True)
+    try:
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+    finally:
+        if split:
+            matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+class CudaLinear:
+    """``weight`` [outputs, inputs] and ``bias`` [outputs], used as they lie in memory. ``gated``: see the contract.
+
+    ``choices`` says which implementation serves a number of rows.
     """
 
-    outputs: int
-    rows: int
-    inputs: int
-    warps: int
-    stages: int
-    bulk: bool = False
-    ahead: int = 512
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, choices: Choices) -> None:
+        self._weight, self._bias, self._gated, self.choices = weight, bias, gated, choices
+        self.shape = Shape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
 
-    keeps_order = True
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated: ``out`` or a new tensor.
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-        outputs = len(weight) // 2 if gated else len(weight)
-        y = x.new_empty(len(x), outputs)
-        blocks = triton.cdiv(outputs, self.outputs) * triton.cdiv(len(x), self.rows)
-        in_order[(blocks,)](*self.arguments(x, weight, bias, y), **self.options(weight.shape[1], gated))
-        return y
-
-    def arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
-        """Of a launch of ``in_order``, in order."""
-        tiles: tuple[Any, Any] = (None, None)
-        if self.bulk:
-            tiles = (
-                TensorDescriptor.from_tensor(x, [self.rows, self.inputs]),
-                TensorDescriptor.from_tensor(weight, [self.outputs, self.inputs]),
-            )
-        return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1], min(self.ahead, x.shape[1]))
-
-    def options(self, inputs: int, gated: bool) -> dict[str, Any]:
-        """Keywords of that launch."""
-        return options(
-            OUTPUTS=self.outputs,
-            ROWS=self.rows,
-            INPUTS=self.inputs,
-            EVEN=inputs % self.inputs == 0,
-            gated=gated,
-            num_warps=self.warps,
-            num_stages=self.stages,
-        )
-
-
-@dataclass(frozen=True)
-class Library:
-    """cuBLAS. Without ``split`` it may not cut the inputs into parts; with it, it does as it likes."""
-
-    split: bool = False
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether it ever can."""
-        return not self.split
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-        with self._allowed():
-            y = F.linear(x, weight, bias)
-        return silu_and_mul(y) if gated else y
-
-    @contextmanager
-    def _allowed(self) -> Iterator[None]:
-        """torch's settings, which belong to the process, for one call. Only cublasLt can be forbidden to split."""
-        matmul = torch.backends.cuda.matmul
-        before = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()  # type: ignore[attr-defined]
-        backend = torch.backends.cuda.preferred_blas_library()
-        matmul.allow_bf16_reduced_precision_reduction = (False, self.split)
-        torch.backends.cuda.preferred_blas_library("default" if self.split else "cublaslt")
-        try:
-            yield
-        finally:
-            matmul.allow_bf16_reduced_precision_reduction = before
-            torch.backends.cuda.preferred_blas_library(backend)
-
-
-Choice = Tile | Library
-
-REFERENCE = {
-    torch.bfloat16: Tile(64, 64, 64, 4, 3),
-    torch.float16: Tile(64, 64, 64, 4, 3),
-    torch.float32: Tile(32, 32, 32, 4, 2),
-}
-"""The plain kernel, whose bits are the contract's."""
+        Both are contiguous.
+        """
+        return apply(self.choices(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)

@@ -1,20 +1,23 @@
 """Proof that implementations of linear maps give the contract's bits, on this device.
 
-Three times, on data that tells: all rows and columns of what an implementation gives, eager and captured in a graph, are
-compared with the plain kernel. Normal numbers show an error; numbers of all magnitudes whose exact sums are zero leave
-nothing but the order in which they were added.
+Three times, on data that tells: all rows and columns of what an implementation gives, eager and captured in a graph,
+are compared with the plain kernel. Normal numbers show an error; numbers of all magnitudes whose exact sums are zero
+leave nothing but the order in which they were added.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import triton
 from torch import Tensor
 
-from preheat.ops.cuda.linear import REFERENCE, Choice, Shape
-from preheat.ops.cuda.tuning import Choices
+from preheat.ops.cuda.linear import CudaLinear, apply, arguments, in_order, keywords
+from preheat.ops.cuda.tuning import REFERENCE, Choice, Choices, Shape, Tile
 from preheat.ops.proof import signed_pairs
 
 logger = logging.getLogger(__name__)
@@ -23,8 +26,42 @@ SEEDS = 3
 BITS = {2: torch.int16, 4: torch.int32}
 
 
+def settle(
+    layers: Iterable[CudaLinear], rows: Sequence[int], head: CudaLinear, head_rows: Sequence[int]
+) -> dict[tuple[Shape, int], bool]:
+    """Settle what serves the maps of a model, which share their choices: ``layers`` at ``rows``, ``head`` at its own.
+
+    Kernels are compiled side by side, then whatever has not the contract's bits is refused; without invariance nothing
+    is. The answer says of each map and number of rows whether the first choice has them.
+    """
+    choices = head.choices
+    shapes = dict.fromkeys(linear.shape for linear in layers)
+    sizes = dict.fromkeys(shapes, tuple(rows))
+    sizes[head.shape] = tuple(dict.fromkeys((*sizes.get(head.shape, ()), *head_rows)))
+    used = [(shape, choices(shape, size)) for shape, numbers in sizes.items() for size in numbers]
+    used += [(shape, REFERENCE[shape.dtype]) for shape in sizes]
+    compile_tiles((shape, choice) for shape, choice in used if isinstance(choice, Tile))
+    proven: dict[tuple[Shape, int], bool] = {}
+    if choices.invariant:
+        for shape, numbers in sizes.items():
+            proven |= prove(choices, [shape], numbers)
+    return proven
+
+
+def compile_tiles(tiles: Iterable[tuple[Shape, Tile]], *, ignore_errors: bool = False) -> None:
+    """Compile what is not compiled yet, side by side."""
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors),
+    ):
+        for shape, tile in dict.fromkeys(tiles):
+            x, weight, bias, y = _operands(shape, tile.rows)
+            operands = arguments(tile, x, weight, bias, y)
+            in_order.warmup(*operands, grid=(1,), **keywords(tile, shape.inputs, shape.gated))
+
+
 def prove(choices: Choices, shapes: Iterable[Shape], rows: Sequence[int]) -> dict[tuple[Shape, int], bool]:
-    """Whether what ``choices`` says for ``shapes`` at ``rows`` has the contract's bits. What has not is refused there."""
+    """Whether what ``choices`` says for ``shapes`` at ``rows`` has the contract's bits. What has not is refused."""
     proven = {}
     for shape in dict.fromkeys(shapes):
         chosen = [(size, choices(shape, size)) for size in rows]
@@ -39,22 +76,18 @@ def prove(choices: Choices, shapes: Iterable[Shape], rows: Sequence[int]) -> dic
 
 def differing(shape: Shape, chosen: Sequence[tuple[int, Choice]], seeds: int = SEEDS) -> set[tuple[int, Choice]]:
     """Those of ``chosen``, numbers of rows and implementations, that differ anywhere from the plain kernel."""
-    most = max(rows for rows, _ in chosen)
-    x = torch.empty(most, shape.inputs, device="cuda", dtype=shape.dtype)
-    weight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
-    bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
-    expected = torch.empty(most, shape.outputs // (1 + shape.gated), device="cuda", dtype=shape.dtype)
+    x, weight, bias, expected = _operands(shape, max(rows for rows, _ in chosen))
     differs = torch.zeros(2, len(chosen), dtype=torch.int32, device="cuda")
 
     def compare(found: Tensor) -> None:
         for index, (rows, choice) in enumerate(chosen):
-            y = choice(x[:rows], weight, bias, shape.gated)
+            y = apply(choice, x[:rows], weight, bias, shape.gated)
             found[index] += _bits(y).ne(_bits(expected[:rows])).any()
 
     graph = None
     for seed in range(seeds):
         fill(x, weight, seed)
-        expected.copy_(REFERENCE[shape.dtype](x, weight, bias, shape.gated))
+        apply(REFERENCE[shape.dtype], x, weight, bias, shape.gated, expected)
         compare(differs[0])
         if graph is None:
             torch.cuda.synchronize()
@@ -63,6 +96,14 @@ def differing(shape: Shape, chosen: Sequence[tuple[int, Choice]], seeds: int = S
                 compare(differs[1])
         graph.replay()
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
+
+
+def _operands(shape: Shape, rows: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """x, W, b (zeros) and y of ``rows`` rows."""
+    x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
+    weight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+    bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
+    return x, weight, bias, torch.empty(rows, shape.columns, device="cuda", dtype=shape.dtype)
 
 
 def fill(x: Tensor, weight: Tensor, seed: int) -> None:

@@ -100,6 +100,7 @@ def read(logits, ids, mask, raw: tl.constexpr):
 
 @triton.jit
 def mend(value):
+    """NaN and -inf become IMPOSSIBLE, +inf the greatest finite number."""
     return tl.minimum(tl.maximum(tl.where(value == value, value, IMPOSSIBLE), IMPOSSIBLE), -IMPOSSIBLE)
 
 
@@ -113,17 +114,20 @@ def order(value, ids):
 
 @triton.jit
 def id_of(key):
+    """The token of an order key, int32."""
     return ((key & ID_MASK) ^ ID_MASK).to(tl.int32)
 
 
 @triton.jit
 def value_of(key):
+    """The logit of an order key, float32."""
     rising = (key >> ID_BITS).to(tl.int32)
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def deficit_of(value, peak, temperature):
+    """How far ``value`` is behind ``peak``, divided by ``temperature``."""
     return tl.div_rn(peak - value, temperature + tl.zeros_like(value))
 
 

@@ -43,7 +43,7 @@ def emit(settings, row, token, tokens, last_token, history, VOCAB: tl.constexpr)
     slot = word(settings, row, SLOT)
     tl.store(tokens + row, token)
     tl.store(last_token + slot, token)
-    if history is not None:
+    if history is not None:  # noqa: SIM102  (known when the kernel is compiled, the other when it runs)
         if is_penalised(settings, row):
             at = history + slot.to(tl.int64) * VOCAB + token
             tl.store(at, tl.load(at) + 2)
@@ -51,6 +51,7 @@ def emit(settings, row, token, tokens, last_token, history, VOCAB: tl.constexpr)
 
 @triton.jit
 def is_penalised(settings, row):
+    """Whether ``row`` has any penalty."""
     repeated = real(settings, row, REPETITION) != 1
     return repeated | (real(settings, row, FREQUENCY) != 0) | (real(settings, row, PRESENCE) != 0)
 

@@ -17,8 +17,24 @@ import triton.language as tl
 
 from preheat.ops.cuda.launch import begin
 from preheat.ops.cuda.sample import (
-    FURTHEST, ID_MASK, IMPOSSIBLE, LOWEST, NO_TOKEN, SPREAD, TEMPERATURE, TOP_K, TOP_P,
-    deficit_of, id_of, mass_of, noise_of_groups, order, read, real, value_of, winner, word,
+    FURTHEST,
+    ID_MASK,
+    IMPOSSIBLE,
+    LOWEST,
+    SPREAD,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    deficit_of,
+    id_of,
+    mass_of,
+    noise_of_groups,
+    order,
+    read,
+    real,
+    value_of,
+    winner,
+    word,
 )  # fmt: skip
 from preheat.ops.cuda.sample_best import best_of, emit
 from preheat.ops.cuda.sample_source import kth_key, list_candidates, mass_above, race
@@ -34,8 +50,8 @@ def is_random(settings, row, peak):
 
 
 @triton.jit
-def leader(scores, winners, row, chunks, CHUNKS: tl.constexpr):
-    """All chunks' scores and winners' keys, and which chunk leads: the first of those with the greatest score."""
+def entrants(scores, winners, row, chunks, CHUNKS: tl.constexpr):
+    """The score and the order key of every chunk's winner."""
     chunk = tl.arange(0, CHUNKS)
     score = tl.load(scores + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     key = tl.load(winners + row * chunks + chunk, mask=chunk < chunks, other=LOWEST)
@@ -94,7 +110,7 @@ def weigh(
         return
     if (word(settings, row, TOP_K) > 0) | (real(settings, row, TOP_P) >= 1):
         return
-    score, key = leader(scores, winners, row, chunks, CHUNKS)
+    score, key = entrants(scores, winners, row, chunks, CHUNKS)
     _, first = leading(score, key, CHUNKS)
     logits += row.to(tl.int64) * stride
     temperature, furthest = real(settings, row, TEMPERATURE), real(settings, row, FURTHEST)
@@ -105,6 +121,7 @@ def weigh(
 
 @triton.jit
 def chunk_sum(values, row, chunks, CHUNKS: tl.constexpr):
+    """The sum of a row's values, one a chunk."""
     chunk = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(values + row * chunks + chunk, mask=chunk < chunks, other=0))
 
@@ -159,7 +176,7 @@ def survivor(
                 logits, listed, 0, count, count, whole, floor - 1, peak, temperature, furthest, raw, STEP
             )
     else:
-        score, key = leader(scores, winners, row, chunks, CHUNKS)
+        score, key = entrants(scores, winners, row, chunks, CHUNKS)
         if top_p < 1:
             total = chunk_sum(masses, row, chunks, CHUNKS)
     limit = top_p.to(tl.float64) * total.to(tl.float64)

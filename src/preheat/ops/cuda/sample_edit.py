@@ -74,8 +74,8 @@ def edit(settings, edited, MAX_ROWS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["slot", "first", "length", "prompt_len"])
 def recount(history, sequence, slot, first, length, prompt_len, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (1): count tokens ``first`` to ``first + length`` of the sequence in ``slot``, whose first ``prompt_len`` are
-    its prompt; at most BLOCK of them, in ``sequence``.
+    """Grid (1): count ``length`` tokens, at most BLOCK, of the sequence in ``slot`` from its ``first`` on; they are in
+    ``sequence``. Its first ``prompt_len`` tokens are its prompt.
     """
     at = tl.arange(0, BLOCK)
     there = at < length

@@ -86,4 +86,5 @@ def report(
 
 @triton.jit
 def log_probability(value, peak, total):
+    """Of a token with logit ``value``; ``total`` is the logarithm of the sum."""
     return tl.where(value > IMPOSSIBLE, value - peak - total, float("-inf"))

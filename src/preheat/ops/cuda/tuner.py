@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
-from os import cpu_count
 
 import torch
-import triton
 from triton.runtime.errors import TritonError
 
-from preheat.ops.cuda.linear import Choice, Library, Shape, Tile, in_order
-from preheat.ops.cuda.prove import differing
-from preheat.ops.cuda.tuning import SHARED_BYTES, Entry
+from preheat.ops.cuda.linear import apply
+from preheat.ops.cuda.prove import compile_tiles, differing
+from preheat.ops.cuda.tuning import SHARED_BYTES, Choice, Entry, Library, Shape, Tile
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 COPIED_BYTES = 200 << 20
 FINALISTS = 4
+SPLIT_GAIN = 1.015
+"""What cutting the inputs into parts must gain to be chosen."""
+ALONE = 0.5
+"""Microseconds that cuBLAS costs its neighbours: a kernel of ours starts while the one before it ends, but not behind
+cuBLAS. Half of what that gained in a chain of kernels."""
 
 NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
 MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
@@ -81,29 +83,15 @@ class Bench:
         self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
         self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
 
-    def compile(self, tiles: Iterable[Tile], pool: ThreadPoolExecutor) -> None:
-        """Of ``tiles`` what is not compiled yet, side by side."""
-        weight = self.weights[0]
-        columns = self.shape.outputs // 2 if self.shape.gated else self.shape.outputs
-        with triton.AsyncCompileMode(pool, ignore_errors=True):
-            for tile in dict.fromkeys(tiles):
-                x = self._x[: tile.rows]
-                y = x.new_empty(len(x), columns)
-                in_order.warmup(
-                    *tile.arguments(x, weight, self._bias, y),
-                    grid=(1,),
-                    **tile.options(weight.shape[1], self.shape.gated),
-                )
-
     def microseconds(self, choice: Choice, rows: int, replays: int) -> float:
         """Median of ``replays``; infinite for what cannot run."""
         x, gated = self._x[:rows], self.shape.gated
         try:
-            choice(x, self.weights[0], self._bias, gated)
+            apply(choice, x, self.weights[0], self._bias, gated)
         except (TritonError, RuntimeError):
             return math.inf
         return graph_microseconds(
-            lambda: [choice(x, weight, self._bias, gated) for weight in self.weights], replays
+            lambda: [apply(choice, x, weight, self._bias, gated) for weight in self.weights], replays
         ) / len(self.weights)
 
 
@@ -114,7 +102,7 @@ def graph_microseconds(work: Callable[[], object], replays: int) -> float:
     with torch.cuda.graph(graph):
         kept = work()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -141,24 +129,21 @@ def tune(
     """
     end = time.monotonic() + seconds
     entries = []
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        for left, shape in zip(range(len(shapes), 0, -1), shapes, strict=True):
-            share = time.monotonic() + (end - time.monotonic()) / left
-            entries += _entries(shape, _times(shape, rows, share, pool, report))
+    for left, shape in zip(range(len(shapes), 0, -1), shapes, strict=True):
+        share = time.monotonic() + (end - time.monotonic()) / left
+        entries += _entries(shape, _times(shape, rows, share, report))
     return entries
 
 
-def _times(
-    shape: Shape, rows: Sequence[int], end: float, pool: ThreadPoolExecutor, report: Report
-) -> dict[tuple[int, Choice], float]:
+def _times(shape: Shape, rows: Sequence[int], end: float, report: Report) -> dict[tuple[int, Choice], float]:
     """Microseconds of the finalists at ``rows``."""
     bench = Bench(shape, max(rows))
-    found = {}
+    found: dict[tuple[int, Choice], float] = {}
     for size in rows:
         if time.monotonic() > end:
             break
         choices = list(candidates(shape, size))
-        bench.compile((choice for choice in choices if isinstance(choice, Tile)), pool)
+        compile_tiles(((shape, choice) for choice in choices if isinstance(choice, Tile)), ignore_errors=True)
         first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
         ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
         finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if isinstance(choice, Library)]
@@ -169,13 +154,33 @@ def _times(
 
 
 def _entries(shape: Shape, times: dict[tuple[int, Choice], float]) -> list[Entry]:
-    """The fastest at each number of rows, twice: of those with the contract's bits, and of all."""
+    """At each number of rows the best that has the contract's bits, and the best of all where that is another one."""
     wrong = differing(shape, list(times)) if times else set()
+    return entries_of(shape, times, wrong)
+
+
+def entries_of(
+    shape: Shape, times: dict[tuple[int, Choice], float], wrong: Collection[tuple[int, Choice]]
+) -> list[Entry]:
+    """As the tuner writes them, from microseconds of implementations at numbers of rows; ``wrong`` have other bits."""
     entries = []
-    for ordered in (True, False):
-        best: dict[int, tuple[float, Choice]] = {}
-        for (rows, choice), taken in times.items():
-            if not (ordered and (rows, choice) in wrong) and taken < best.get(rows, (math.inf,))[0]:
-                best[rows] = (taken, choice)
-        entries += [Entry.of(shape, rows, choice, taken, ordered) for rows, (taken, choice) in sorted(best.items())]
+    for rows in sorted({rows for rows, _ in times}):
+        taken = {choice: time for (size, choice), time in times.items() if size == rows}
+        right = [choice for choice in taken if choice != Library(split=True) and (rows, choice) not in wrong]
+        ordered, fastest = _best(taken, right), _best(taken, list(taken))
+        if ordered is not None:
+            entries.append(Entry.of(shape, rows, ordered, taken[ordered], True))
+        if fastest is not None and fastest != ordered:
+            entries.append(Entry.of(shape, rows, fastest, taken[fastest], False))
     return entries
+
+
+def _best(taken: dict[Choice, float], some: list[Choice]) -> Choice | None:
+    """Of ``some`` the one that costs least where it runs among kernels of ours."""
+
+    def cost(choice: Choice) -> float:
+        if isinstance(choice, Tile):
+            return taken[choice]
+        return (taken[choice] + ALONE) * (SPLIT_GAIN if choice.split else 1)
+
+    return min(some, key=cost, default=None)

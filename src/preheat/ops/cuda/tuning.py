@@ -1,34 +1,79 @@
 """Which implementation serves which linear map at which number of rows.
 
-A table says what was measured to be fastest; rules say what is safe where nothing was measured. Both are only ever
-read here: they are filled by :mod:`preheat.ops.cuda.tuner`, when somebody asks for it. An entry counts for all numbers
-of rows up to its own, down to that of the entry before; above the last one rules take over.
+A table says what was measured to be fastest; a rule says what is safe where nothing was measured. Both are only ever
+read here: tables are filled by :mod:`preheat.ops.cuda.tuner`, when somebody asks for it. An entry counts for all
+numbers of rows up to its own, down to that of the entry before; above the last one the rule takes over.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
-
-from preheat.ops.cuda.linear import REFERENCE, Choice, Library, Shape, Tile
 
 logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 225_000
 """Of one program's tiles in shared memory, on Hopper."""
 
+FEW_ROWS = 24
+"""Below so many rows, and below so many outputs of all rows together, cuBLAS that may not cut the inputs into parts can
+take ten times as long as tiles."""
+FEW_OUTPUTS = 1 << 17
+
+
+class Shape(NamedTuple):
+    """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W."""
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.outputs // 2 if self.gated else self.outputs
+
+
+class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
+
+    ``bulk``: the copy engine loads them.
+    """
+
+    outputs: int
+    rows: int
+    inputs: int
+    warps: int
+    stages: int
+    bulk: bool = False
+
+
+class Library(msgspec.Struct, frozen=True):
+    """cuBLAS. With ``split`` it may cut the inputs into parts, and so change the bits."""
+
+    split: bool = False
+
+
+Choice = Tile | Library
+
+REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
+"""The plain kernel, whose bits are the contract's."""
+
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fastest implementation of a map up to ``rows``: ``tile``, or cuBLAS where there is none.
 
-    ``ordered``: the fastest of those that keep the contract's order; else of all.
+    ``ordered``: the fastest of those that keep the contract's order. The fastest of all has an entry of its own where
+    it is another one.
     """
 
     outputs: int
@@ -39,20 +84,19 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str = "bfloat16"
     ordered: bool = True
     split: bool = False
-    tile: dict[str, int] | None = None
+    tile: Tile | None = None
 
     @property
     def choice(self) -> Choice:
-        return Library(self.split) if self.tile is None else Tile(**self.tile)  # type: ignore[arg-type]
+        return self.tile or Library(self.split)
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What it is looked up by."""
-        return (self.outputs, self.inputs, self.gated, self.dtype, self.ordered)
+    def shape(self) -> Shape:
+        """A bias makes no difference to the choice."""
+        return Shape(self.outputs, self.inputs, self.gated, getattr(torch, self.dtype))
 
     @classmethod
     def of(cls, shape: Shape, rows: int, choice: Choice, microseconds: float, ordered: bool) -> Entry:
-        is_tile = isinstance(choice, Tile)
         return cls(
             outputs=shape.outputs,
             inputs=shape.inputs,
@@ -62,23 +106,84 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             dtype=str(shape.dtype).removeprefix("torch."),
             ordered=ordered,
             split=isinstance(choice, Library) and choice.split,
-            tile={name: int(value) for name, value in asdict(choice).items()} if is_tile else None,
+            tile=choice if isinstance(choice, Tile) else None,
         )
 
 
 class Table(msgspec.Struct):
-    """Entries that were measured on devices of these names."""
+    """Entries that were measured on ``device``, a GPU's name, of this compute capability."""
 
-    devices: list[str]
+    device: str
+    capability: tuple[int, int]
     entries: list[Entry]
+
+
+class Choices:
+    """From a map and a number of rows to an implementation.
+
+    Of several ``tables`` that know a map the last one counts. ``invariant``: only what keeps the contract's order.
+    """
+
+    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True) -> None:
+        self.invariant = invariant
+        self._entries: dict[Shape, dict[int, Choice]] = {}
+        self._made: dict[tuple[Shape, int], Choice] = {}
+        self._refused: set[tuple[Shape, int]] = set()
+        for table in tables:
+            self._entries |= _by_shape(table, invariant)
+
+    def __call__(self, shape: Shape, rows: int) -> Choice:
+        made = self._made.get((shape, rows))
+        if made is None:
+            made = self._made[shape, rows] = self._find(shape, rows)
+        return made
+
+    def _find(self, shape: Shape, rows: int) -> Choice:
+        if (shape, rows) in self._refused:
+            return tile_rule(shape, rows)
+        found = self._entries.get(shape._replace(bias=False), {})
+        size = min((size for size in found if size >= rows), default=None)
+        return rule(shape, rows) if size is None else found[size]
+
+    def refuse(self, shape: Shape, rows: int) -> None:
+        """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
+        self._refused.add((shape, rows))
+        self._made.pop((shape, rows), None)
+
+
+def _by_shape(table: Table, invariant: bool) -> dict[Shape, dict[int, Choice]]:
+    found: dict[Shape, dict[int, Choice]] = {}
+    for entry in sorted(table.entries, key=lambda entry: not entry.ordered):
+        if entry.ordered or not invariant:
+            found.setdefault(entry.shape, {})[entry.rows] = entry.choice
+    return found
+
+
+def choices(device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True) -> Choices:
+    """What serves on a GPU of this name and compute capability: the tables that come with preheat, and the one that the
+    tuner left in ``folder``.
+
+    A table of another GPU of the same capability is better than none: what it prefers is right, if not always fastest.
+    """
+    known = [table for table in shipped() if table.capability == capability]
+    own = [table for table in known if table.device == device]
+    own += read(place(folder, device)) if folder else []
+    if known and not own:
+        names = ", ".join(table.device for table in known)
+        logger.info("Linear maps run as measured on %s; `preheat tune` measures on this %s", names, device)
+    return Choices([table for table in known if table.device != device] + own, invariant=invariant)
 
 
 def shipped() -> list[Table]:
     """The tables that come with preheat."""
     folder = resources.files("preheat.ops.cuda") / "tables"
-    return [
-        msgspec.json.decode(file.read_bytes(), type=Table) for file in folder.iterdir() if file.name.endswith(".json")
-    ]
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    return [msgspec.json.decode(file.read_bytes(), type=Table) for file in files]
+
+
+def place(folder: Path, device: str) -> Path:
+    """Where the tuner leaves the table of a GPU."""
+    return folder / f"linear-maps-{re.sub('[^A-Za-z0-9]+', '-', device)}.json"
 
 
 def read(path: Path) -> list[Table]:
@@ -92,84 +197,30 @@ def read(path: Path) -> list[Table]:
         return []
 
 
-class Choices:
-    """From a map and a number of rows to an implementation.
-
-    Of ``tables`` those of ``device`` count, later ones before earlier ones. ``invariant``: only what keeps the order.
-    """
-
-    def __init__(self, tables: Iterable[Table] = (), device: str = "", invariant: bool = True) -> None:
-        self.invariant = invariant
-        self._entries: dict[tuple[object, ...], dict[int, Choice]] = {}
-        self._made: dict[tuple[Shape, int], Choice] = {}
-        self._refused: set[tuple[Shape, int]] = set()
-        for table in tables:
-            for entry in table.entries if device in table.devices else ():
-                self._entries.setdefault(entry.key, {})[entry.rows] = entry.choice
-
-    def __call__(self, shape: Shape, rows: int) -> Choice:
-        made = self._made.get((shape, rows))
-        if made is None:
-            made = self._made[shape, rows] = self._find(shape, rows)
-        return made
-
-    def _find(self, shape: Shape, rows: int) -> Choice:
-        if (shape, rows) in self._refused:
-            return tile_rule(shape, rows)
-        dtype = str(shape.dtype).removeprefix("torch.")
-        found = self._entries.get((shape.outputs, shape.inputs, shape.gated, dtype, self.invariant))
-        if not found or rows > max(found):
-            return rule(shape, rows)
-        return found[min(size for size in found if size >= rows)]
-
-    def refuse(self, shape: Shape, rows: int) -> None:
-        """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
-        self._refused.add((shape, rows))
-        self._made.pop((shape, rows), None)
-
-
-MANY = 256
-"""Rows from which on cuBLAS is the better guess."""
+def encode(table: Table) -> bytes:
+    """The text of a table, one entry a line."""
+    head = msgspec.json.encode({"device": table.device, "capability": table.capability}).removesuffix(b"}")
+    entries = b",\n  ".join(msgspec.json.encode(entry) for entry in table.entries)
+    return head + b',"entries":[\n  ' + entries + b"\n]}\n"
 
 
 def rule(shape: Shape, rows: int) -> Choice:
     """A guess for what is in no table."""
-    return Library() if rows > MANY and shape.dtype != torch.float32 else tile_rule(shape, rows)
+    many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
+    return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
 
 
 def tile_rule(shape: Shape, rows: int) -> Tile:
-    """The kernel with tiles as small as the rows allow, and small enough in outputs to keep every processor busy."""
+    """The kernel with tiles as low as the rows allow, and so narrow that there is one for every processor."""
     if shape.dtype == torch.float32:
         return REFERENCE[torch.float32]
-    columns = shape.outputs // 2 if shape.gated else shape.outputs
     if rows > 64:
-        return Tile(128, 128, 64, 8, 3)
-    width = next((width for width in (64, 32) if columns >= width * 96), 16)
-    inputs = next(k for k in (128, 64) if shape.inputs % k == 0 or k == 64) * 64 // width
-    tall = max(16, 1 << (rows - 1).bit_length())
-    if tall > 16:
-        width, inputs = 64, 64
-    bytes_a_stage = (width * (2 if shape.gated else 1) + tall) * inputs * 2
-    stages = max(2, min(6, SHARED_BYTES // bytes_a_stage))
-    return Tile(width, tall, inputs, max(1, width // 16), stages)
-
-
-class CudaLinear:
-    """``weight`` [outputs, inputs] and ``bias`` [outputs], used as they lie in memory. ``gated``: see the contract.
-
-    ``choices`` says which implementation serves a number of rows.
-    """
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, choices: Choices | None = None
-    ) -> None:
-        self._weight, self._bias, self._gated = weight, bias, gated
-        self._choices = Choices() if choices is None else choices
-        self.shape = Shape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
-
-    def __call__(self, x: Tensor, out=None) -> Tensor:
-        """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated; a new tensor."""
-        y = self._choices(self.shape, len(x))(x, self._weight, self._bias, self._gated)
-        if out is not None:
-            out.copy_(y)
-        return y
+        many = -(-shape.columns // 128) * -(-rows // 128) >= 100
+        return Tile(128, 128, 64, 8, 4) if many else Tile(64, 64, 64, 4, 4)
+    height = max(16, 1 << (rows - 1).bit_length())
+    if height > 16 or 6144 <= shape.columns < 1 << 16:
+        width, depth = 64, 128
+    else:
+        width, depth = (32, 256) if shape.columns < 6144 else (128, 128)
+    bytes_a_stage = (width * (2 if shape.gated else 1) + height) * depth * 2
+    return Tile(width, height, depth, min(4, width // 16), min(6, SHARED_BYTES // bytes_a_stage))

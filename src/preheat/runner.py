@@ -1,0 +1,146 @@
+"""What runs a platform's steps: the model on its device, the packer that lays a step out, the executor that runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from preheat.device.base import Platform
+from preheat.execute.compile import builder
+from preheat.execute.kv_cache import KVCache
+from preheat.model.decoder import Decoder, project
+from preheat.model.files import find_checkpoint, read_config
+from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
+from preheat.model.weights import MakeLinear, Weights, load_weights
+from preheat.plan.cost import ModelSizes
+from preheat.plan.modes import Mode
+from preheat.plan.plan import Plan
+from preheat.plan.shape import Shape
+from preheat.schedule.slots import Slots
+from preheat.settings import Settings
+from preheat.warmup.store import cache_root
+
+if TYPE_CHECKING:
+    from preheat.batch.flat import FlatPacker
+    from preheat.batch.pack import Packer
+    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execute.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
+
+    folder: Path
+    spec: ModelSpec
+    dtype: torch.dtype
+    dtype_name: str
+    weights: Weights
+    bytes_per_block: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes.of(self.spec, self.dtype.itemsize)
+
+
+def load_model(settings: Settings, platform: Platform) -> Model:
+    """The model that the settings name, on the platform's device."""
+    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
+    spec = read_spec(read_config(folder))
+    name, remark = resolve_dtype(settings.dtype, spec.dtype, platform.supports_bfloat16())
+    if remark:
+        logger.info("%s", remark)
+    dtype = getattr(torch, name)
+    make_linear = _linear_on_device(settings) if platform.name == "cuda" else None
+    weights = load_weights(
+        spec,
+        folder,
+        dtype,
+        settings.load_format,
+        settings.seed or 0,
+        device=platform.device,
+        make_linear=make_linear,
+    )
+    return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
+
+
+def _linear_on_device(settings: Settings) -> MakeLinear:
+    from preheat.ops.cuda.linear import CudaLinear
+    from preheat.ops.cuda.tuning import choices
+
+    device, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    chosen = choices(device, capability, cache_root(settings), invariant=settings.batch_invariant)
+    return partial(CudaLinear, choices=chosen)
+
+
+def on_host(
+    settings: Settings, model: Model, plan: Plan, slots: Slots, *, mode: Mode, store: Path | None
+) -> tuple[Packer, Executor]:
+    """A CPU's packer and executor, which computes when it is called."""
+    from preheat.batch.pack import Packer
+    from preheat.execute.executor import Executor
+    from preheat.execute.sampler import Sampler
+
+    limits = plan.limits
+    cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
+    decoder = Decoder(model.spec, model.weights, limits.max_model_len, builder(mode, store))
+    sampler = Sampler(limits.max_num_seqs, model.spec.vocab_size, settings.handle_topk_duplicates)
+    packer = Packer(slots, model.spec, model.dtype, plan, settings.contiguous_pa)
+    return packer, Executor(decoder, cache, sampler)
+
+
+def on_device(
+    settings: Settings, model: Model, plan: Plan, slots: Slots, *, mode: Mode, store: Path | None
+) -> tuple[FlatPacker, DeviceExecutor]:
+    """Those of a device that works on while the host does, by programs over static buffers."""
+    from preheat.batch.buffers import StepBuffers
+    from preheat.batch.flat import FlatPacker
+    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execute.device_sampler import DeviceSampler
+    from preheat.ops.cuda.attention import prefill_how, query_tile
+    from preheat.ops.cuda.work import SPLIT
+
+    spec, limits = model.spec, plan.limits
+    _settle_linear(model.weights, plan)
+    windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
+    tile = query_tile(spec.num_heads, spec.num_kv_heads, prefill_how(spec.head_dim, model.dtype))
+    buffers = StepBuffers(limits, tile=tile, split=SPLIT, windows=windows, device=model.device)
+    cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
+    decoder = Decoder(spec, model.weights, limits.max_model_len, builder(mode, store), before=project)
+    sampler = DeviceSampler(
+        limits.max_num_seqs,
+        spec.vocab_size,
+        model.device,
+        limits.max_num_seqs,
+        settings.handle_topk_duplicates,
+        min(settings.max_logprobs, spec.vocab_size),
+    )
+    return FlatPacker(slots, plan, buffers), DeviceExecutor(decoder, cache, sampler, buffers)
+
+
+def _settle_linear(weights: Weights, plan: Plan) -> None:
+    """Which kernel serves each linear map at each size of the plan, proven before there is a cache."""
+    if not weights.embedding.is_cuda:
+        return
+    from preheat.ops.cuda.prove import settle
+
+    rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Shape)})
+    maps: list[Any] = [m for layer in weights.layers[:1] for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    head: Any = weights.head
+    settle(maps, rows, head, [size for size in plan.sampler_sizes if size])
+
+
+RUNNERS: dict[str, Callable[..., tuple[Any, Any]]] = {"cpu": on_host, "cuda": on_device}
+"""By platform."""

@@ -1,0 +1,189 @@
+"""The device's sampler on a GPU: the host's tokens, its distribution, and that nothing but the row enters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.batch.sampling import Level, SamplingBatch
+from preheat.core import SamplingParams
+from preheat.execute.device_sampler import Cut, DeviceSampler
+from preheat.execute.logprobs import token_logprobs
+from preheat.execute.sampler import Sampler
+from preheat.execute.sampler_input import SamplerInput
+from preheat.plan.items import SAMPLER_SETTINGS
+from tests.cpu.sampling_reference import Row, answer, fill
+from tests.cpu.test_logprobs import assert_close
+from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS
+from tests.cpu.test_sampler_distribution import a_row, exact, sigmas
+from tests.cpu.test_sampler_invariance import KINDS
+from tests.device_sampling import logits_of, logprobs_on, prepared, sample_on
+
+LARGE = 128_256
+SETTINGS = [*KINDS, *({"temperature": 0.8, "top_p": p} for p in (0.1, 0.5)), {"top_k": 1500}, {"top_k": 5000}]
+
+
+def rows_of(kinds: list[dict[str, object]], vocab: int = LARGE, spread: float = 2.5, seed: int = 7) -> list[Row]:
+    """One row of each kind, with logits that bfloat16 holds."""
+    rng = np.random.default_rng(seed)
+    return [
+        Row(
+            logits=torch.from_numpy((rng.standard_normal(vocab) * spread).astype(np.float32))
+            .bfloat16()
+            .float()
+            .numpy(),
+            params=SamplingParams(**kind),  # type: ignore[arg-type]
+            prompt=rng.integers(0, vocab, 20).tolist(),
+            output=rng.integers(0, vocab, 10).tolist(),
+            stop_ids=[3, 4],
+            seed=int(rng.integers(0, 2**63)),
+            choice=1,
+        )
+        for kind in kinds
+    ]
+
+
+def sample_on_host(rows: list[Row], duplicates: bool = False) -> list[int]:
+    sampler = Sampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
+    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    return sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch).tolist()
+
+
+@pytest.mark.parametrize("duplicates", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.3, 1.3, 5.0])
+def test_equals_the_host(spread: float, dtype: torch.dtype, duplicates: bool) -> None:
+    """Over a real vocabulary, from flat to peaked."""
+    rows = rows_of(SETTINGS, spread=spread)
+    assert sample_on(rows, "cuda", duplicates=duplicates, dtype=dtype) == sample_on_host(rows, duplicates)
+
+
+def test_every_setting_of_the_plan() -> None:
+    rows = [replace(row, params=params) for params in SAMPLER_SETTINGS.values() for row in rows_of([{}], seed=3)]
+    assert sample_on(rows, "cuda", dtype=torch.bfloat16) == sample_on_host(rows)
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}]
+)
+def test_reaches_the_survivors_and_no_other(params: dict[str, float]) -> None:
+    """Many seeds of one row with many equal logits draw every survivor of the reference, and nothing else."""
+    logits = (np.random.default_rng(5).integers(-6, 7, 40) / 2).astype(np.float32)
+    row = Row(logits, SamplingParams(temperature=3.0, **params))  # type: ignore[arg-type]
+    rows = [replace(row, seed=seed) for seed in range(3000)]
+    assert set(sample_on(rows, "cuda")) == set(answer(row).survivors)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_distribution(kind: str) -> None:
+    """Chi-square at 5 sigma against the exact probabilities."""
+    row = a_row(kind)
+    tokens = sample_on([replace(row, seed=seed) for seed in range(12_000)], "cuda")
+    assert sigmas(np.bincount(tokens, minlength=len(row.logits)), exact(row)) < 5
+
+
+def test_a_wrong_distribution_is_seen() -> None:
+    """Negative control: a temperature off by a tenth."""
+    row = a_row("plain")
+    tokens = sample_on([replace(row, seed=seed) for seed in range(12_000)], "cuda")
+    warmer = replace(row, params=SamplingParams(temperature=1.1))
+    assert sigmas(np.bincount(tokens, minlength=len(row.logits)), exact(warmer)) > 5
+
+
+def differing(rows: list[Row]) -> int:
+    """How many rows get another token elsewhere in the step, alone, at level full or cut in another way."""
+    whole = sample_on(rows, "cuda")
+    order = np.random.default_rng(8).permutation(len(rows))
+    turned = dict(zip(order.tolist(), sample_on([rows[i] for i in order], "cuda", dtype=torch.bfloat16), strict=True))
+    cut = sample_on(rows, "cuda", cut=Cut(1024, 32))
+    alone = [sample_on([row], "cuda")[0] for row in rows]
+    lifted = [sample_on([row], "cuda", level=Level.FULL)[0] for row in rows]
+    return sum(len({whole[i], turned[i], cut[i], alone[i], lifted[i]}) > 1 for i in range(len(rows)))
+
+
+def test_a_row_depends_on_itself_alone() -> None:
+    assert differing(rows_of(SETTINGS * 3, vocab=20_001)) == 0
+
+
+def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: noise keyed by the row."""
+    pack = SamplerInput.pack
+
+    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
+        if batch.random:
+            batch.random.seed = batch.random.rows.astype(np.uint64)
+        return pack(self, host, batch, slots)
+
+    monkeypatch.setattr(SamplerInput, "pack", by_place)
+    assert differing(rows_of(SETTINGS, vocab=20_001)) > 0
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_a_graph_draws_the_same(level: Level) -> None:
+    """Captured with one step's settings, replayed with another's, of fewer rows."""
+    kinds = [{"temperature": 0.0}] if level is Level.GREEDY else SETTINGS[1:8] if level is Level.FILTERED else SETTINGS
+    rows = rows_of(kinds * 2, vocab=20_001)
+    sampler, _ = prepared(rows, "cuda")
+    logits = logits_of(rows, torch.bfloat16, "cuda")
+    sampler.launch(level, logits, len(rows) + 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sampler.launch(level, logits, len(rows) + 1)
+    fewer = rows[::-1][: len(rows) - 1]
+    other, _ = prepared(fewer, "cuda", spare=2)
+    assert other.settings.shape == sampler.settings.shape
+    sampler.settings.copy_(other.settings)
+    sampler.counts.history[: len(fewer)].copy_(other.counts.history[: len(fewer)])
+    logits[: len(fewer)].copy_(logits_of(fewer, torch.bfloat16, "cuda")[:-1])
+    graph.replay()
+    assert sampler.tokens.tolist() == [*sample_on(fewer, "cuda"), 0, 0]
+
+
+def test_penalties_over_steps() -> None:
+    """Forty steps whose tokens the host never sees count on the device as they do on the host."""
+    params = SamplingParams(temperature=0.9, presence_penalty=0.4, frequency_penalty=0.9, repetition_penalty=1.4)
+    row = Row(np.random.default_rng(0).standard_normal(50).astype(np.float32), params, [1, 2, 2], [], seed=11)
+    right = replace(row, output=[])
+    sampler, _ = prepared([row], "cuda")
+    for step in range(40):
+        slots = fill([replace(row, output=[-1] * step)])
+        batch = SamplingBatch.build(slots, np.arange(1))
+        host = np.zeros(sampler.input.words, np.int32)
+        used = sampler.input.pack(host, batch, np.arange(1))
+        sampler.settings[:used] = torch.from_numpy(host[:used])
+        if step:
+            sampler.counts.follow(batch.penalties)
+        sampler.launch(batch.level, logits_of([row], torch.float32, "cuda"), 2)
+        right.output.append(sample_on_host([right])[0])
+        assert int(sampler.tokens[0]) == right.output[-1]
+    counts = sampler.counts.history[0].cpu().numpy()
+    assert (counts >> 1).tolist() == np.bincount(right.output, minlength=50).tolist()
+    sampler.counts.forget()
+    assert not sampler.counts.history.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs(dtype: torch.dtype) -> None:
+    """Against the host, with ties in plenty, and equal bits alone and in company."""
+    logits = (torch.randn(9, LARGE, generator=torch.Generator().manual_seed(0)) * 2.5).to(dtype)
+    logits[3] = -torch.inf
+    logits[4, :9000] = 3.0
+    tokens, wanted = np.arange(9) * 11_000, np.array([0, 20, 5, 3, 20, 1, 2, 3, 4])
+    got = logprobs_on(logits.cuda(), tokens, wanted)
+    for entry, right in zip(got, token_logprobs(logits.float(), tokens, wanted), strict=True):
+        assert_close(entry, right)
+    alone = [logprobs_on(logits[i : i + 1].cuda(), tokens[i : i + 1], wanted[i : i + 1])[0] for i in range(9)]
+    assert alone == got
+
+
+def test_a_vocabulary_beyond_the_masses_is_refused() -> None:
+    with pytest.raises(ValueError, match="the sampler takes up to 262144 tokens"):
+        DeviceSampler(1, 300_000, torch.device("cpu"), 1)
+
+
+def test_bans_reach_the_edge_of_the_vocabulary() -> None:
+    row = Row(np.arange(5000, dtype=np.float32), SamplingParams(temperature=0, min_tokens=1), stop_ids=[4999, 5000, -1])
+    assert sample_on([row], "cuda") == [4998]

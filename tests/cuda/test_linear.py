@@ -1,0 +1,130 @@
+"""Linear maps on a real device: every implementation that may serve gives the bits of the plain kernel."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from preheat.device.base import pick_platform
+from preheat.ops.cuda.linear import CudaLinear, apply
+from preheat.ops.cuda.prove import compile_tiles, differing, fill, prove, settle
+from preheat.ops.cuda.tuning import (
+    REFERENCE,
+    Choices,
+    Entry,
+    Library,
+    Shape,
+    Table,
+    Tile,
+    choices,
+    rule,
+    tile_rule,
+)
+
+ROWS = [1, 2, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 256, 384, 512, 1000, 1024, 2048, 4096, 8192]
+DEEP = Shape(4096, 14336)
+SHAPES = [
+    Shape(6144, 4096),
+    Shape(28672, 4096, gated=True),
+    DEEP,
+    Shape(1024, 3072),
+    Shape(1152, 896, bias=True),
+    Shape(9728, 896, gated=True),
+    Shape(1000, 200, bias=True),
+]
+TILES = [
+    Tile(outputs, rows, inputs, warps, stages, bulk)
+    for (outputs, warps), rows, (inputs, stages), bulk in itertools.product(
+        ((32, 1), (64, 4), (128, 8)), (16, 64), ((64, 3), (128, 2)), (False, True)
+    )
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process():
+    pick_platform("cuda").prepare(None)
+
+
+def device_choices(invariant=True):
+    return choices(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None, invariant=invariant)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_serves_has_the_bits_of_the_plain_kernel(shape):
+    """Eager and captured, with three seeds, in all rows and columns; what is refused is replaced by what has them."""
+    found = device_choices()
+    prove(found, [shape], ROWS)
+    assert differing(shape, [(rows, found(shape, rows)) for rows in ROWS]) == set()
+
+
+@pytest.mark.parametrize("shape", [Shape(1152, 896, bias=True), Shape(2048, 1000, gated=True)], ids=str)
+def test_tiles_and_warps_change_no_bits(shape):
+    compile_tiles((shape, tile) for tile in TILES)
+    assert differing(shape, [(rows, tile) for rows in (1, 17, 200) for tile in TILES]) == set()
+
+
+def test_the_plain_kernel_serves_float32():
+    shape = Shape(1000, 200, bias=True, dtype=torch.float32)
+    rows = [1, 17, 300]
+    assert differing(shape, [(size, rule(shape, size)) for size in rows]) == set()
+
+
+def test_cutting_the_inputs_into_parts_is_seen():
+    """Otherwise the tests above could not fail."""
+    parts = differing(DEEP, [(rows, Library(split=True)) for rows in (1, 16, 64, 128)])
+    assert parts
+    rows = min(size for size, _ in parts)
+    found = Choices([Table("", (9, 0), [Entry.of(DEEP, rows, Library(split=True), 1.0, True)])])
+    assert prove(found, [DEEP], [rows]) == {(DEEP, rows): False}
+    assert found(DEEP, rows) == tile_rule(DEEP, rows)
+
+
+def test_a_call_that_may_split_leaves_nothing_behind():
+    x, weight = torch.ones(4, 64, device="cuda").bfloat16(), torch.ones(32, 64, device="cuda").bfloat16()
+    before = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    apply(Library(split=True), x, weight, None, False)
+    assert torch._C._get_cublas_allow_bf16_reduced_precision_reduction() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_accuracy(dtype, gated):
+    x, weight, bias = operands(Shape(2048, 4096, gated, dtype), 65)
+    exact = x.double() @ weight.double().t() + bias.double()
+    if gated:
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    for choice in (REFERENCE[dtype], rule(Shape(2048, 4096, gated, dtype), 65), Library()):
+        y = apply(choice, x, weight, bias, gated)
+        error = (y.double() - exact).abs().max() / exact.abs().max()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), choice
+
+
+@pytest.mark.parametrize("choice", [Tile(32, 16, 64, 2, 3), Library()], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_result_is_written_where_it_is_told(choice, bias):
+    x, weight, vector = operands(Shape(512, 256), 9)
+    room = torch.full((10, 512), 7.0, device="cuda").bfloat16()
+    y = apply(choice, x, weight, vector if bias else None, False, room[:9])
+    assert y.data_ptr() == room.data_ptr()
+    assert torch.equal(y, apply(choice, x, weight, vector if bias else None, False))
+    assert room[9].eq(7).all()
+
+
+def test_a_boot_settles_every_map_of_its_model():
+    weight, head_weight = (torch.zeros(outputs, 1024, device="cuda").bfloat16() for outputs in (3072, 32000))
+    shared = device_choices()
+    layer, head = (CudaLinear(w, choices=shared) for w in (weight, head_weight))
+    found = settle([layer, layer], [1, 16, 2048], head, [1, 16])
+    assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
+    varying = CudaLinear(head_weight, choices=device_choices(invariant=False))
+    assert settle([], [1], varying, [1]) == {}
+
+
+def operands(shape, rows):
+    x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
+    weight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+    fill(x, weight, 0)
+    return x, weight.mul_(0.02), torch.randn(shape.outputs, device="cuda").to(shape.dtype)

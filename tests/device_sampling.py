@@ -1,0 +1,71 @@
+"""Rows in, tokens out, through the device's sampler: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from preheat.batch.sampling import Level, SamplingBatch
+from preheat.core import TokenLogprobs
+from preheat.execute.device_sampler import Cut, DeviceSampler, read_report
+from tests.cpu.sampling_reference import Row, fill
+
+DEFAULT = Cut()
+
+
+def prepared(
+    rows: list[Row],
+    device: str = "cpu",
+    duplicates: bool = False,
+    cut: Cut = DEFAULT,
+    spare: int = 1,
+) -> tuple[DeviceSampler, SamplingBatch]:
+    """A sampler that holds the description of ``rows`` as its next step, with room for ``spare`` more."""
+    slots, n = fill(rows), len(rows)
+    batch = SamplingBatch.build(slots, np.arange(n))
+    sampler = DeviceSampler(n, len(rows[0].logits), torch.device(device), n + spare, duplicates, cut=cut)
+    host = np.zeros(sampler.input.words, np.int32)
+    used = sampler.input.pack(host, batch, np.arange(n))
+    sampler.settings[:used] = torch.from_numpy(host[:used]).to(device)
+    if batch.penalties:
+        sampler.counts.follow(batch.penalties)
+    return sampler, batch
+
+
+def logits_of(rows: list[Row], dtype: torch.dtype, device: str, spare: int = 1) -> torch.Tensor:
+    """[rows + spare, vocab]; what pads is not a number."""
+    logits = torch.from_numpy(np.stack([row.logits for row in rows])).to(device, dtype)
+    return torch.cat([logits, torch.full((spare, logits.shape[1]), torch.nan, dtype=dtype, device=device)])
+
+
+def sample_on(
+    rows: list[Row],
+    device: str = "cpu",
+    level: Level | None = None,
+    duplicates: bool = False,
+    dtype: torch.dtype = torch.float32,
+    cut: Cut = DEFAULT,
+) -> list[int]:
+    """The token of each row, at the level that they need or at ``level``; a row that pads is checked on the way."""
+    sampler, batch = prepared(rows, device, duplicates, cut)
+    sampler.launch(batch.level if level is None else level, logits_of(rows, dtype, device), len(rows) + 1)
+    *tokens, pad = sampler.tokens.tolist()
+    assert pad == 0
+    assert sampler.last_token.tolist() == [*tokens, 0]
+    return tokens
+
+
+def logprobs_on(
+    logits: torch.Tensor,
+    tokens: np.ndarray,
+    alternatives: np.ndarray,
+    most: int = 20,
+    cut: Cut = DEFAULT,
+) -> list[TokenLogprobs]:
+    """What the device reports of ``logits`` [rows, vocab] and ``tokens`` [rows]."""
+    n, vocab = logits.shape
+    sampler = DeviceSampler(1, vocab, logits.device, n, most_logprobs=most, cut=cut)
+    live = torch.tensor([n], dtype=torch.int32, device=logits.device)
+    sampler.launch_logprobs(live, logits, torch.from_numpy(tokens.astype(np.int32)).to(logits.device), n)
+    ids, values = sampler.report_ids.cpu().numpy(), sampler.report_values.cpu().numpy()
+    return read_report(ids, values, tokens, alternatives)

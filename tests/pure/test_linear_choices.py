@@ -1,0 +1,172 @@
+"""Which implementation serves a linear map: tables, the rule where they are silent, and what a proof refuses."""
+
+import logging
+
+import pytest
+import torch
+
+from preheat.model.layout import head_layout
+from preheat.model.spec import read_spec
+from preheat.ops.cuda.tuning import (
+    REFERENCE,
+    SHARED_BYTES,
+    Choices,
+    Entry,
+    Library,
+    Shape,
+    Table,
+    Tile,
+    choices,
+    encode,
+    place,
+    read,
+    rule,
+    shipped,
+    tile_rule,
+)
+
+SHAPE = Shape(512, 1024)
+NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
+HOPPER = (9, 0)
+
+
+def table(*entries, device="This GPU", shape=SHAPE, ordered=True):
+    return Table(device, HOPPER, [Entry.of(shape, rows, choice, 1.0, ordered) for rows, choice in entries])
+
+
+def test_an_entry_counts_up_to_its_own_rows():
+    found = Choices([table((16, NARROW), (1, WIDE), (64, Library()))])
+    assert [found(SHAPE, rows) for rows in (1, 2, 16, 17, 64)] == [WIDE, NARROW, NARROW, Library(), Library()]
+    assert found(SHAPE, 65) == rule(SHAPE, 65)
+    assert found(SHAPE._replace(bias=True), 16) == NARROW
+    for other in (SHAPE._replace(gated=True), SHAPE._replace(inputs=1000), SHAPE._replace(dtype=torch.float32)):
+        assert found(other, 64) == rule(other, 64) != Library()
+
+
+def test_the_last_table_that_knows_a_map_counts_alone():
+    other = Shape(256, 256)
+    found = Choices([table((16, NARROW), (64, NARROW)), table((64, NARROW), shape=other), table((16, WIDE))])
+    assert found(SHAPE, 16) == WIDE
+    assert found(SHAPE, 64) == rule(SHAPE, 64)
+    assert found(other, 64) == NARROW
+
+
+def test_without_invariance_the_fastest_of_all_counts():
+    both = table((16, NARROW), (64, NARROW))
+    both.entries[:0] = table((64, Library(split=True)), ordered=False).entries
+    assert Choices([both])(SHAPE, 64) == NARROW
+    varying = Choices([both], invariant=False)
+    assert [varying(SHAPE, rows) for rows in (16, 64)] == [NARROW, Library(split=True)]
+
+
+def test_what_is_refused_is_served_by_the_plain_kernel_from_then_on():
+    found = Choices([table((64, Library()))])
+    assert found(SHAPE, 64) == Library()
+    found.refuse(SHAPE, 64)
+    assert found(SHAPE, 64) == tile_rule(SHAPE, 64)
+    assert found(SHAPE, 63) == Library()
+
+
+SHAPES = [Shape(outputs, inputs) for outputs in (896, 4096, 28672, 151936) for inputs in (896, 4096, 14336)]
+SHAPES += [shape._replace(gated=True) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256, 8192])
+def test_the_rule_keeps_to_what_the_kernel_can_do(rows):
+    for shape in SHAPES:
+        tile = tile_rule(shape, rows)
+        used = (tile.outputs * (2 if shape.gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
+        assert used <= SHARED_BYTES, (shape, tile)
+        assert tile.stages >= 2
+        assert tile.warps * 16 <= tile.outputs
+        assert rule(shape, rows) in (tile, Library())
+        assert tile_rule(shape._replace(dtype=torch.float32), rows) == REFERENCE[torch.float32]
+        assert isinstance(rule(shape._replace(dtype=torch.float32), rows), Tile)
+
+
+def test_cublas_serves_many_rows_unless_outputs_are_few():
+    wide, narrow = Shape(28672, 4096), Shape(1024, 3072)
+    assert [isinstance(rule(wide, rows), Library) for rows in (1, 23, 24, 8192)] == [False, False, True, True]
+    assert [isinstance(rule(narrow, rows), Library) for rows in (24, 127, 128)] == [False, False, True]
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    written = table((16, NARROW), (64, Library(split=True)), device="NVIDIA H200 NVL")
+    path = place(tmp_path, written.device)
+    assert path.name == "linear-maps-NVIDIA-H200-NVL.json"
+    path.write_bytes(encode(written))
+    assert read(path) == [written]
+    assert path.read_text().count("\n") == len(written.entries) + 2
+
+
+def test_a_table_that_cannot_be_read_is_told_and_done_without(tmp_path, caplog):
+    path = place(tmp_path, "This GPU")
+    assert read(path) == []
+    assert not caplog.records
+    path.write_text('{"device": 1}')
+    assert read(path) == []
+    assert "is ignored" in caplog.text
+
+
+def test_shipped_tables_say_nothing_twice_and_never_split_in_order():
+    for own in shipped():
+        keys = [(entry.shape, entry.rows, entry.ordered) for entry in own.entries]
+        assert len(keys) == len(set(keys))
+        ordered = {(entry.shape, entry.rows): entry.choice for entry in own.entries if entry.ordered}
+        assert Library(split=True) not in ordered.values()
+        others = [entry for entry in own.entries if not entry.ordered]
+        assert all(ordered[entry.shape, entry.rows] != entry.choice for entry in others)
+
+
+def test_a_gpu_without_a_table_is_served_by_one_of_its_kind(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (known,) = shipped()
+    entry = known.entries[0]
+    assert choices(known.device, HOPPER, None)(entry.shape, entry.rows) == entry.choice
+    assert not caplog.records
+    assert choices("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
+    assert f"as measured on {known.device}" in caplog.text
+    later = choices("A later GPU", (12, 0), tmp_path)
+    assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows)
+
+
+def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (known,) = shipped()
+    shape = known.entries[0].shape
+    place(tmp_path, known.device).write_bytes(encode(table((64, WIDE), device=known.device, shape=shape)))
+    assert choices(known.device, HOPPER, tmp_path)(shape, 1) == WIDE
+    place(tmp_path, "Another GPU").write_bytes(encode(table((64, WIDE), device="Another GPU", shape=shape)))
+    assert choices("Another GPU", HOPPER, tmp_path)(shape, 1) == WIDE
+    assert not caplog.records
+
+
+def test_the_tuner_measures_the_maps_of_the_model(model_config):
+    from preheat.tune import merged, shapes
+
+    spec = read_spec(model_config)
+    layers, head = shapes(spec, torch.bfloat16)
+    assert Shape(2 * spec.intermediate_size, spec.hidden_size, True, torch.bfloat16, spec.mlp_bias) in layers
+    assert head == Shape(spec.vocab_size, head_layout(spec).columns)
+    assert len(layers) == len(set(layers))
+    before, new = table((16, NARROW), (64, NARROW)), table((16, WIDE))
+    other = table((16, NARROW), shape=Shape(8, 8))
+    assert merged([before], new).entries == new.entries
+    assert merged([other], new).entries == other.entries + new.entries
+
+
+@pytest.fixture
+def model_config():
+    from preheat.model.files import find_checkpoint, read_config
+
+    return read_config(find_checkpoint("bundled", None, with_weights=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tuning_is_refused_without_a_gpu(capsys):
+    from preheat.cli import main
+
+    assert main(["tune", "--model", "bundled"]) == 2
+    said = capsys.readouterr().err
+    assert "--device cpu" in said
+    assert "Traceback" not in said
