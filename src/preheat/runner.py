@@ -125,7 +125,7 @@ def on_device(
         model.device,
         limits.max_num_seqs,
         settings.handle_topk_duplicates,
-        min(settings.max_logprobs, spec.vocab_size),
+        most_logprobs=min(settings.max_logprobs, spec.vocab_size),
     )
     return FlatPacker(slots, plan, buffers), DeviceExecutor(decoder, cache, sampler, buffers)
 
@@ -137,7 +137,7 @@ def _settle_linear(weights: Weights, plan: Plan) -> None:
     from preheat.ops.cuda.prove import settle
 
     rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Shape)})
-    maps: list[Any] = [m for layer in weights.layers[:1] for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    maps: list[Any] = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     head: Any = weights.head
     settle(maps, rows, head, [size for size in plan.sampler_sizes if size])
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from preheat.core import Died, Ready, ToEngine
 from preheat.device.early import wake_gpu
@@ -195,8 +195,7 @@ def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit,
     if record.mode == GRAPHS and warm.platform.name == "cpu":
         warm.capture = partial(capture_twin, plan, record, settings, budget, model.sizes)
     elif record.mode == GRAPHS:
-        executor = warm.executor
-        assert isinstance(executor, DeviceExecutor)
+        executor = cast("DeviceExecutor", warm.executor)
         with steps("Compiling kernels"):
             executor.compile(plan, os.cpu_count() or 1)
         warm.prepare, warm.capture = executor.prepare, partial(capture_programs, warm, executor, settings, budget)

@@ -63,7 +63,8 @@ class Inputs:
     ``tokens`` [T] are ids, or -1 for the token that the device drew last for the slot. ``slots`` [T] name each token's
     sequence, ``positions`` [T] its place in it; padding has the slot beyond all others. ``tiles`` [n, 2] cut rows of
     several tokens into (first token, tokens); ``splits`` [n, 2], for each window, are (token, split of its context) of
-    rows with one token. ``counts`` say how many of the tiles, then of each window's splits, there are.
+    rows with one token. ``counts`` say how many of the tiles, then of each window's splits, there are. ``rows`` are the
+    most that the program has.
     """
 
     tokens: Tensor
@@ -72,6 +73,7 @@ class Inputs:
     tiles: Tensor
     splits: tuple[Tensor, ...]
     counts: Tensor
+    rows: int
 
     @property
     def num_tiles(self) -> Tensor:
@@ -131,6 +133,7 @@ class StepBuffers:
             words[layout.tiles_at : at[0]].view(-1, 2),
             tuple(words[begin:end].view(-1, 2) for begin, end in pairwise(at)),
             words[:MAX_LISTS],
+            min(shape.rows, self.limits.max_num_seqs),
         )
 
     def clear(self) -> None:

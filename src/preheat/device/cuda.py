@@ -110,7 +110,7 @@ def fix_arithmetic() -> None:
     torch.backends.cudnn.allow_tf32 = False
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # type: ignore[attr-defined]
+    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
 

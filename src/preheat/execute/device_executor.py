@@ -249,7 +249,18 @@ class DeviceExecutor:
             index = buffers.windows.index(window)
             splits, count = inputs.splits[index], inputs.num_splits(index)
             decode_attention(
-                query, kv, table, slots, positions, splits, count, out, self._workspace, self._scale, window
+                query,
+                kv,
+                table,
+                slots,
+                positions,
+                splits,
+                count,
+                out,
+                self._workspace,
+                self._scale,
+                window,
+                rows=inputs.rows,
             )
             return out
 

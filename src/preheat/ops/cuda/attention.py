@@ -43,18 +43,14 @@ class How:
     programs: int = 0
 
 
-FEW, MANY = 128, 1 << 15
-"""Units of work (a piece of a context and a kv head), at most: what is spread as thin as can be, and what a grid with a
-program for each of them, most of which have nothing to do, is best for."""
+FEW = 128
+"""Units of work (a piece of a context and a kv head) that are best spread as thin as can be."""
 
 
 def decode_how(units: int, dim: int, dtype: torch.dtype) -> How:
     """For at most ``units`` and heads of ``dim`` numbers; measured on an H200."""
-    if dim * dtype.itemsize > 256:
-        return How(rows=16, warps=4, stages=2, programs=3)
-    if units <= FEW:
-        return How(rows=16, warps=4, stages=3, programs=3)
-    return How(rows=16, warps=4, stages=2) if units <= MANY else How(rows=16, warps=2, stages=2, programs=6)
+    stages = 3 if units <= FEW and dim * dtype.itemsize <= 256 else 2
+    return How(rows=16, warps=4, stages=stages, programs=6)
 
 
 def prefill_how(dim: int, dtype: torch.dtype) -> How:
@@ -328,6 +324,7 @@ def decode_attention(
     *,
     split: int = SPLIT,
     how: How | None = None,
+    rows: int = 0,
 ) -> None:
     """Attention of tokens that are the only one of their sequence in the step, written to their rows of ``out``.
 
@@ -336,13 +333,14 @@ def decode_attention(
     heads * dim]. ``work`` int32 [most pieces, 2], of which ``num_work`` [1] count, is what
     :func:`preheat.ops.cuda.work.decode_work` gives for the same ``split`` and ``window``. What the host copies for a
     step (``work``, ``num_work``, ``slots``, ``positions``) is read before earlier kernels end: no kernel may write
-    it.
+    it. The grid is persistent, of a program for every kv head of ``rows`` at least, which balances best where there are
+    many: a grid for all the work that there can be would mostly start programs that have nothing to do.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     units = len(work) * kv_heads
     how = how or decode_how(units, dim, q.dtype)
-    programs = min(units, how.programs * _processors(q.device)) if how.programs else units
+    programs = min(units, max(how.programs * _processors(q.device), rows * kv_heads)) if how.programs else units
     _decode[(programs,)](
         q, cache, table, slots, positions, work, num_work, out,
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived,
