@@ -111,7 +111,7 @@ def test_warm_up_is_not_a_mode_of_the_runner(part):
 
 
 # What Triton calls compiling without a launch.
-TRITON = {"prove.py: warmup", "launch.py: warmup"}
+TRITON = {"launch.py: warmup"}
 
 
 def warm_names(source: str) -> set[str]:

@@ -34,7 +34,7 @@ from preheat.settings import OPTIONS, Settings
 from preheat.warmup.record import Entry, Record
 
 if TYPE_CHECKING:
-    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execute.device_executor import DeviceExecutor, Running
     from preheat.warmup.run import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,8 @@ def capture_twin(plan: Plan, record: Record, settings: Settings, budget: Budget,
 
 
 def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings, budget: Budget) -> Captures:
-    """`capture` of the programs of a device, with the bytes that they really take; each graph runs once, fed by ``warm``.
+    """`capture` of the programs of a device, with the bytes that they really take. Each graph runs once, on work that
+    ``warm`` feeds, while the next one is captured.
 
     All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then the sampler's, few
     and small, for which every item of theirs is marked; the rest is divided by the budget's rules.
@@ -141,6 +142,11 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
     pool, before = budget.pool(free()), free()
     entries = {entry.name: entry for entry in record.entries}
     items = [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
+    running: list[Running] = []
+
+    def settle() -> None:
+        while running:
+            running.pop().result()
 
     def capture_one(shape: Shape) -> int:
         was = free()
@@ -151,7 +157,8 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
                 executor.capture(shape)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from None
-            warm.forward(shape)
+            settle()
+            running.append(warm.forward(shape, executor.launch))
         return max(was - free(), 0)
 
     shapes = [item.key for item in items if isinstance(item.key, Shape)]
@@ -161,9 +168,11 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
         if isinstance(item.key, SamplerKey) and item.key.rows:
             entries[item.name].graph = True
             executor.capture_sampling(SampleKey.of(item.key))
-    executor.sampler.forget()
     left = max(pool - (before - free()), 0)
-    return capture(plan, record, settings, pool=left, capture_one=capture_one, free=free)
+    done = capture(plan, record, settings, pool=left, capture_one=capture_one, free=free)
+    settle()
+    executor.sampler.forget()
+    return done
 
 
 def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Shape]]:

@@ -188,15 +188,15 @@ class WarmUp:
             case str() as name:
                 self.check(name)
 
-    def forward(self, shape: Shape, run: Callable[[Any], object] | None = None) -> None:
-        """A step of ``shape``, through the packer; ``run`` takes the batch in the executor's place."""
+    def forward(self, shape: Shape, run: Callable[[Any], Any] | None = None) -> Any:
+        """A step of ``shape``, through the packer; ``run`` takes the batch in the executor's place. What it returns."""
         run = run or self.executor.execute
         rows = rows_of(self.plan.table.example(shape), self.plan.limits)
         with self._feed.work(rows) as schedule:
             batch = self.packer.pack(schedule)
             if batch.shape != shape:
                 raise RuntimeError(f"the work for {shape} runs as {batch.shape}")
-            run(batch)
+            return run(batch)
 
     def _sample(self, key: SamplerKey) -> None:
         """Hidden states to tokens; the second time, what the sampler keeps of the rows is theirs already."""

@@ -8,11 +8,12 @@ overlap. A kernel then must wait before it touches anything that an earlier kern
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -37,11 +38,25 @@ def options(**more: Any) -> dict[str, Any]:
     return {**more, "overlap": OVERLAP, **({"launch_pdl": True} if OVERLAP else {})}
 
 
+class Loading(ThreadPoolExecutor):
+    """Compiles a kernel, then builds its launcher and brings it to the device, which its first launch would do else."""
+
+    def submit(self, build: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # Triton's one use
+        return super().submit(self._load, build, torch.cuda.current_device())
+
+    @staticmethod
+    def _load(build: Callable[[], Any], device: int) -> Any:
+        torch.cuda.set_device(device)  # a thread has none of its own
+        kernel = build()
+        assert kernel.run is not None
+        return kernel
+
+
 @contextmanager
-def compiling(threads: int) -> Iterator[None]:
+def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
     """Kernels that are launched inside are compiled, or read from Triton's cache, by so many ``threads`` and not run.
 
-    All are there in the end; the first error is raised then.
+    All are there in the end; the first error is raised then, unless it is to be ignored.
     """
     kind = triton.JITFunction
     run = kind.run
@@ -49,7 +64,7 @@ def compiling(threads: int) -> Iterator[None]:
     def compile_alone(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **more)
 
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+    with Loading(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
         kind.run = compile_alone
         try:
             yield

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import triton
 from torch import Tensor
 
+from preheat.ops.cuda.launch import compiling
 from preheat.ops.cuda.linear import CudaLinear, apply, arguments, in_order, keywords
 from preheat.ops.cuda.tuning import REFERENCE, Choice, Choices, Shape, Tile
 from preheat.ops.proof import signed_pairs
@@ -50,14 +49,10 @@ def settle(
 
 def compile_tiles(tiles: Iterable[tuple[Shape, Tile]], *, ignore_errors: bool = False) -> None:
     """Compile what is not compiled yet, side by side."""
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors),
-    ):
+    with compiling(os.cpu_count() or 1, ignore_errors=ignore_errors):
         for shape, tile in dict.fromkeys(tiles):
             x, weight, bias, y = _operands(shape, tile.rows)
-            operands = arguments(tile, x, weight, bias, y)
-            in_order.warmup(*operands, grid=(1,), **keywords(tile, shape.inputs, shape.gated))
+            in_order[1,](*arguments(tile, x, weight, bias, y), **keywords(tile, shape.inputs, shape.gated))
 
 
 def prove(choices: Choices, shapes: Iterable[Shape], rows: Sequence[int]) -> dict[tuple[Shape, int], bool]:
