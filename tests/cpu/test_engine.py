@@ -110,8 +110,16 @@ SEEDED = SamplingParams(
     temperature=0.9, top_p=0.95, top_k=200, seed=7, max_tokens=24, logprobs=3, ignore_eos=True,
     presence_penalty=0.3, repetition_penalty=1.1,
 )  # fmt: skip
-MIXED = [GREEDY, SEEDED] * 12
+MIXED = [GREEDY, SEEDED] * 8
 """In one batch: a row's bits do not depend on what the rows beside it ask for either."""
+
+
+def of_all_lengths(prompts: list[list[int]]) -> list[list[int]]:
+    """As many of them as ``MIXED``, in no order, with common beginnings among them."""
+    some = sorted(prompts, key=len)[:: len(prompts) // len(MIXED)][: len(MIXED) - 2]
+    some += [some[-1][:40], some[-1][:50]]
+    random.Random(1).shuffle(some)
+    return some
 
 
 def everywhere(
@@ -126,25 +134,25 @@ def everywhere(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_path_gives_the_same_bits(prompts: list[list[int]], dtype: str, threads: int) -> None:
-    some = prompts[: len(MIXED)]
+    some = of_all_lengths(prompts)
     together = everywhere(some, MIXED, dtype=dtype)
 
-    llm = LLM(dtype=dtype)
-    alone = [observed(llm.generate([p], how, use_tqdm=False))[0] for p, how in zip(some[:12], MIXED, strict=False)]
-    assert alone == together[:12]
+    llm = LLM(dtype=dtype, block_size=16)
+    alone = [observed(llm.generate([p], how, use_tqdm=False))[0] for p, how in zip(some[:8], MIXED, strict=False)]
+    assert alone == together[:8]
     assert observed(llm.generate(some, MIXED, use_tqdm=False)) == together  # beside others, prefixes now cached
     assert llm.loop.scheduler.stats().prefix_hits > 0
 
     tight = LLM(
         dtype=dtype, max_num_batched_tokens=33, max_num_seqs=32, max_num_prefill_seqs=2, enable_prefix_caching=False,
-        max_model_len=432, num_gpu_blocks_override=29, block_size=16,
+        max_model_len=368, num_gpu_blocks_override=24, block_size=16,
     )  # fmt: skip
     assert observed(tight.generate(some, MIXED, use_tqdm=False)) == together  # ragged chunks and preemption
     assert tight.loop.scheduler.stats().preemptions > 0
 
 
 def test_one_and_two_threads_give_the_same_bits(prompts: list[list[int]]) -> None:
-    some = prompts[: len(MIXED)]
+    some = of_all_lengths(prompts)
     assert everywhere(some, MIXED, num_threads=1) == everywhere(some, MIXED, num_threads=2)
 
 
