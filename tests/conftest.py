@@ -1,7 +1,14 @@
-"""Most tests boot an engine for a few steps and look at what it computes: they leave warm-up to those that test it."""
+"""What holds for all tests.
+
+Most of them boot an engine for a few steps and look at what it computes: they leave warm-up to those that test it.
+Their models are small: one thread computes them faster than two that wait for each other. Those that are about threads
+set them; the waiting ones must then not spin, as other tests may run beside them.
+"""
 
 import os
 
 os.environ.setdefault("PREHEAT_SKIP_WARMUP", "1")
 os.environ.setdefault("PREHEAT_ON_COLD", "count")
 os.environ.setdefault("PREHEAT_CACHE_DIR", "off")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,5 +1,6 @@
 """``preheat generate`` from end to end, with the bundled model."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,23 +8,34 @@ import sys
 
 import pytest
 
+from preheat.cli import main
 
-def generate(*args, stdin=None):
+
+def generate(*args):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "preheat", "generate", *args],
-        check=False, input=stdin, stdin=None if stdin else subprocess.DEVNULL, capture_output=True, text=True, env=env,
+        check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
-def records(*args, stdin=None):
-    status, out, error = generate("--json", *args, stdin=stdin)
-    assert status == 0, error
-    return [json.loads(line) for line in out.splitlines()]
+@pytest.fixture
+def records(capsys, monkeypatch):
+    """What the command prints, run in this process, which has imported torch already."""
+
+    def run(*args, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        status = main(["generate", "--json", *args])
+        shown = capsys.readouterr()
+        assert status == 0, shown.err
+        return [json.loads(line) for line in shown.out.splitlines()]
+
+    return run
 
 
-def test_one_object_for_each_prompt_and_choice():
+def test_one_object_for_each_prompt_and_choice(records):
     found = records("--prompt", "def f(", "--prompt", "import ", "--n", "2", "--max-tokens", "4", "--logprobs", "1")
     assert [(r["prompt"], r["choice"]) for r in found] == [("def f(", 0), ("def f(", 1), ("import ", 0), ("import ", 1)]
     for record in found:
@@ -32,7 +44,7 @@ def test_one_object_for_each_prompt_and_choice():
         assert record["finish_reason"] in ("length", "stop")
 
 
-def test_prompts_from_standard_input_and_files_agree(tmp_path):
+def test_prompts_from_standard_input_and_files_agree(records, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("def f(\nimport os\n")
     options = ("--temperature", "0", "--max-tokens", "4")
@@ -41,7 +53,7 @@ def test_prompts_from_standard_input_and_files_agree(tmp_path):
     assert piped == records(*options, "--prompts", str(file))
 
 
-def test_text_alone_on_standard_output():
+def test_text_alone_on_standard_output(records):
     status, out, _ = generate("--prompt", "def add(a, b):", "--temperature", "0", "--max-tokens", "8")
     assert status == 0
     (record,) = records("--prompt", "def add(a, b):", "--temperature", "0", "--max-tokens", "8")

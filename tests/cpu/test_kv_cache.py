@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
@@ -21,11 +22,16 @@ def llm() -> LLM:
     return LLM(max_model_len=64, num_gpu_blocks_override=2)
 
 
+@functools.cache
+def noise(shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
 def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> Executor:
     """The engine's own, over a cache of ``num_blocks`` blocks of 16 random tokens."""
     own = llm.loop.executor
     cache = KVCache(own.decoder.spec, num_blocks, 16, dtype, torch.device("cpu"))
-    cache.data.normal_(generator=torch.Generator().manual_seed(0))
+    cache.data.copy_(noise(cache.data.shape))
     return Executor(own.decoder, cache, own.sampler)
 
 

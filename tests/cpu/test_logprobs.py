@@ -30,7 +30,7 @@ def assert_close(got: TokenLogprobs, right: TokenLogprobs) -> None:
 
 
 @given(data=st.data(), vocab=st.integers(1, 30), rows=st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_equals_the_reference(data: st.DataObject, vocab: int, rows: int) -> None:
     """With many ties, -0.0, impossible tokens, and rows that ask for different numbers, also beyond the vocabulary."""
     value = st.integers(-8, 8).map(float) | st.just(-0.0) | st.just(-math.inf) | st.floats(-50, 50, width=32)

@@ -74,7 +74,7 @@ def a_row(draw: st.DrawFn, vocab: int) -> Row:
 
 
 @given(data=st.data(), vocab=st.integers(2, 24), window=st.sampled_from([1, 2, 5, 128]), duplicates=st.booleans())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_equals_the_reference(data: st.DataObject, vocab: int, window: int, duplicates: bool) -> None:
     rows = data.draw(st.lists(a_row(vocab), min_size=1, max_size=4))
     rows = [row for row in rows if max(edited(row)) > -np.inf]

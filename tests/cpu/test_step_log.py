@@ -14,6 +14,7 @@ import torch
 from preheat import LLM, SamplingParams
 from preheat.engine.observe import StepLog
 
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -67,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize(("option", "name", "event"), CASES)
 def test_steps_in_which_something_happened(option, name, event, caplog, monkeypatch):
-    llm = LLM(**{option: True})
+    llm = LLM(**SMALL, **{option: True})
     with caplog.at_level(logging.INFO):
         steps(llm)
         assert logged(caplog, name) == []
@@ -80,7 +81,7 @@ def test_steps_in_which_something_happened(option, name, event, caplog, monkeypa
 
 @pytest.mark.parametrize(("option", "name", "event"), CASES)
 def test_every_step(option, name, event, caplog, monkeypatch):
-    llm = LLM(**{f"{option}_all": True})
+    llm = LLM(**SMALL, **{f"{option}_all": True})
     in_a_step(llm, monkeypatch, event())
     with caplog.at_level(logging.INFO):
         count = steps(llm)
@@ -91,23 +92,23 @@ def test_every_step(option, name, event, caplog, monkeypatch):
 
 
 def test_without_the_options_nobody_stands_between_loop_and_guard():
-    assert not isinstance(LLM().loop.observer, StepLog)
-    assert isinstance(LLM(log_step_graph_compilation=True).loop.observer, StepLog)
+    assert not isinstance(LLM(**SMALL).loop.observer, StepLog)
+    assert isinstance(LLM(**SMALL, log_step_graph_compilation=True).loop.observer, StepLog)
 
 
 def test_the_report_passes_through():
-    assert LLM(log_step_graph_compilation=True).loop.observer.report().startswith(b"{")
+    assert LLM(**SMALL, log_step_graph_compilation=True).loop.observer.report().startswith(b"{")
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("eager", True), ("compile", False)])
 def test_a_mode_that_cannot_fall_back_says_so(mode, warned, caplog):
-    LLM(execution_mode=mode, log_step_cpu_fallbacks=True, max_num_seqs=2, max_num_batched_tokens=16)
+    LLM(**SMALL, execution_mode=mode, log_step_cpu_fallbacks=True)
     assert bool([text for text in caplog.messages if "fall back from" in text]) is warned
 
 
 def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    llm = LLM(profiler_enabled=True)
+    llm = LLM(**SMALL, profiler_enabled=True)
     count = steps(llm)
     (path,) = tmp_path.glob("preheat_trace_*.json")
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
@@ -127,7 +128,7 @@ def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_a_trace_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    loop = LLM().loop
+    loop = LLM(**SMALL).loop
     watched = {
         loop: {"step"},
         loop.scheduler: {"schedule", "settle"},

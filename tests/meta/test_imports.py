@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 
 import pytest
 
@@ -103,6 +104,16 @@ def test_the_torch_check_can_fail():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
 
 
+RUN = "from preheat import LLM, SamplingParams as P; LLM().generate('import os', P(max_tokens=2), use_tqdm=False)"
+LEAVE = "import sys; sys.exit('triton' in sys.modules)"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
+def test_an_engine_on_a_cpu_never_imports_triton():
+    assert subprocess.run([sys.executable, "-c", f"{RUN}; {LEAVE}"], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", f"import triton; {LEAVE}"], check=False).returncode == 1
+
+
 @pytest.mark.parametrize("part", ["schedule", "batch", "execute", "model", "ops"])
 def test_warm_up_is_not_a_mode_of_the_runner(part):
     found = {f"{path.name}: {name}" for path in (PACKAGE / part).rglob("*.py") for name in warm_names(path.read_text())}
@@ -134,7 +145,7 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-# transformers is imported where it is needed, with an error that says so; Triton comes with torch, on CUDA alone.
+# transformers is imported where it is needed, with an error that says so; Triton comes with torch's CUDA build.
 OPTIONAL = {"transformers", "triton"}
 
 _PROJECTS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}

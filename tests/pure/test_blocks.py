@@ -87,7 +87,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def cached_pool() -> BlockPool:

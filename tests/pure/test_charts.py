@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from preheat.warmup.charts import EDGE, HIT_LEVELS, WIDTH, format_seconds, grids, hit_level, short, timeline
@@ -96,6 +96,7 @@ def test_more_hits_are_never_paler(hits):
 
 
 @given(st.integers(0, 10**9 - 1))
+@example(9_999_999)  # not 10.0M
 def test_short_counts_are_short(count):
     text = short(count)
     assert len(text) <= 4

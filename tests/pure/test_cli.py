@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat import __version__
@@ -47,6 +47,7 @@ def test_a_line_is_a_prompt(texts):
     assert list(_read_prompts(file, "f")) == texts
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text() | st.lists(st.integers(0, 1000)), min_size=1))
 def test_a_json_line_gives_its_prompt(prompts):
     file = io.StringIO("\n".join(json.dumps({"prompt": p, "id": 1}) for p in prompts))

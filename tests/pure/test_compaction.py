@@ -108,7 +108,7 @@ class Moving(RuleBasedStateMachine):
 
 
 TestMoving = Moving.TestCase
-TestMoving.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestMoving.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def busy(**options) -> Harness:

@@ -112,7 +112,7 @@ class Anything(RuleBasedStateMachine):
 
 
 TestAnything = Anything.TestCase
-TestAnything.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestAnything.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 def crowded(preempting: bool = True, **options) -> Harness:

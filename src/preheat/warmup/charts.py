@@ -216,7 +216,7 @@ def short(count: int) -> str:
     """A count in at most four characters: 999, 1.2k, 38k, 2.0M."""
     for limit, unit in ((10**6, "M"), (10**3, "k")):
         if count >= limit:
-            return f"{count / limit:.1f}{unit}" if count < 10 * limit else f"{count // limit}{unit}"
+            return f"{count * 10 // limit / 10}{unit}" if count < 10 * limit else f"{count // limit}{unit}"
     return str(count)
 
 

@@ -1,0 +1,20 @@
+"""The tests of tests/kernels, in a process in which Triton interprets, as part of a run of other tests."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.meta.source import ROOT
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
+def test_the_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "tests/kernels"]
+    outer = ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
