@@ -107,6 +107,15 @@ def test_a_mix_of_bad_clients_harms_nobody(server: Server) -> None:
     assert_idle(server)
 
 
+async def until_running(server: Server, count: int) -> None:
+    """Until ``count`` requests run and each of them, as they run together, has got tokens."""
+    while await asyncio.to_thread(server.metric, "num_requests_running") < count:
+        await asyncio.sleep(0.02)
+    enough = await asyncio.to_thread(server.metric, "generation_tokens_total") + 3 * count
+    while await asyncio.to_thread(server.metric, "generation_tokens_total") < enough:
+        await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("engine", [None, "tests.api.scripted:run_engine"], ids=["real", "scripted"])
 def test_a_killed_engine(folder: Path, engine: str | None) -> None:
     with serving(str(folder) if engine else "bundled", engine=engine) as server:
@@ -114,7 +123,7 @@ def test_a_killed_engine(folder: Path, engine: str | None) -> None:
 
         async def scenario() -> tuple[list[bytes], float]:
             running = [asyncio.create_task(ask(server.port, body | {"stream": i % 2 == 0})) for i in range(8)]
-            await asyncio.sleep(1)
+            await until_running(server, len(running))
             os.kill(server.engine_pid, signal.SIGKILL)
             killed = time.monotonic()
             return await asyncio.gather(*running), killed
@@ -156,7 +165,7 @@ def test_a_step_that_hangs(folder: Path) -> None:
 
         async def scenario() -> list[bytes]:
             first = asyncio.create_task(ask(server.port, running))
-            await asyncio.sleep(0.2)
+            await until_running(server, 1)
             return [await ask(server.port, {"prompt": HANG}), await first]
 
         hung, streamed = asyncio.run(asyncio.wait_for(scenario(), 20))
