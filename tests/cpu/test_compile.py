@@ -175,7 +175,7 @@ def test_the_engine_gives_the_same_tokens_and_logprobs(dtype: str) -> None:
         llm = LLM(execution_mode=mode, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128)
         choices = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
         seen.append([(choice.token_ids, choice.logprobs) for choice in choices])
-        programs = getattr(llm.loop.executor.decoder._before, "_programs", {})
+        programs = getattr(llm.loop.executor.decoder._built[0], "_programs", {})
         assert bool(programs) is (mode == "compile")
         assert compilations() == before + 2 * len(programs)
     assert seen[0] == seen[1]

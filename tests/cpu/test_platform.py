@@ -41,8 +41,10 @@ def test_a_gpu_is_taken_where_it_can_be_used(gpu):
         ((cuda_module, "find_spec", lambda _: None), "Triton is not installed"),
     ],
 )
-def test_cuda_is_refused_with_the_reason_and_auto_logs_it(gpu, caplog, change, reason):
+def test_cuda_is_refused_with_the_reason_and_auto_logs_it(gpu, caplog, tmp_path, change, reason):
     gpu.setattr(*change)
+    gpu.setattr(cuda_module, "DRIVER", tmp_path / "version")
+    (tmp_path / "version").touch()
     with pytest.raises(SettingsError, match=f"{reason}.*--device cpu"):
         pick_platform("cuda")
     with caplog.at_level(logging.INFO):
@@ -50,6 +52,9 @@ def test_cuda_is_refused_with_the_reason_and_auto_logs_it(gpu, caplog, change, r
     assert "Running on the CPU: " in caplog.text
     caplog.clear()
     assert pick_platform("cpu").name == "cpu"
+    gpu.setattr(cuda_module, "DRIVER", tmp_path / "none")  # a machine without a GPU says nothing of it
+    with caplog.at_level(logging.INFO):
+        assert pick_platform("auto").name == "cpu"
     assert caplog.text == ""
 
 

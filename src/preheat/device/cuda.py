@@ -71,6 +71,8 @@ class CUDA:
         torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self._held_before = self._held()
         fix_arithmetic()
+        if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # see device/early.py
+            torch.backends.cuda.preferred_blas_library("cublaslt")
 
     def _held(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -103,15 +105,13 @@ def fix_arithmetic() -> None:
     """cuBLAS keeps one fp32 accumulator: no TF32, no sums in bfloat16, and K is not split among blocks.
 
     Splitting K is left to cuBLAS's choice by the number of rows, so a row's bits would depend on its neighbours. Only
-    cublasLt can be told not to.
+    cublasLt can be told not to, see `CUDA.prepare`.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def driver_version() -> str:
