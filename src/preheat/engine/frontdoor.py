@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from preheat.core import (
+    MAX_STOP_IDS,
     Cancel,
     Delta,
     Died,
@@ -141,7 +142,7 @@ class FrontDoor:
     def _start(self, ticket: Ticket) -> None:
         params = ticket.params
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
-        stop_ids = sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
+        stop_ids = self._stop_ids(params)
         strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         ticket.arrived_at = time.monotonic()
         ticket.running = params.n
@@ -199,6 +200,10 @@ class FrontDoor:
                 f"{param} is about text, and there is no tokenizer (skip_tokenizer_init): {instead}", param=param
             )
 
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """The ids that end a sequence, ascending."""
+        return sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
+
     def _check_tokens(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self._max_logprobs:
@@ -207,6 +212,12 @@ class FrontDoor:
                     param=name,
                 )
         self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
+        if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids and the model's end-of-sequence ids are {count:,} together, but at most "
+                f"{MAX_STOP_IDS:,} can end a request; give fewer stop_token_ids",
+                param="stop_token_ids",
+            )
         self.check_vocabulary(params.logit_bias or (), "logit_bias")
         stops = params.stop_strings
         if stops:
