@@ -18,7 +18,7 @@ class CPU:
     name = "cpu"
     device = torch.device("cpu")
     always_invariant: str | None = (
-        "torch's own kernels serve, at sizes that were proven to keep their bits, and there are no faster ones to choose"
+        "torch's own kernels serve, at sizes that were proven to keep their bits, and none is faster without that"
     )
     asynchronous = False
 

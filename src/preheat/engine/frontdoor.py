@@ -193,6 +193,13 @@ class FrontDoor:
         if bad is not None:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
+    def check_logprobs(self, count: int | None, param: str) -> None:
+        """Raise InvalidRequest, naming ``param``, if ``count`` alternatives are more than may be asked for."""
+        if (count or 0) > self._max_logprobs:
+            raise InvalidRequest(
+                f"{param} is {count}, but at most {self._max_logprobs} are allowed (--max-logprobs)", param=param
+            )
+
     def check_text(self, param: str, instead: str) -> None:
         """Raise InvalidRequest, naming ``param`` and what to do ``instead``, unless there is a tokenizer."""
         if not self.tokenizer.speaks:
@@ -205,12 +212,8 @@ class FrontDoor:
         return sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
 
     def _check_tokens(self, params: SamplingParams) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self._max_logprobs:
-                raise InvalidRequest(
-                    f"{name} is {getattr(params, name)}, but at most {self._max_logprobs} are allowed (--max-logprobs)",
-                    param=name,
-                )
+        self.check_logprobs(params.logprobs, "logprobs")
+        self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
         self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
         if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
             raise InvalidRequest(

@@ -39,8 +39,8 @@ def _take_rows(hidden, index, out, size, COLUMNS: tl.constexpr, overlap: tl.cons
 
 
 def embed(tokens: Tensor, slots: Tensor, last_token: Tensor, table: Tensor, out: Tensor) -> None:
-    """Fill ``out`` [tokens, hidden] with rows of ``table`` [vocab, hidden] for ``tokens`` int32 [tokens], where -1 stands
-    for ``last_token[slot]``.
+    """Fill ``out`` [tokens, hidden] with the rows of ``table`` [vocab, hidden] that ``tokens`` int32 [tokens] name; -1
+    stands for ``last_token[slot]``.
 
     ``slots`` int32 [tokens], ``last_token`` int32 [slots]. Ids must be inside the table: nothing here checks them.
     """
