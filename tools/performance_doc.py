@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from bench/results/*.json: ``python -m tools.performance_doc``.
+"""Write the tables of figures in docs/ from bench/results/*.json: ``python -m tools.performance_doc``.
 
 What stands between two marks is written here; a figure without a file is a dash, never a number from somewhere else.
 """
@@ -12,7 +12,9 @@ from preheat.bench.shapes import SHAPES
 from preheat.bench.table import anchors, rows, shown
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT, RESULTS = ROOT / "docs" / "performance.md", ROOT / "bench" / "results"
+DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
+DOCUMENT = DOCS / "performance.md"
+DOCUMENTS = (DOCUMENT, DOCS / "determinism.md")
 
 BLOCK = re.compile(
     r"(<!-- written by tools/performance_doc\.py: ([\w.-]+) ([\w.-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL
@@ -81,6 +83,23 @@ def kernels(shape: str, results: Path) -> str:
     return "".join(lines) + "\n"
 
 
+def invariance_cost(shape: str, results: Path) -> str:
+    """An engine with invariance beside one without, and what it costs."""
+    path = results / f"invariance_cost_{shape}.json"
+    if not path.exists():
+        return f"\n{shape}: not measured yet.\n\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        f"\n{shape}, dummy weights. {_machine(found['machine'])}.\n",
+        "\n| | invariant | `VLLM_BATCH_INVARIANT=0` | cost |\n| --- | --- | --- | --- |\n",
+    ]
+    lines += [
+        f"| {row['what']} | {shown(row['invariant'])} | {shown(row['varying'])} | {row['cost_percent']:+.1f} % |\n"
+        for row in found["figures"]
+    ]
+    return "".join(lines) + "\n"
+
+
 def plot(shape: str, results: Path) -> str:
     """A picture of the time between tokens, where there is one to show."""
     ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
@@ -122,11 +141,12 @@ def svg(shape: str, results: Path) -> str | None:
     )
 
 
-WRITERS = {"beside_vllm": beside_vllm, "kernels": kernels, "plot": plot}
+WRITERS = {"beside_vllm": beside_vllm, "invariance_cost": invariance_cost, "kernels": kernels, "plot": plot}
 
 
 def main() -> None:
-    DOCUMENT.write_text(filled(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
     for shape in SHAPES:
         picture = svg(shape, RESULTS)
         if picture is not None:

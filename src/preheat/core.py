@@ -18,6 +18,7 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_IDS = 1024
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -106,7 +107,7 @@ class Request(msgspec.Struct, tag="request"):
 
     ``id`` is unique in a front door's life and orders arrivals. ``seed`` is in [0, 2**64). ``max_tokens`` is what
     may still be generated within the model's length. ``stop_ids`` end the sequence once ``min_tokens`` are out (the
-    end-of-sequence ids, unless ``ignore_eos``, and ``stop_token_ids``).
+    end-of-sequence ids, unless ``ignore_eos``, and ``stop_token_ids``); at most ``MAX_STOP_IDS``.
     """
 
     id: int

@@ -127,7 +127,9 @@ def on_device(
         settings.handle_topk_duplicates,
         most_logprobs=min(settings.max_logprobs, spec.vocab_size),
     )
-    return FlatPacker(slots, plan, buffers), DeviceExecutor(decoder, cache, sampler, buffers)
+    return FlatPacker(slots, plan, buffers), DeviceExecutor(
+        decoder, cache, sampler, buffers, settings.config_hidden_layers
+    )
 
 
 def _settle_linear(weights: Weights, plan: Plan) -> None:

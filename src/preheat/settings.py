@@ -118,9 +118,9 @@ class Settings:
     )
     batch_invariant: bool = _run(
         True,
-        "The bits of a request never depend on what shares its batch.",
+        "The bits of a request never depend on what shares its batch. Without, a GPU may run a faster implementation "
+        "whose bits do; a CPU has none, and refuses.",
         env="VLLM_BATCH_INVARIANT",
-        later="this version has no faster, varying mode",
     )
     handle_topk_duplicates: bool = _run(
         False,
@@ -229,12 +229,12 @@ class Settings:
     graph_decode_strategy: str = _graph(
         "max_bs", "Order of capturing decodes.", env="VLLM_GRAPH_DECODE_STRATEGY", choices=("min_tokens", "max_bs")
     )
-    config_hidden_layers: int = _graph(
-        1,
-        "Layers in one graph.",
+    config_hidden_layers: int | None = _graph(
+        None,
+        "Layers in one graph; a step runs its graphs one after the other.",
         env="VLLM_CONFIG_HIDDEN_LAYERS",
         low=1,
-        later="a graph holds all layers, or on a CPU none",
+        default_text="all",
     )
 
     defrag_threshold: int = _defrag(

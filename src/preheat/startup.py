@@ -93,7 +93,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     if settings.device != "cpu":
         wake_gpu()
     with trace.span("Importing torch"):
-        from preheat.device.base import pick_platform, works_ahead
+        from preheat.device.base import check_varying, pick_platform, works_ahead
         from preheat.engine.loop import Loop
         from preheat.engine.observe import trace_steps, with_step_log
         from preheat.execute.compile import compile_seconds
@@ -106,6 +106,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
         from preheat.warmup.store import Store, cache_root, fingerprint
 
     platform = pick_platform(settings.device)
+    check_varying(settings, platform)
     platform.prepare(settings.num_threads)
     ahead = works_ahead(settings, platform)
     mode = resolve(platform.name, settings)

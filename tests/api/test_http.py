@@ -76,6 +76,8 @@ REFUSED = [
     ({"prompt": "x", "best_of": 3}, "best_of", "best_of"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "at most 20"),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
     ({"prompt": "x", "stop": ["a", ""]}, "stop", "empty"),
     ({"prompt": "x", "stop": [1]}, "stop[0]", "Expected"),
     ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", ""),

@@ -7,6 +7,7 @@ import math
 import pytest
 from openai import APIConnectionError, BadRequestError, NotFoundError, OpenAI
 
+from preheat.core import MAX_STOP_IDS
 from tests.api.conftest import Server
 
 PROMPT = "def add(a, b):"
@@ -134,6 +135,15 @@ def test_streamed_chat(client: OpenAI) -> None:
     assert events[0].choices[0].delta.role == "assistant" and events[-1].usage.completion_tokens > 0
     reasons = {e.choices[0].index: e.choices[0].finish_reason for e in events[:-1] if e.choices[0].finish_reason}
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+def test_stop_ids_have_a_limit(client: OpenAI) -> None:
+    """The model's own counts; an id given twice counts once."""
+    ids = [*range(100, 100 + MAX_STOP_IDS)]
+    assert complete(client, max_tokens=1, extra_body={"stop_token_ids": ids[:1000] * 2}).choices
+    assert complete(client, max_tokens=1, extra_body={"stop_token_ids": ids, "ignore_eos": True}).choices
+    with pytest.raises(BadRequestError, match=r"1,02\d together, but at most 1,024 .* give fewer stop_token_ids"):
+        complete(client, extra_body={"stop_token_ids": ids})
 
 
 def test_chat_logprobs(client: OpenAI) -> None:

@@ -53,6 +53,19 @@ def test_text_is_refused(llm: LLM, prompt: str | list[int], params: SamplingPara
         llm.chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(logprobs=21), "logprobs is 21, but at most 20"),
+        (SamplingParams(prompt_logprobs=21), "prompt_logprobs is 21, but at most 20"),
+        (SamplingParams(stop_token_ids=[*range(1025)]), "at most 1,024 can end a request"),
+    ],
+)
+def test_what_a_device_has_no_room_for_is_refused(llm: LLM, params: SamplingParams, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate([PROMPT], params, use_tqdm=False)
+
+
 def test_detokenize_false_makes_no_text_and_refuses_stop_strings() -> None:
     llm = LLM(**SMALL)
     asked = [SamplingParams(temperature=0, max_tokens=4, detokenize=wanted) for wanted in (True, False)]

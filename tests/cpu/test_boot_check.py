@@ -11,6 +11,7 @@ import pytest
 
 from preheat import LLM, SamplingParams
 from preheat.core import Ready
+from preheat.device.cpu import CPU
 from preheat.engine.mailbox import InlineMailbox
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan
@@ -145,6 +146,28 @@ def test_what_cannot_be_kept_is_refused():
     assert refused.value.param == "require_invariance"
     ready, _, _ = boot(require_invariance=True)
     assert not ready.held
+
+
+def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
+    """On a device that has faster implementations; a CPU has not."""
+    monkeypatch.setattr(CPU, "always_invariant", None)
+    PLANTS["threshold"](monkeypatch, rows=32)
+    varying = {"batch_invariant": False, "determinism_warmup_iterations": 3}
+    ready, record, _ = boot(boot_check="full", **varying)
+    assert not ready.held
+    assert record.invariant is record.summary()["invariant"] is False
+    assert checks(record) == {"later run": ("ready", "")}
+    assert not [entry for entry in record.entries if entry.kind == "determinism"]
+    assert "may depend on what shares its batch" in caplog.text
+    with pytest.raises(SettingsError, match=r"--batch-invariant false lets bits depend"):
+        boot(require_invariance=True, **varying)
+
+
+def test_a_cpu_is_always_invariant(booted):
+    assert booted[1].invariant
+    with pytest.raises(SettingsError, match="cannot be turned off on cpu") as refused:
+        boot(batch_invariant=False)
+    assert refused.value.param == "batch_invariant"
 
 
 def test_a_check_that_breaks_holds_the_engine_back(monkeypatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from preheat.bench.shapes import SHAPES
-from tools.performance_doc import BLOCK, DOCUMENT, RESULTS, filled, svg
+from tools.performance_doc import BLOCK, DOCUMENT, DOCUMENTS, RESULTS, filled, svg
 
 MACHINE = {"gpu": "Some GPU, 1.0 GiB", "cpu": "x", "versions": {"torch": "2.0"}, "commit": "abc"}
 
@@ -13,7 +13,19 @@ MACHINE = {"gpu": "Some GPU, 1.0 GiB", "cpu": "x", "versions": {"torch": "2.0"},
 def test_the_tables_are_those_of_the_files():
     text = DOCUMENT.read_text()
     assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(text)} >= {("beside_vllm", shape) for shape in SHAPES}
-    assert text == filled(text), "run: python -m tools.performance_doc"
+    for document in DOCUMENTS:
+        assert document.read_text() == filled(document.read_text()), "run: python -m tools.performance_doc"
+
+
+def test_the_cost_of_invariance_comes_from_its_file(tmp_path):
+    text = "<!-- written by tools/performance_doc.py: invariance_cost x -->\nstale\n<!-- end -->\n"
+    assert "x: not measured yet" in filled(text, tmp_path)
+    row = {"what": "ITL, batch 1, ms", "invariant": 4.4, "varying": 4.0, "cost_percent": 10.0}
+    (tmp_path / "invariance_cost_x.json").write_text(json.dumps({"figures": [row], "machine": MACHINE}))
+    found = filled(text, tmp_path)
+    assert "| ITL, batch 1, ms | 4.4 | 4 | +10.0 % |" in found
+    assert "Some GPU, 1.0 GiB, torch 2.0, commit abc" in found
+    assert "stale" not in found
 
 
 @pytest.mark.parametrize("shape", SHAPES)

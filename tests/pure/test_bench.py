@@ -27,6 +27,16 @@ def test_the_mix_is_the_one_of_the_anchors():
     assert all(100 <= len(ids) <= 1024 and max(ids) <= 10_000 for ids in prompts)
 
 
+def test_the_cost_of_invariance_is_the_time_that_it_adds(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    from invariance_cost import beside
+
+    invariant = {"ITL, batch 1, ms": 4.4, "prefill 2 × 3, tokens/s": 800.0, "ITL, batch 8, ms": 5.0}
+    rows = beside(invariant, {"ITL, batch 1, ms": 4.0, "prefill 2 × 3, tokens/s": 1000.0})
+    assert [row["what"] for row in rows] == list(invariant)[:2]
+    assert [row["cost_percent"] for row in rows] == [10.0, 25.0]
+
+
 def test_arrivals_are_those_of_the_anchors(monkeypatch):
     """As many requests at each rate as vLLM was sent, without waiting for them."""
     client = Client(0, 128256)

@@ -13,7 +13,7 @@ from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.shape import Shape
 from preheat.settings import Settings
-from preheat.warmup.graphs import Twin, capture, divide_memory, graph_bytes
+from preheat.warmup.graphs import Budget, Twin, capture, capture_twin, divide_memory, graph_bytes
 from preheat.warmup.record import Record
 
 GIB, MIB = 2**30, 2**20
@@ -197,6 +197,17 @@ def test_other_modes_reserve_nothing(mode, caplog):
     with caplog.at_level(logging.WARNING):
         divide_memory(SETTINGS, mode, FREE, BLOCK)
     assert f"Execution mode {mode} captures no graphs: --graph-reserved-mem without effect" in caplog.text
+
+
+def test_layers_in_a_graph_without_graphs(caplog):
+    settings = Settings(config_hidden_layers=2)
+    with caplog.at_level(logging.WARNING):
+        split = divide_memory(settings, "eager", FREE, BLOCK)
+        plan = make_plan(LIMITS, PlanOptions(), COSTS)
+        capture_twin(plan, Record.of(plan), settings, Budget(split, BLOCK), SIZES)
+        capture_twin(plan, Record.of(plan), Settings(), Budget(split, BLOCK), SIZES)
+    assert len(caplog.messages) == 2
+    assert all(message.endswith("--config-hidden-layers without effect") for message in caplog.messages)
 
 
 def test_the_pool_is_what_was_reserved_and_never_more_than_is_left():

@@ -18,6 +18,8 @@ class Platform(Protocol):
 
     name: str
     device: torch.device
+    always_invariant: str | None
+    """Why there is nothing faster to choose from where bits may depend on the batch; None where there is."""
     asynchronous: bool
     """Whether the device goes on by itself after a call returns, so that the host can work ahead of it."""
 
@@ -61,6 +63,20 @@ def pick_platform(device: str) -> Platform:
     from preheat.device.cpu import CPU
 
     return CPU()
+
+
+def check_varying(settings: Settings, platform: Platform) -> None:
+    """Say in the log that bits may vary, where ``batch_invariant`` is off. Raises SettingsError where nothing would be
+    faster for it.
+    """
+    if settings.batch_invariant:
+        return
+    if platform.always_invariant:
+        raise SettingsError(
+            f"batch_invariant cannot be turned off on {platform.name}: {platform.always_invariant}; leave it at true",
+            param="batch_invariant",
+        )
+    logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
 
 
 def works_ahead(settings: Settings, platform: Platform) -> bool:

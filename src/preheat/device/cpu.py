@@ -17,6 +17,9 @@ class CPU:
 
     name = "cpu"
     device = torch.device("cpu")
+    always_invariant: str | None = (
+        "torch's own kernels serve, at sizes that were proven to keep their bits, and none is faster without that"
+    )
     asynchronous = False
 
     @property

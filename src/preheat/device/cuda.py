@@ -21,6 +21,7 @@ class CUDA:
     """torch and Triton on a GPU. Raises SettingsError, saying what to change, where there is none that can be used."""
 
     name = "cuda"
+    always_invariant: str | None = None
     asynchronous = True
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from preheat.core import (
+    MAX_STOP_IDS,
     Cancel,
     Delta,
     Died,
@@ -141,7 +142,7 @@ class FrontDoor:
     def _start(self, ticket: Ticket) -> None:
         params = ticket.params
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
-        stop_ids = sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
+        stop_ids = self._stop_ids(params)
         strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         ticket.arrived_at = time.monotonic()
         ticket.running = params.n
@@ -192,6 +193,13 @@ class FrontDoor:
         if bad is not None:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
+    def check_logprobs(self, count: int | None, param: str) -> None:
+        """Raise InvalidRequest, naming ``param``, if ``count`` alternatives are more than may be asked for."""
+        if (count or 0) > self._max_logprobs:
+            raise InvalidRequest(
+                f"{param} is {count}, but at most {self._max_logprobs} are allowed (--max-logprobs)", param=param
+            )
+
     def check_text(self, param: str, instead: str) -> None:
         """Raise InvalidRequest, naming ``param`` and what to do ``instead``, unless there is a tokenizer."""
         if not self.tokenizer.speaks:
@@ -199,14 +207,20 @@ class FrontDoor:
                 f"{param} is about text, and there is no tokenizer (skip_tokenizer_init): {instead}", param=param
             )
 
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """The ids that end a sequence, ascending."""
+        return sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
+
     def _check_tokens(self, params: SamplingParams) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self._max_logprobs:
-                raise InvalidRequest(
-                    f"{name} is {getattr(params, name)}, but at most {self._max_logprobs} are allowed (--max-logprobs)",
-                    param=name,
-                )
+        self.check_logprobs(params.logprobs, "logprobs")
+        self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
         self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
+        if (count := len(self._stop_ids(params))) > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids and the model's end-of-sequence ids are {count:,} together, but at most "
+                f"{MAX_STOP_IDS:,} can end a request; give fewer stop_token_ids",
+                param="stop_token_ids",
+            )
         self.check_vocabulary(params.logit_bias or (), "logit_bias")
         stops = params.stop_strings
         if stops:

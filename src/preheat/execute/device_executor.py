@@ -1,7 +1,8 @@
 """The executor of a device that runs asynchronously: two programs a step, over static buffers, back to back.
 
 ``forward(shape)`` computes hidden states and the cache's new keys and values, ``sample(size, level)`` draws tokens. The
-device keeps the tokens that it drew, so that the next step may be launched before anyone has seen them.
+first may be cut into parts of a few layers, which hand the hidden states on in static buffers. The device keeps the
+tokens that it drew, so that the next step may be launched before anyone has seen them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from preheat.batch.flat import FlatBatch
 from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.device_sampler import DeviceSampler, read_report
 from preheat.execute.kv_cache import KVCache
-from preheat.execute.programs import Programs, SampleKey
+from preheat.execute.programs import Part, Programs, SampleKey
 from preheat.model.decoder import Attention, Decoder, Tap
 from preheat.ops.cuda.attention import Workspace, decode_attention, prefill_attention
 from preheat.ops.cuda.embedding import embed, take_rows
@@ -72,18 +73,31 @@ class Running:
 
 
 class DeviceExecutor:
-    """Runs steps of one model on one device, whose current stream it uses."""
+    """Runs steps of one model on one device, whose current stream it uses. A graph holds ``layers_per_graph`` layers,
+    or all.
+    """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sampler: DeviceSampler, buffers: StepBuffers) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        sampler: DeviceSampler,
+        buffers: StepBuffers,
+        layers_per_graph: int | None = None,
+    ) -> None:
         self.decoder, self.cache, self.sampler, self.buffers = decoder, cache, sampler, buffers
         spec, limits = decoder.spec, buffers.limits
         self._device = device = decoder.weights.embedding.device
         tokens, rows = max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
         self._hidden = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._residual = torch.zeros_like(self._hidden)
         self._logits = torch.zeros(rows, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._workspace = Workspace(rows * buffers.max_splits, tokens, spec.num_heads, spec.head_dim, device)
         self._scale = spec.head_dim**-0.5
         self._head_map = cast("CudaLinear", decoder.weights.head)
+        self._layers = layers = range(len(decoder.weights.layers))
+        step = layers_per_graph or len(layers)
+        self._parts = [layers[first : first + step] for first in layers[::step]]
         self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
         self._live, self._successors = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, rows))
         self._settings = [self._pinned(sampler.settings) for _ in range(HOST_COPIES)]
@@ -91,7 +105,7 @@ class DeviceExecutor:
         self._answers = [Answer(*map(self._pinned, answers)) for _ in range(HOST_COPIES)]
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._watch: LogitWatch | None = None
-        self.forwards = Programs[Shape](self._forward, pool)
+        self.forwards = Programs[Part](lambda part: self._forward(*part), pool)
         self.samples = Programs[SampleKey](self._sample, pool)
 
     def watch_logits(self, watch: LogitWatch | None) -> None:
@@ -115,7 +129,8 @@ class DeviceExecutor:
     def forward(self, batch: FlatBatch, *, eager: bool = False) -> Tensor:
         """Hidden states [T, hidden], which the next step overwrites; keys and values are in the cache."""
         self.buffers.send(batch.turn, batch.pieces)
-        self.forwards.run(batch.shape, eager=eager)
+        for part in self._parts_of(batch.shape):
+            self.forwards.run(part, eager=eager)
         return self._hidden[: batch.shape.tokens]
 
     @torch.inference_mode()
@@ -135,7 +150,7 @@ class DeviceExecutor:
             self.forward(batch, eager=eager)
         else:
             self.buffers.send(batch.turn, batch.pieces)
-            self._forward(batch.shape, tap=tap)
+            self._forward(batch.shape, self._layers, tap)
         self._draw(batch, eager=eager).result()
         return self._logits[: len(batch.sampled_rows)].float()
 
@@ -162,10 +177,21 @@ class DeviceExecutor:
         self._forward(batch.shape, self._kinds)
         self._draw(batch).result()
 
+    def is_captured(self, shape: Shape) -> bool:
+        """Whether graphs run the forward program of ``shape``."""
+        return all(part in self.forwards for part in self._parts_of(shape))
+
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
-        """Make a graph of the forward program of ``shape``, whose layers have run before."""
-        self.forwards.capture(shape)
+        """Make graphs of the forward program of ``shape``, whose layers have run before: of all parts or of none."""
+        parts = self._parts_of(shape)
+        try:
+            for part in parts:
+                self.forwards.capture(part)
+        except BaseException:
+            for part in parts:
+                self.forwards.forget(part)
+            raise
 
     @torch.inference_mode()
     def capture_sampling(self, key: SampleKey) -> None:
@@ -216,11 +242,17 @@ class DeviceExecutor:
             found.setdefault(part.row, []).extend(entries)
         return found
 
-    def _forward(self, shape: Shape, only: Sequence[int] | None = None, tap: Tap | None = None) -> None:
-        inputs = self.buffers.inputs(shape)
-        residual = embed(inputs.tokens, inputs.slots, self.sampler.last_token, self.decoder.weights.embedding)
-        hidden = self.decoder.layers(residual, None, self._attention(inputs), only, eager=tap is not None, tap=tap)
-        self._hidden[: shape.tokens].copy_(hidden)
+    def _parts_of(self, shape: Shape) -> list[Part]:
+        return [Part(shape, layers) for layers in self._parts]
+
+    def _forward(self, shape: Shape, layers: Sequence[int], tap: Tap | None = None) -> None:
+        """Run ``layers`` of a step: from its tokens, or from where the layers before them left it."""
+        decoder, inputs, begins = self.decoder, self.buffers.inputs(shape), layers[0] == 0
+        residual, hidden = self._residual[: shape.tokens], self._hidden[: shape.tokens]
+        if begins:
+            embed(inputs.tokens, inputs.slots, self.sampler.last_token, decoder.weights.embedding, residual)
+        attention, normed = self._attention(inputs), None if begins else hidden
+        hidden.copy_(decoder.layers(residual, None, attention, layers, normed=normed, eager=tap is not None, tap=tap))
 
     def _sample(self, key: SampleKey) -> None:
         self._head(key.size)

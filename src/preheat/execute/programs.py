@@ -9,8 +9,18 @@ import torch
 
 from preheat.batch.sampling import Level
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
+from preheat.plan.shape import Shape
 
 Key = TypeVar("Key")
+
+
+class Part(NamedTuple):
+    """The program of some ``layers`` of a forward step of ``shape``. The first part begins with the tokens, any other
+    where the one before it ended.
+    """
+
+    shape: Shape
+    layers: range
 
 
 class SampleKey(NamedTuple):
@@ -61,6 +71,6 @@ class Programs(Generic[Key]):
             graph.capture_end()
         self._graphs[key] = graph
 
-    def forget(self) -> None:
-        """Give up all graphs."""
-        self._graphs.clear()
+    def forget(self, key: Key) -> None:
+        """Give up the graph of ``key``, if there is one."""
+        self._graphs.pop(key, None)

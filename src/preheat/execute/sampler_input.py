@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from preheat.batch.sampling import LogitEdits, SamplingBatch
-from preheat.core import MAX_LOGIT_BIAS
+from preheat.core import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from preheat.ops.cuda.sample import EDIT, HEADER, ROW
 from preheat.ops.survivors import furthest
 
-EDITS_PER_ROW = 2 * MAX_LOGIT_BIAS
-"""Room for edits: as many as logit_bias allows, and as many stop ids, for every row."""
+EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
+"""Room for all that a request may ask for, in every row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,15 +107,18 @@ class Decoder:
         attention: Attention,
         only: Sequence[int] | None = None,
         *,
+        normed: Tensor | None = None,
         eager: bool = False,
         tap: Tap | None = None,
     ) -> Tensor:
         """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten.
 
-        ``only`` runs some of the layers, ascending: those of one kind run the same programs.
+        ``only`` runs some of the layers, ascending: those of one kind run the same programs. ``normed`` is what the
+        layers before them gave, where there are such, and ``residual`` then the stream that they left.
         """
         before, after = self._eager if eager else self._built
-        normed = self.weights.layers[0].input_norm(residual)
+        if normed is None:
+            normed = self.weights.layers[0].input_norm(residual)
         for index in range(len(self.weights.layers)) if only is None else only:
             layer = self.weights.layers[index]
             qkv = before(normed, layer, rope, self._heads)

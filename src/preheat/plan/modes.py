@@ -52,11 +52,14 @@ PLATFORMS: Mapping[str, Row] = {
     "cuda": Row(
         default="graphs",
         runs={
-            "eager": "torch launches one operation after the other",
-            "compile": "torch.compile, each kind of layer once for each number of tokens",
+            "eager": "the host launches one kernel after the other",
             "graphs": "every program is captured once and replayed",
         },
-        refused={"lazy": _NO_BRIDGE},
+        refused={
+            "compile": "a layer is a few fused kernels, which a compiler must leave as they are to keep their bits; "
+            "what it saves in launches, graphs save whole",
+            "lazy": _NO_BRIDGE,
+        },
     ),
     "hpu": Row(
         default="graphs",

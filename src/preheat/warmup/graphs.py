@@ -42,7 +42,13 @@ logger = logging.getLogger(__name__)
 GRAPHS = "graphs"
 """The execution mode in which graphs are captured; in every other one nothing is reserved for them."""
 
-GRAPH_OPTIONS = ("graph_reserved_mem", "graph_prompt_ratio", "graph_prompt_strategy", "graph_decode_strategy")
+GRAPH_OPTIONS = (
+    "graph_reserved_mem",
+    "graph_prompt_ratio",
+    "graph_prompt_strategy",
+    "graph_decode_strategy",
+    "config_hidden_layers",
+)
 NOT_RUN = ("dropped", "failed")
 FALLBACK = "runs without a graph: it is for steps beyond the ladders"
 INDEX_BYTES, TABLE_BYTES, LOGIT_BYTES = 8, 4, 4
@@ -125,6 +131,8 @@ class Budget:
 
 def capture_twin(plan: Plan, record: Record, settings: Settings, budget: Budget, sizes: ModelSizes) -> Captures:
     """`capture` on a CPU, where nothing is captured and the bytes of each graph are counted."""
+    if settings.config_hidden_layers is not None:
+        logger.warning("A CPU's graphs are counted, whole: --config-hidden-layers without effect")
     limits = plan.limits
     free = budget.split.free - limits.num_blocks * budget.block_bytes
     twin = Twin(sizes, limits.max_blocks_per_seq, free)
@@ -150,7 +158,7 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
 
     def capture_one(shape: Shape) -> int:
         was = free()
-        if shape not in executor.forwards:
+        if not executor.is_captured(shape):
             if entries[str(shape)].outcome == "pending":
                 warm.forward(shape, executor.prepare)
             try:

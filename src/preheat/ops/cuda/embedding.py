@@ -38,16 +38,15 @@ def _take_rows(hidden, index, out, size, COLUMNS: tl.constexpr, overlap: tl.cons
     _copy_row(hidden, out, tl.load(index + tl.program_id(0)), size, COLUMNS)
 
 
-def embed(tokens: Tensor, slots: Tensor, last_token: Tensor, table: Tensor) -> Tensor:
-    """Rows of ``table`` [vocab, hidden] for ``tokens`` int32 [tokens], where -1 stands for ``last_token[slot]``.
+def embed(tokens: Tensor, slots: Tensor, last_token: Tensor, table: Tensor, out: Tensor) -> None:
+    """Fill ``out`` [tokens, hidden] with the rows of ``table`` [vocab, hidden] that ``tokens`` int32 [tokens] name; -1
+    stands for ``last_token[slot]``.
 
     ``slots`` int32 [tokens], ``last_token`` int32 [slots]. Ids must be inside the table: nothing here checks them.
     """
     size = table.shape[1]
-    out = table.new_empty(len(tokens), size)
     programs = (len(tokens), triton.cdiv(size, COLUMNS))
     _embed[programs](tokens, slots, last_token, table, out, size, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
-    return out
 
 
 def take_rows(hidden: Tensor, index: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""What invariance costs: times between tokens, to the first one, and of reading prompts, with it and without, on a GPU.
+
+    python bench/invariance_cost.py --shape llama-3.1-8b --seconds 120
+
+runs `preheat bench latency` twice, each time in a process of its own and for so many seconds at most. The table goes
+into docs/determinism.md (`python -m tools.performance_doc`). A CPU has nothing faster to choose and says so.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from _common import report
+
+from preheat.bench.report import read_parts
+from preheat.bench.shapes import SHAPES
+from preheat.bench.table import flat, shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each engine; what does not fit is left out")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
+    own = parser.parse_args()
+    varying = measure(own, "--no-batch-invariant")
+    invariant = measure(own, "--batch-invariant")
+    rows = beside(invariant, varying)
+    for row in rows:
+        print(
+            f"{row['what']:<36} {shown(row['invariant']):>8} {shown(row['varying']):>8} {row['cost_percent']:>+7.1f} %"
+        )
+    print(report(f"invariance_cost_{own.shape}", rows))
+
+
+def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
+    """The figures of one engine, by name. Ends this process as that one ended, where it failed."""
+    with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
+        asked = [f"--shape={own.shape}", f"--output={folder}", f"--seconds={own.seconds:g}", *(["--tiny"] * own.tiny)]
+        command = [sys.executable, "-m", "preheat", "bench", "latency", *asked, *flags]
+        if status := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+            sys.exit(status)
+        return flat(read_parts(Path(folder) / f"{own.shape}.json"))
+
+
+def beside(invariant: dict[str, float], varying: dict[str, float]) -> list[dict]:
+    """What both engines measured, and by how many percent invariance takes longer."""
+    rows = []
+    for what, ours in invariant.items():
+        if theirs := varying.get(what):
+            slower = theirs / ours if "tokens/s" in what else ours / theirs
+            rows.append(
+                {"what": what, "invariant": ours, "varying": theirs, "cost_percent": round(100 * (slower - 1), 1)}
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

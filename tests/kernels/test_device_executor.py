@@ -1,0 +1,133 @@
+"""The device's executor: a forward program in parts of a few layers has the bits of the whole one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from preheat.execute import device_executor
+from preheat.execute.programs import Programs
+from preheat.limits import Limits
+from preheat.model.spec import read_spec
+from preheat.model.weights import load_weights
+from preheat.ops.cuda.linear import CudaLinear
+from preheat.ops.cuda.tuning import Choices
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.plan.shape import Shape
+from preheat.runner import Model, on_device
+from preheat.schedule.slots import Slots
+from preheat.settings import Settings
+from preheat.warmup.feed import Feed, rows_of
+
+LIMITS = Limits(
+    max_model_len=32, max_num_seqs=2, max_num_batched_tokens=4, max_num_prefill_seqs=None, block_size=16, num_blocks=5
+)  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Plan and model."""
+    spec, folder = read_spec(CONFIG), tmp_path_factory.mktemp("model")
+    make_linear = partial(CudaLinear, choices=Choices())
+    weights = load_weights(spec, folder, torch.float32, "dummy", make_linear=make_linear)
+    return make_plan(LIMITS, PlanOptions()), Model(folder, spec, torch.float32, "float32", weights, 1)
+
+
+def engine(made, **options):
+    plan, model = made
+    slots = Slots(LIMITS.max_num_seqs, LIMITS.max_model_len, LIMITS.block_size)
+    packer, executor = on_device(Settings(**options), model, plan, slots, mode="graphs", store=None)
+    return packer, executor, Feed(slots, LIMITS, 48)
+
+
+def hidden(made, shape, **options):
+    packer, executor, feed = engine(made, **options)
+    with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
+        return executor.forward(packer.pack(schedule)).clone(), executor
+
+
+@pytest.mark.parametrize(("shape", "layers"), [(Shape.decode(2), 1), (Shape.mixed(4, 2), 2)], ids=str)
+def test_parts_have_the_bits_of_the_whole(made, shape, layers):
+    whole, _ = hidden(made, shape)
+    assert whole.abs().sum() > 0
+    assert torch.equal(hidden(made, shape, config_hidden_layers=layers)[0], whole)
+
+
+@pytest.mark.parametrize(("layers", "parts"), [(None, [3]), (1, [1, 1, 1]), (2, [2, 1]), (99, [3])])
+def test_layers_are_divided(made, layers, parts):
+    _, executor, _ = engine(made, config_hidden_layers=layers)
+    assert [len(part.layers) for part in executor._parts_of(Shape.decode(2))] == parts
+
+
+def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
+    """The control: with a stream of its own for each part, the bits are others."""
+    shape = Shape.decode(2)
+    whole, _ = hidden(made, shape)
+    forward = device_executor.DeviceExecutor._forward
+
+    def forgetful(self, shape, layers, tap=None):
+        self._residual.mul_(0 if layers[0] else 1)
+        forward(self, shape, layers, tap)
+
+    monkeypatch.setattr(device_executor.DeviceExecutor, "_forward", forgetful)
+    assert torch.equal(hidden(made, shape)[0], whole)
+    assert not torch.equal(hidden(made, shape, config_hidden_layers=2)[0], whole)
+
+
+class Graph:
+    """Stands in for CUDA's: it counts. The body runs while it is captured, and not when it is replayed."""
+
+    begun = replayed = 0
+
+    def capture_begin(self, **_):
+        Graph.begun += 1
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        Graph.replayed += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(Graph, "begun", 0)
+    monkeypatch.setattr(Graph, "replayed", 0)
+    return Graph
+
+
+def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
+    shape = Shape.decode(2)
+    packer, executor, feed = engine(made, config_hidden_layers=1)
+    assert not executor.is_captured(shape)
+    executor.capture(shape)
+    assert executor.is_captured(shape) and not executor.is_captured(Shape.decode(1))
+    with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
+        batch = packer.pack(schedule)
+        executor.forward(batch)
+        executor.forward(batch, eager=True)
+    assert (graphs.begun, graphs.replayed) == (3, 3)
+
+
+def test_a_shape_is_captured_whole_or_not_at_all(made, graphs, monkeypatch):
+    """Memory runs out at the second part."""
+    shape, (_, executor, _) = Shape.decode(2), engine(made, config_hidden_layers=1)
+    capture = Programs.capture
+
+    def short(self, key):
+        if key.layers[0] == 1:
+            raise torch.OutOfMemoryError
+        capture(self, key)
+
+    monkeypatch.setattr(Programs, "capture", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        executor.capture(shape)
+    assert graphs.begun == 1
+    assert not any(part in executor.forwards for part in executor._parts_of(shape))
