@@ -1,0 +1,82 @@
+"""Programs: a graph where there is one, else operation by operation. Here a graph is one on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preheat.batch.sampling import Level
+from preheat.execute.programs import Programs, SampleKey
+from preheat.plan.items import SamplerKey, sampler_keys
+
+
+class PaperGraph:
+    """Records whether it is captured and how often it runs."""
+
+    made: list[PaperGraph] = []
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.made.append(self)
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # other threads may go on using the device
+        self.pool = pool
+        self.said.append("begin")
+
+    def capture_end(self):
+        self.said.append("end")
+
+    def replay(self):
+        self.said.append("replay")
+
+
+@pytest.fixture(autouse=True)
+def paper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PaperGraph)
+    monkeypatch.setattr(PaperGraph, "made", [])
+
+
+def test_a_program_runs_as_a_graph_once_it_is_captured():
+    ran: list[int] = []
+    programs = Programs[int](ran.append, pool="pool")
+    programs.run(7)
+    assert ran == [7]
+    assert 7 not in programs
+    programs.capture(7)
+    assert 7 in programs
+    assert ran == [7, 7]  # recorded
+    programs.run(7)
+    programs.run(8)
+    assert ran == [7, 7, 8]
+    programs.run(7, eager=True)
+    assert ran == [7, 7, 8, 7]
+    [graph] = PaperGraph.made
+    assert graph.said == ["begin", "end", "replay"]
+    assert graph.pool == "pool"
+    programs.forget()
+    assert 7 not in programs
+    programs.run(7)
+    assert ran[-1] == 7
+    assert graph.said[-1] == "replay"
+
+
+def test_a_capture_that_fails_is_ended_and_forgotten():
+    def broken(key):
+        raise RuntimeError("no room")
+
+    programs = Programs[int](broken)
+    with pytest.raises(RuntimeError, match="no room"):
+        programs.capture(7)
+    assert PaperGraph.made[0].said == ["begin", "end"]
+    assert 7 not in programs
+
+
+def test_every_item_of_the_sampler_names_a_program():
+    """Of the level that its setting asks for, at each number of rows."""
+    keys = [key for key in sampler_keys((0, 1, 4)) if key.rows]
+    found = {SampleKey.of(key) for key in keys}
+    assert found == {SampleKey(rows, level) for rows in (1, 4) for level in Level}
+    assert SampleKey.of(SamplerKey(4, "logprobs", False)) == SampleKey(4, Level.GREEDY)
+    assert SampleKey.of(SamplerKey(4, "min_p", True)) == SampleKey(4, Level.FILTERED)
+    assert SampleKey.of(SamplerKey(4, "min_tokens", False)) == SampleKey(4, Level.FULL)

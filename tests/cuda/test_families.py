@@ -1,0 +1,145 @@
+"""Every family on a GPU against Hugging Face transformers on the same GPU, through the public API, at every position.
+
+Log-probabilities of the whole vocabulary are the logits but for a constant of each position. They come from prompts,
+read in chunks, and from the tokens after them, decoded one by one beyond the first split of the keys.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat import LLM, SamplingParams
+from preheat.ops.cuda.work import SPLIT
+from preheat.outputs import RequestOutput
+from tests.cpu.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MODELS, YARN_ROPE, Model, save_checkpoint
+
+DEVICE = "cuda"
+VOCAB, LENGTH = 256, 1024
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64,
+    "max_position_embeddings": LENGTH,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama 3.1": {"rope_parameters": LLAMA3_ROPE, "head_dim": 128, "num_attention_heads": 8},
+    "llama linear rope": {"rope_parameters": LINEAR_ROPE},
+    "llama with biases": {"num_key_value_heads": 4},
+    "mistral": {"num_attention_heads": 6, "head_dim": 96},
+    "mistral with window": {"sliding_window": 100},
+    "qwen2 with windows": {"sliding_window": 300},
+    "qwen3": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3 with yarn": {"rope_parameters": YARN_ROPE | {"factor": LENGTH / 64}},
+}
+"""Beside `SIZES`: what a GPU's kernels tell apart, each in one family at least, and few of them, to compile few."""
+
+OPTIONS: dict[str, Any] = {
+    "device": DEVICE, "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 128,
+    "max_model_len": LENGTH, "num_gpu_blocks_override": 40, "max_logprobs": VOCAB, "boot_check": "off",
+}  # fmt: skip
+LENGTHS = (1, 17, 130, SPLIT + 40)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=VOCAB)
+
+Found = list[tuple[list[int], Tensor]]
+"""Sequences, and fp32 [tokens - 1, vocab]: what follows each token."""
+
+
+def model_of(name: str) -> Model:
+    family, changes = MODELS[name]
+    return family, changes | SIZES | CHANGES.get(name, {})
+
+
+def logprobs_of(output: RequestOutput) -> Tensor:
+    choice = output.outputs[0]
+    assert output.prompt_logprobs is not None and choice.logprobs is not None
+    entries = [*output.prompt_logprobs[1:], *choice.logprobs]
+    found = torch.full((len(entries), VOCAB), torch.nan)
+    for row, entry in zip(found, entries, strict=True):
+        assert entry is not None
+        row[list(entry)] = torch.tensor([value.logprob for value in entry.values()])
+    assert not found.isnan().any()
+    return found
+
+
+def run(folder: Path, dtype: str) -> Found:
+    """What our engine finds, and its own greedy tokens behind each prompt."""
+    chance = random.Random(5)
+    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+    outputs = LLM(str(folder), dtype=dtype, **OPTIONS).generate(prompts, PARAMS, use_tqdm=False)
+    return [(p + o.outputs[0].token_ids, logprobs_of(o)) for p, o in zip(prompts, outputs, strict=True)]
+
+
+@torch.inference_mode()
+def reference(folder: Path, found: Found, dtype: torch.dtype, **changes: Any) -> list[Tensor]:
+    """The same, teacher-forced, by transformers, with ``changes`` to the configuration."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **changes)
+    model.eval().to(DEVICE)
+    logits = [model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1] for tokens, _ in found]
+    return [part.float().log_softmax(-1).cpu() for part in logits]
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Of the logits, relative, over all positions; a constant of each position is no part of them."""
+    ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def saved(name: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp("model")
+        save_checkpoint(model_of(name), folder)
+        return folder
+
+    return saved
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_transformers(name, checkpoint):
+    """The error is that of rounding; where the two best are further apart than it can reach, the best is the same."""
+    folder = checkpoint(name)
+    found = run(folder, "bfloat16")
+    right = reference(folder, found, torch.bfloat16)
+    ours, theirs = torch.cat([logprobs for _, logprobs in found]), torch.cat(right)
+    assert error(ours, theirs) <= 1e-2
+    top = theirs.topk(2, -1).values
+    certain = top[:, 0] - top[:, 1] > 4 * (ours - theirs).abs().max(-1).values
+    assert certain.sum() > 200  # the comparison is about something
+    assert torch.equal(ours.argmax(-1)[certain], theirs.argmax(-1)[certain])
+
+
+@pytest.mark.parametrize("name", ["qwen2 with windows", "qwen3"])
+def test_float32_is_transformers(name, checkpoint):
+    """And the engine chose what transformers finds most likely."""
+    folder = checkpoint(name)
+    found = run(folder, "float32")
+    right = reference(folder, found, torch.float32)
+    assert error(torch.cat([logprobs for _, logprobs in found]), torch.cat(right)) <= 1e-5
+    for (tokens, _), theirs, length in zip(found, right, LENGTHS, strict=True):
+        assert theirs[length - 1 :].argmax(-1).tolist() == tokens[length:]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral with window", {"sliding_window": None}),
+        ("llama tied", {"rms_norm_eps": 0.1}),
+        ("llama 3.1", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    ],
+)
+def test_the_comparison_can_fail(name, change, checkpoint):
+    """Transformers compared with itself, when the configuration is read wrongly."""
+    folder = checkpoint(name)
+    chance = random.Random(5)
+    tokens: Found = [([chance.randrange(VOCAB) for _ in range(LENGTHS[-1])], torch.empty(0))]
+    right, wrong = (reference(folder, tokens, torch.bfloat16, **changes)[0] for changes in ({}, change))
+    assert error(wrong, right) > 2e-2

@@ -1,0 +1,127 @@
+"""The engine of a GPU without one: its packer, executor and sampler, a step ahead, with kernels in the interpreter.
+
+A platform that is called cuda and computes on the host stands in for the GPU. What it says is compared with the engine
+of a CPU, in float32, where both find the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from preheat import LLM, SamplingParams
+from preheat.batch.flat import FlatPacker
+from preheat.device.cpu import CPU
+from preheat.execute.device_executor import DeviceExecutor
+from preheat.ops.cuda import norm
+from preheat.ops.norm import RMSNorm
+from preheat.outputs import Logprob, RequestOutput
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
+
+VOCAB = 96
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "float32", "hidden_act": "silu",
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2, "tie_word_embeddings": True,
+    "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 48,
+    "max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 16, "num_gpu_blocks_override": 5,
+    "max_logprobs": 3,
+}  # fmt: skip
+REQUESTS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=4),
+    "seeded": SamplingParams(temperature=1.0, seed=3, top_p=0.9, logprobs=3, max_tokens=3),
+    "penalised": SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.5, max_tokens=4),
+    "prompt": SamplingParams(temperature=0, prompt_logprobs=2, min_tokens=1, logit_bias={7: 2.5}, max_tokens=2),
+}
+LENGTHS = {"greedy": 5, "seeded": 1, "penalised": 18, "prompt": 6}
+
+
+class StandIn(CPU):
+    """A CPU that passes for a GPU."""
+
+    name = "cuda"
+    asynchronous = True
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preheat.device.base.pick_platform", lambda device: StandIn())
+    monkeypatch.setattr("preheat.warmup.sources.sources_for", lambda platform: [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    # Norms look at where their weights lie.
+    monkeypatch.setattr(RMSNorm, "__call__", lambda self, x: norm.rms_norm(x, self.weight, self.eps))
+    monkeypatch.setattr(RMSNorm, "add", lambda self, x, to: norm.add_rms_norm(x, to, self.weight, self.eps))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+def answers(llm: LLM, names: Sequence[str] = tuple(REQUESTS)) -> list[RequestOutput]:
+    """To the first requests, which ``names`` name."""
+    chance = random.Random(0)
+    prompts = [[chance.randrange(VOCAB) for _ in range(LENGTHS[name])] for name in names]
+    found = llm.generate(prompts, [REQUESTS[name] for name in names], use_tqdm=False)
+    llm.loop.scheduler.check()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[RequestOutput]:
+    return answers(LLM(model, device="cpu", **OPTIONS))
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_close(found: list[dict[int, Logprob] | None] | None, expected: list[dict[int, Logprob] | None] | None):
+    """The same tokens with the same ranks, and nearly the same log-probabilities."""
+    assert found is not None and expected is not None
+    assert [entry and list(entry) for entry in found] == [entry and list(entry) for entry in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for token in theirs or {}:
+            assert ours[token].rank == theirs[token].rank
+            assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-5)
+
+
+def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected, monkeypatch):
+    stand_in(monkeypatch)
+    llm = LLM(model, **OPTIONS)
+    assert isinstance(llm.loop.executor, DeviceExecutor)
+    assert llm.loop.overlap
+    found = dict(zip(REQUESTS, answers(llm), strict=True))
+    right = dict(zip(REQUESTS, expected, strict=True))
+    assert tokens_of(found.values()) == tokens_of(expected)
+    assert_close(found["seeded"].outputs[0].logprobs, right["seeded"].outputs[0].logprobs)
+    assert_close(found["prompt"].prompt_logprobs, right["prompt"].prompt_logprobs)
+
+
+def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
+    """The device is told that the token it has just drawn was 0."""
+    stand_in(monkeypatch)
+    tell = FlatPacker._tokens
+
+    def wrong(self, words, shape, schedule, ends):
+        tell(self, words, shape, schedule, ends)
+        tokens = words[self.buffers.layout(shape).tokens_at :][: shape.tokens]
+        assert schedule.num_decode == 0 or (tokens < 0).any()
+        np.maximum(tokens, 0, out=tokens)
+
+    monkeypatch.setattr(FlatPacker, "_tokens", wrong)
+    assert tokens_of(answers(LLM(model, **OPTIONS), ["greedy"])) != tokens_of(expected)[:1]
