@@ -1,0 +1,144 @@
+"""What a device that replays programs finds in its buffers: every step said again in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preheat.batch.buffers import StepBuffers
+from preheat.batch.flat import FlatBatch, FlatPacker
+from preheat.core import Schedule, StepResult
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.schedule.scheduler import Scheduler
+from tests.pure.paper import limits, request
+
+TILE, SPLIT, WINDOWS = 4, 8, (None, 5)
+
+
+class Steps:
+    """A scheduler and its packer. ``pack`` says what the device must see of each step once the batch is sent."""
+
+    def __init__(self, **changes) -> None:
+        self.limits = limits(**changes)
+        plan = make_plan(self.limits, PlanOptions())
+        self.scheduler = Scheduler(self.limits, padded=plan.padded)
+        self.buffers = StepBuffers(self.limits, tile=TILE, split=SPLIT, windows=WINDOWS, device=torch.device("cpu"))
+        self.packer = FlatPacker(self.scheduler.slots, plan, self.buffers)
+
+    def pack(self) -> tuple[Schedule, FlatBatch, dict] | None:
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return None
+        batch = self.packer.pack(schedule)
+        return schedule, batch, self.expected(schedule, batch)
+
+    def settle(self, schedule: Schedule) -> None:
+        tokens = np.arange(np.count_nonzero(schedule.samples), dtype=np.int32)
+        self.scheduler.settle(schedule, StepResult(tokens))
+
+    def expected(self, schedule: Schedule, batch: FlatBatch) -> dict:
+        slots, tokens, tiles, last = self.scheduler.slots, [], [], []
+        splits: list[list[list[int]]] = [[] for _ in WINDOWS]
+        for slot, first, extend in zip(
+            schedule.slots.tolist(), schedule.first.tolist(), schedule.extend.tolist(), strict=True
+        ):
+            begin = len(tokens)
+            tokens += [(int(slots.tokens[slot, at]), slot, at) for at in range(first, first + extend)]
+            last.append(len(tokens) - 1)
+            if extend > 1:
+                tiles += [[at, min(TILE, begin + extend - at)] for at in range(begin, begin + extend, TILE)]
+                continue
+            for listed, window in zip(splits, WINDOWS, strict=True):
+                oldest = max(first - window + 1, 0) // SPLIT if window else 0
+                listed += [[begin, split] for split in range(oldest, first // SPLIT + 1)]
+        pad = batch.shape.tokens - len(tokens)
+        sampled = [at for at, samples in zip(last, schedule.samples, strict=True) if samples]
+        return {
+            "tokens": tokens + [(0, self.limits.max_num_seqs, 0)] * pad,
+            "tiles": sorted(tiles),
+            "splits": splits,
+            "sampled": sampled + [0] * (batch.sampling_size - len(sampled)),
+            "table": {slot: slots.block_table[slot].tolist() for slot in schedule.slots.tolist()},
+        }
+
+    def seen(self, batch: FlatBatch, chosen: list[int]) -> dict:
+        """What lies on the device."""
+        inputs = self.buffers.inputs(batch.shape)
+        table = self.buffers.table.rows
+        assert not table[self.limits.max_num_seqs].any()
+        return {
+            "tokens": list(zip(inputs.tokens.tolist(), inputs.slots.tolist(), inputs.positions.tolist(), strict=True)),
+            "tiles": sorted(inputs.tiles[: int(inputs.num_tiles)].tolist()),
+            "splits": [inputs.splits[i][: int(inputs.num_splits(i))].tolist() for i in range(len(WINDOWS))],
+            "sampled": self.buffers.sampled[: batch.sampling_size].tolist(),
+            "table": {slot: table[slot].tolist() for slot in chosen},
+        }
+
+    def check(self, schedule: Schedule, batch: FlatBatch, expected: dict) -> None:
+        self.buffers.send(batch.turn, batch.pieces)
+        assert self.seen(batch, schedule.slots.tolist()) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=9),
+    spare=st.sampled_from([16, 20, 64]),
+    events=st.lists(st.sampled_from(["nothing", "again", "clear", "lose", "cancel"]), max_size=8),
+)
+def test_the_device_sees_every_step(prompts, spare, events) -> None:
+    """With a step in flight; batches are sent again or never, the device is wiped, blocks are few and change hands."""
+    steps, before, events = Steps(num_blocks=1 + spare), None, events.copy()
+    for number, (length, more) in enumerate(prompts):
+        steps.scheduler.add(request(number, [number * 50 + at for at in range(length)], more))
+    while not steps.scheduler.idle:
+        packed = steps.pack()
+        event = events.pop() if events else "nothing"
+        if packed and event != "lose":
+            steps.check(*packed)
+        if event == "again" and before:
+            steps.check(*before)
+        if event == "clear":
+            steps.buffers.clear()
+        if event == "cancel" and packed:
+            steps.scheduler.cancel(int(packed[0].ids[0]))
+        if before:
+            steps.settle(before[0])
+        before = packed
+    steps.scheduler.check()
+
+
+def test_only_rows_that_changed_travel() -> None:
+    steps = Steps()
+    steps.scheduler.add(request(0, [1, 2], 8))
+    steps.scheduler.add(request(1, [1, 2, 3], 8))
+    for sent in ([0, 1], [], [1], [0], []):  # of blocks of four tokens each row gets one, the longer fills it first
+        steps.buffers.table.rows.fill_(-1)
+        schedule, batch, _ = steps.pack()
+        steps.buffers.send(batch.turn, batch.pieces)
+        written = (steps.buffers.table.rows >= 0).all(1).nonzero().flatten().tolist()
+        assert written == sent
+        steps.settle(schedule)
+
+
+def test_nobody_writes_the_block_table_by_the_way() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        Steps().scheduler.slots.block_table[0, 0] = 1
+
+
+def test_a_row_without_a_new_version_is_missed() -> None:
+    """The control: versions are what tells."""
+    steps = Steps()
+    steps.scheduler.add(request(0, [1, 2, 3, 4], 8))
+    first = steps.pack()
+    steps.check(*first)
+    steps.settle(first[0])
+    version = steps.scheduler.slots.table_version.copy()
+    schedule = steps.scheduler.schedule()
+    steps.scheduler.slots.table_version[:] = version
+    batch = steps.packer.pack(schedule)
+    with pytest.raises(AssertionError):
+        steps.check(schedule, batch, steps.expected(schedule, batch))
