@@ -52,7 +52,7 @@ class Steps:
         for number, tokens in enumerate(sequences()):
             slot = self.slots.take(Request(number, tokens.tolist(), SamplingParams(), 0, 1), tokens)
             count = -(-len(tokens) // BLOCK)
-            self.slots.block_table[slot, :count] = [next(blocks) for _ in range(count)]
+            self.slots.set_blocks(slot, slice(count), [next(blocks) for _ in range(count)])
             self.slots.num_blocks[slot] = count
         cache = KVCache(decoder.spec, 19, BLOCK, decoder.dtype, torch.device("cpu"))
         limits = Limits(

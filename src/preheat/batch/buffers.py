@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.batch.table import DeviceTable
 from preheat.limits import Limits
 from preheat.plan.shape import Shape
 
@@ -41,11 +43,11 @@ class Layout:
         """Where ids, slots and positions begin."""
         return MAX_LISTS + self.sampled
 
-    @property
+    @cached_property
     def tiles_at(self) -> int:
         return self.tokens_at + 3 * self.tokens
 
-    @property
+    @cached_property
     def splits_at(self) -> tuple[int, ...]:
         """Where each window's splits begin, and where the last ones end."""
         at = self.tiles_at + 2 * self.tiles
@@ -95,14 +97,14 @@ class StepBuffers:
             raise ValueError(f"at most {MAX_LISTS - 1} sliding windows in one model, got {list(windows)}")
         self.limits, self.tile, self.split, self.windows = limits, tile, split, tuple(windows)
         self.max_splits = -(-limits.max_model_len // split)
+        self.layout = cache(self._layout)
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         words = self.layout(Shape.mixed(tokens, min(limits.max_num_seqs, tokens))).words
         pin = device.type == "cuda"
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pin) for _ in range(HOST_COPIES)]
-        table = (limits.max_num_seqs + 1, limits.max_blocks_per_seq)
-        self.table = torch.zeros(table, dtype=torch.int32, device=device)
-        self._host_tables = [torch.zeros(table, dtype=torch.int32, pin_memory=pin) for _ in range(HOST_COPIES)]
+        self._arrays = [host.numpy() for host in self._host]
+        self.table = DeviceTable(limits.max_num_seqs, limits.max_blocks_per_seq, HOST_COPIES, device)
         self._turn = 0
 
     @property
@@ -115,7 +117,7 @@ class StepBuffers:
         """Whose row of the table is all pad block."""
         return self.limits.max_num_seqs
 
-    def layout(self, shape: Shape) -> Layout:
+    def _layout(self, shape: Shape) -> Layout:
         """Where programs of ``shape`` look. A decoding step has no tiles."""
         rows = min(shape.rows, self.limits.max_num_seqs)
         tiles = 0 if shape.phase == "decode" else shape.tokens // self.tile + rows
@@ -139,15 +141,15 @@ class StepBuffers:
     def clear(self) -> None:
         """What the device sees now is a step of padding alone, whatever the program."""
         self._device.zero_()
-        self.table.zero_()
+        self.table.clear()
 
-    def turn(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """The next host copy: its number, its words and its table, both int32."""
+    def turn(self) -> tuple[int, np.ndarray]:
+        """The next host copy: its number and its words, int32."""
         self._turn = (self._turn + 1) % HOST_COPIES
-        return self._turn, self._host[self._turn].numpy(), self._host_tables[self._turn].numpy()
+        return self._turn, self._arrays[self._turn]
 
     def send(self, turn: int, pieces: Sequence[slice]) -> None:
         """Copy ``pieces`` of a host copy's words, and its table, to the device; returns before they are there."""
         for piece in pieces:
             self._device[piece].copy_(self._host[turn][piece], non_blocking=True)
-        self.table.copy_(self._host_tables[turn], non_blocking=True)
+        self.table.send(turn)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from preheat.batch.buffers import MAX_LISTS, StepBuffers
+from preheat.batch.buffers import MAX_LISTS, Layout, StepBuffers
 from preheat.batch.need import need_of
 from preheat.batch.sampling import SamplingBatch
 from preheat.core import Schedule
@@ -37,7 +37,8 @@ class FlatBatch:
     """One step's input, in host copy ``turn`` of the buffers, padded to ``shape``.
 
     ``pieces`` of the copy are in use. ``sampling`` says what to do with the logits that are wanted, of ``sampled_rows``
-    padded to ``sampling_size``, and ``logprobs`` how many alternatives each reports (-1: none).
+    padded to ``sampling_size``. Those of them at the places ``reporting`` are to report logprobs of so many
+    ``alternatives``.
     """
 
     shape: Shape
@@ -47,7 +48,8 @@ class FlatBatch:
     sampled_rows: np.ndarray  # int64, the schedule's row of each
     sampled_slots: np.ndarray  # int64, and its slot
     sampling_size: int
-    logprobs: np.ndarray
+    reporting: np.ndarray  # int64
+    alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
 
     @property
@@ -64,16 +66,17 @@ class FlatPacker:
 
     def pack(self, schedule: Schedule) -> FlatBatch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
-        slots, rows = self.slots, schedule.slots
+        slots = self.slots
         shape = self.plan.fit(need_of(schedule, slots, self.plan.options.bucketing_policy))
-        turn, words, table = self.buffers.turn()
-        ends = np.cumsum(schedule.extend)
-        self._tokens(words, shape, schedule, ends)
-        pieces = self._work(words, shape, schedule, ends)
-        used = -(-int(schedule.ends.max()) // slots.block_size)
-        table[rows, :used] = slots.block_table[rows, :used]
-        sampled_rows = np.flatnonzero(schedule.samples)
-        size = self.plan.sampler_rows(len(sampled_rows))
+        layout, (turn, words) = self.buffers.layout(shape), self.buffers.turn()
+        ends = schedule.extend.cumsum()
+        self._tokens(words, layout, schedule, ends)
+        pieces = self._work(words, layout, schedule, ends)
+        self.buffers.table.write(turn, slots)
+        sampled_rows = schedule.samples.nonzero()[0]
+        sampled_slots, size = schedule.slots[sampled_rows], self.plan.sampler_rows(len(sampled_rows))
+        alternatives = slots.logprobs[sampled_slots]
+        reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         sampled = words[MAX_LISTS : MAX_LISTS + size]
         sampled[: len(sampled_rows)] = ends[sampled_rows] - 1
         sampled[len(sampled_rows) :] = 0
@@ -81,32 +84,35 @@ class FlatPacker:
             shape=shape,
             turn=turn,
             pieces=pieces,
-            sampling=SamplingBatch.build(slots, rows[sampled_rows], schedule.ends[sampled_rows]),
+            sampling=SamplingBatch.build(slots, sampled_slots, schedule.ends[sampled_rows]),
             sampled_rows=sampled_rows,
-            sampled_slots=rows[sampled_rows],
+            sampled_slots=sampled_slots,
             sampling_size=size,
-            logprobs=slots.logprobs[rows[sampled_rows]],
-            prompt_parts=self._prompt_parts(schedule, ends - schedule.extend),
+            reporting=reporting,
+            alternatives=alternatives[reporting],
+            prompt_parts=self._prompt_parts(schedule, ends),
         )
 
-    def _tokens(self, words: np.ndarray, shape: Shape, schedule: Schedule, ends: np.ndarray) -> None:
+    def _tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, ends: np.ndarray) -> None:
         """What each token is: its id, its slot, its position. The rest pads."""
-        layout, count = self.buffers.layout(shape), int(ends[-1])
-        tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, shape.tokens)
+        count = int(ends[-1])
+        tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, layout.tokens)
         if count == schedule.rows:
             slots[:count], positions[:count] = schedule.slots, schedule.first
         else:
             extend = schedule.extend
-            slots[:count] = np.repeat(schedule.slots, extend)
-            positions[:count] = np.arange(count) + np.repeat(schedule.ends - ends, extend)
+            slots[:count] = schedule.slots.repeat(extend)
+            positions[:count] = np.arange(count) + (schedule.ends - ends).repeat(extend)
         tokens[:count] = self.slots.tokens[slots[:count], positions[:count]]
         tokens[count:] = positions[count:] = 0
         slots[count:] = self.buffers.pad_slot
 
-    def _work(self, words: np.ndarray, shape: Shape, schedule: Schedule, ends: np.ndarray) -> list[slice]:
+    def _work(self, words: np.ndarray, layout: Layout, schedule: Schedule, ends: np.ndarray) -> list[slice]:
         """The lists of work, of which the pieces that must be copied are returned."""
-        buffers, layout, extend = self.buffers, self.buffers.layout(shape), schedule.extend
-        single, longer = np.flatnonzero(extend == 1), np.flatnonzero(extend > 1)
+        buffers, extend = self.buffers, schedule.extend
+        longer = (extend > 1).nonzero()[0]
+        single = (extend == 1).nonzero()[0]
+        token_index, positions = ends[single] - 1, schedule.first[single]
         words[0] = 0
         if len(longer):
             starts = ends[longer] - extend[longer]
@@ -116,24 +122,25 @@ class FlatPacker:
         pieces = []
         begin = 0
         for index, (window, at) in enumerate(zip(buffers.windows, layout.splits_at, strict=False)):
-            work = decode_work(ends[single] - 1, schedule.first[single], buffers.split, window)
+            work = decode_work(token_index, positions, buffers.split, window)
             words[1 + index] = len(work)
             words[at : at + work.size] = work.reshape(-1)
             pieces.append(slice(begin, at + work.size))
             begin = layout.splits_at[index + 1]
         return pieces
 
-    def _prompt_parts(self, schedule: Schedule, starts: np.ndarray) -> list[PromptPart]:
+    def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
         """The prefilling rows that want prompt logprobs; a token that ends the prompt has no successor."""
         slots, found, most = self.slots, list[PromptPart](), self.plan.sampler_sizes[-1]
-        wanted = slots.prompt_logprobs[schedule.slots[schedule.num_decode :]] != NO_LOGPROBS
-        for row in (np.flatnonzero(wanted) + schedule.num_decode).tolist():
+        for row in range(schedule.num_decode, schedule.rows):
             slot = schedule.slots[row]
+            if slots.prompt_logprobs[slot] == NO_LOGPROBS:
+                continue
             first = int(schedule.first[row]) + 1
             last = min(first + schedule.extend[row], slots.prompt_len[slot])
             for at in range(0, last - first, most):
                 part = slots.tokens[slot, first + at : min(first + at + most, last)].copy()
                 before = np.zeros(self.plan.sampler_rows(len(part)), np.int32)
-                before[: len(part)] = np.arange(len(part)) + starts[row] + at
+                before[: len(part)] = np.arange(len(part)) + ends[row] - schedule.extend[row] + at
                 found.append(PromptPart(row, int(slots.prompt_logprobs[slot]), before, part))
         return found

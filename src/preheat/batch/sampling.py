@@ -106,9 +106,9 @@ class SamplingBatch:
         Each draws its sequence's token at ``position`` (integers [size]), by default the one after all that are known.
         """
         position = slots.device_len[rows] if position is None else position
-        random = np.flatnonzero(slots.temperature[rows] > 0)
-        penalised = np.flatnonzero(slots.needs_penalty[rows])
-        edited = np.flatnonzero(slots.needs_edit[rows])
+        random = (slots.temperature[rows] > 0).nonzero()[0]
+        penalised = slots.needs_penalty[rows].nonzero()[0]
+        edited = slots.needs_edit[rows].nonzero()[0]
         return cls(
             size=len(rows),
             random=_random_rows(slots, rows[random], random, position[random]) if len(random) else None,

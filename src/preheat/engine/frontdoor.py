@@ -12,6 +12,7 @@ import itertools
 import operator
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -276,7 +277,7 @@ class FrontDoor:
         """The hot path: all rows of one step."""
         now = time.monotonic()
         choices, ends, logprobs = self._choices, delta.finished, delta.logprobs
-        metrics = self.metrics
+        before: list[float] = []  # when each choice had its last token
         if delta.started:
             self._book_started(delta.started, now)
         for id, entries in delta.prompt_logprobs.items():
@@ -286,11 +287,10 @@ class FrontDoor:
             choice = choices.get(id)
             if choice is None:  # it ended here before the engine knew
                 continue
-            metrics.generation_tokens += 1
             if choice.last_token_at:
-                metrics.inter_token.observe(now - choice.last_token_at)
+                before.append(choice.last_token_at)
             else:
-                metrics.first_token.observe(now - choice.ticket.arrived_at)
+                self._book_first(choice, now)
             choice.last_token_at = now
             end = ends.get(id) if ends else None
             hidden = end is not None and end.stop_id == token and not choice.ticket.params.include_stop_str_in_output
@@ -300,6 +300,9 @@ class FrontDoor:
                 self._end(choice, "stop", choice.found_stop)
             elif end is None and choice.ticket.stream and choice.has_news:
                 _notify(choice.ticket)
+        self.metrics.generation_tokens += len(before)
+        for at, times in Counter(before).items():  # one or two moments: most had their last token together
+            self.metrics.inter_token.observe(now - at, times)
         for id, end in ends.items():
             if choice := choices.get(id):
                 self._book_end(choice, end)
@@ -317,6 +320,10 @@ class FrontDoor:
             self.metrics.queue.observe(now - choice.ticket.arrived_at)
             if choice.index == 0:
                 choice.ticket.cached_tokens = cached
+
+    def _book_first(self, choice: Choice, now: float) -> None:
+        self.metrics.generation_tokens += 1
+        self.metrics.first_token.observe(now - choice.ticket.arrived_at)
 
     def _book_end(self, choice: Choice, end: Finish) -> None:
         if end.reason == "error":

@@ -52,7 +52,12 @@ class Choice:
             self.logprobs.append(logprobs)
         if hidden:
             return False
-        return self._show(self._detokenizer.push(token))
+        text = self._detokenizer.push(token)
+        if self._stop is not None:
+            return self._show(text)
+        if text:
+            self.parts.append(text)
+        return False
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End for ``reason``; what was held back is shown, and may itself complete a stop string."""

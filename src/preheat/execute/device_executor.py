@@ -30,7 +30,6 @@ from preheat.plan.items import SamplerKey
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.schedule.defrag import pad_pairs
-from preheat.schedule.slots import NO_LOGPROBS
 
 if TYPE_CHECKING:
     from preheat.ops.cuda.linear import CudaLinear
@@ -39,36 +38,47 @@ LogitWatch = Callable[[Tensor, FlatBatch], None]
 """As :data:`preheat.execute.executor.LogitWatch`."""
 
 
-@dataclass(slots=True)
 class Answer:
-    """Where one step's answers go on the host."""
+    """Where the answers of ``sampler`` go on the host: ``arrays`` are its tokens, report_ids and report_values."""
 
-    tokens: Tensor  # int32 [rows]
-    report_ids: Tensor  # int32 [rows, 1 + most], see DeviceSampler.launch_logprobs
-    report_values: Tensor  # fp32, the same
+    def __init__(self, sampler: DeviceSampler) -> None:
+        cuda = sampler.tokens.is_cuda
+        self._from = sampler.tokens, sampler.report_ids, sampler.report_values
+        self._to = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=cuda) for each in self._from]
+        self.arrays = [each.numpy() for each in self._to]
+        self._there = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+
+    def fetch(self, tokens: bool, reports: bool) -> None:
+        """Have the device send what is wanted, of all rows; returns before it is there."""
+        for wanted, source, target in zip((tokens, reports, reports), self._from, self._to, strict=True):
+            if wanted:
+                target.copy_(source, non_blocking=True)
+        if self._there is not None:
+            self._there.record()
+
+    def wait(self) -> None:
+        """Until what was fetched last, and all that was launched before, is there."""
+        if self._there is not None:
+            self._there.synchronize()
 
 
 @dataclass(slots=True)
 class Running:
-    """A step on the device. ``done`` is reached when ``answer`` is there; on a device that waits it is None."""
+    """A step on the device, whose ``answer`` may be waited for until another step uses it."""
 
     batch: FlatBatch
     answer: Answer
-    done: torch.cuda.Event | None
     prompt_logprobs: dict[int, list[TokenLogprobs]]
 
     def result(self) -> StepResult:
         """Wait for it."""
-        if self.done is not None:
-            self.done.synchronize()
-        batch = self.batch
-        rows = len(batch.sampled_rows)
-        result = StepResult(self.answer.tokens[:rows].numpy().copy(), prompt_logprobs=self.prompt_logprobs)
-        wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
-        if len(wanted):
-            ids, values = self.answer.report_ids.numpy()[wanted], self.answer.report_values.numpy()[wanted]
-            entries = read_report(ids, values, result.tokens[wanted], batch.logprobs[wanted])
-            result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
+        self.answer.wait()
+        batch, (tokens, ids, values) = self.batch, self.answer.arrays
+        rows, reporting = batch.sampled_rows, batch.reporting
+        result = StepResult(tokens[: len(rows)].copy(), prompt_logprobs=self.prompt_logprobs)
+        if len(reporting):
+            entries = read_report(ids[reporting], values[reporting], result.tokens[reporting], batch.alternatives)
+            result.logprobs = dict(zip(rows[reporting].tolist(), entries, strict=True))
         return result
 
 
@@ -100,9 +110,10 @@ class DeviceExecutor:
         self._parts = [layers[first : first + step] for first in layers[::step]]
         self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
         self._live, self._successors = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, rows))
-        self._settings = [self._pinned(sampler.settings) for _ in range(HOST_COPIES)]
-        answers = (sampler.tokens, sampler.report_ids, sampler.report_values)
-        self._answers = [Answer(*map(self._pinned, answers)) for _ in range(HOST_COPIES)]
+        words, pin = sampler.input.words, device.type == "cuda"
+        self._settings = [torch.zeros(words, dtype=torch.int32, pin_memory=pin) for _ in range(HOST_COPIES)]
+        self._settings_arrays = [settings.numpy() for settings in self._settings]
+        self._answers = [Answer(sampler) for _ in range(HOST_COPIES)]
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._watch: LogitWatch | None = None
         self.forwards = Programs[Part](lambda part: self._forward(*part), pool)
@@ -208,24 +219,15 @@ class DeviceExecutor:
         if len(batch.sampled_rows):
             if batch.sampling.penalties:
                 sampler.counts.follow(batch.sampling.penalties)
-            settings = self._settings[batch.turn]
-            used = sampler.input.pack(settings.numpy(), batch.sampling, batch.sampled_slots)
-            sampler.settings[:used].copy_(settings[:used], non_blocking=True)
+            used = sampler.input.pack(self._settings_arrays[batch.turn], batch.sampling, batch.sampled_slots)
+            sampler.settings[:used].copy_(self._settings[batch.turn][:used], non_blocking=True)
             self.samples.run(SampleKey(size, batch.sampling.level), eager=eager)
             if self._watch is not None:
                 self._watch(self._logits[: len(batch.sampled_rows)].float(), batch)
-            answer.tokens[:size].copy_(sampler.tokens[:size], non_blocking=True)
-            if (batch.logprobs != NO_LOGPROBS).any():
+            if len(batch.reporting):
                 sampler.launch_logprobs(sampler.settings, self._logits, sampler.tokens, size)
-                self._report(answer, size)
-        done = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if done is not None:
-            done.record()
-        return Running(batch, answer, done, self._prompt_logprobs(batch))
-
-    def _report(self, answer: Answer, size: int) -> None:
-        answer.report_ids[:size].copy_(self.sampler.report_ids[:size], non_blocking=True)
-        answer.report_values[:size].copy_(self.sampler.report_values[:size], non_blocking=True)
+        answer.fetch(tokens=len(batch.sampled_rows) > 0, reports=len(batch.reporting) > 0)
+        return Running(batch, answer, self._prompt_logprobs(batch))
 
     def _prompt_logprobs(self, batch: FlatBatch) -> dict[int, list[TokenLogprobs]]:
         """For each row one entry for each successor, from the hidden state of the token before it."""
@@ -267,7 +269,7 @@ class DeviceExecutor:
         """What the decoder calls in each layer: norm and turn, write the step's keys and values, then attend."""
         spec, buffers, cache, rope = self.decoder.spec, self.buffers, self.cache, self.decoder.rope
         heads, kv_heads, layers = spec.num_heads, spec.num_kv_heads, self.decoder.weights.layers
-        slots, positions, table = inputs.slots, inputs.positions, buffers.table
+        slots, positions, table = inputs.slots, inputs.positions, buffers.table.rows
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             window, kv, norm = spec.layer_windows[layer], cache.layers[layer], layers[layer].qk_norm
@@ -297,7 +299,3 @@ class DeviceExecutor:
             return out
 
         return attend
-
-    def _pinned(self, like: Tensor) -> Tensor:
-        """Host memory of the shape and dtype of ``like``."""
-        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")

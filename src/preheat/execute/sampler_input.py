@@ -45,16 +45,19 @@ class SamplerInput:
 
         Returns how many words are in use. Raises ValueError if there are more edits than room.
         """
-        records = host[HEADER : self._edits_at].view(ROW)
-        records[:] = _NOTHING
-        records["slot"] = self.pad_slot
-        records["slot"][: batch.size] = slots
+        words = host[HEADER : self._edits_at].reshape(-1, len(_NOTHING))
+        words[:] = _NOTHING
+        words[:, 0] = self.pad_slot
+        words[: batch.size, 0] = slots
+        records = words.view(ROW)[:, 0]
         if random := batch.random:
             rows = random.rows
             for name in ("temperature", "seed", "position", "choice", "top_p"):
                 records[name][rows] = getattr(random, name)
-            records["top_k"][rows] = np.where(random.cut_by_k(self.vocab_size), random.top_k, 0)
-            records["furthest"][rows] = furthest(random.min_p)
+            if random.top_k.any():
+                records["top_k"][rows] = np.where(random.cut_by_k(self.vocab_size), random.top_k, 0)
+            if random.min_p.any():
+                records["furthest"][rows] = furthest(random.min_p)
         if penalties := batch.penalties:
             for name in ("repetition", "frequency", "presence"):
                 records[name][penalties.rows] = getattr(penalties, name)
@@ -77,9 +80,15 @@ class SamplerInput:
         return count
 
 
-_NOTHING = np.zeros((), ROW)
-_NOTHING["top_p"] = _NOTHING["repetition"] = 1
-_NOTHING["furthest"] = np.finfo(np.float32).max
+def _nothing() -> np.ndarray:
+    """The record, int32, of a row of which nothing is asked."""
+    record = np.zeros(1, ROW)
+    record["top_p"] = record["repetition"] = 1
+    record["furthest"] = np.finfo(np.float32).max
+    return record.view(np.int32)
+
+
+_NOTHING = _nothing()
 
 
 def _places(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:

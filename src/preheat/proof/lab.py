@@ -67,7 +67,7 @@ class Lab:
         slots, shared = self.slots, cached // self.slots.block_size
         own = self.pool.allocate(-(-len(tokens) // slots.block_size) - shared)
         slot = self._take(tokens, cached, 0)
-        slots.block_table[slot, : slots.num_blocks[slot]] = [*slots.block_table[of, :shared], *own]
+        slots.set_blocks(slot, slice(slots.num_blocks[slot]), [*slots.block_table[of, :shared], *own])
         try:
             yield slot
         finally:
@@ -159,5 +159,5 @@ class Lab:
         for at in range(0, count, SWAP_SIZES[-1]):
             part = pairs[at : at + SWAP_SIZES[-1]]
             self.executor.swap(Swaps(part, padded_size(len(part))))
-        slots.block_table[slot, :count] = there
+        slots.set_blocks(slot, slice(count), there)
         self.pool.release(here.tolist())

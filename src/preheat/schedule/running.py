@@ -48,7 +48,7 @@ class Running:
         slots = self.slots
         slot = slots.take(sequence.request, sequence.tokens)
         self.pool.share(cached)
-        slots.block_table[slot, : len(cached)] = cached
+        slots.set_blocks(slot, slice(len(cached)), cached)
         slots.num_blocks[slot] = len(cached)
         slots.cached_len[slot] = len(cached) * slots.block_size
         if not sequence.owes_prompt_logprobs:
@@ -68,13 +68,13 @@ class Running:
         lacking = self.blocks_lacking(slot, length)
         if lacking:
             held = int(self.slots.num_blocks[slot])
-            self.slots.block_table[slot, held : held + lacking] = self.pool.allocate(lacking)
+            self.slots.set_blocks(slot, slice(held, held + lacking), self.pool.allocate(lacking))
             self.slots.num_blocks[slot] = held + lacking
 
     def grow_each(self, grown: np.ndarray) -> None:
         """Give each of the slots ``grown`` one more block; enough must be free."""
         slots = self.slots
-        slots.block_table[grown, slots.num_blocks[grown]] = self.pool.allocate(len(grown))
+        slots.set_blocks(grown, slots.num_blocks[grown], self.pool.allocate(len(grown)))
         slots.num_blocks[grown] += 1
 
     def blocks_promised(self) -> int:
@@ -109,8 +109,7 @@ class Running:
         moved = np.arange(self.pool.num_blocks, dtype=np.int32)
         moved[pairs] = pairs[:, ::-1]
         self.pool.swap(pairs, moved)
-        table = self.slots.block_table
-        table[self.order] = moved[table[self.order]]
+        self.slots.set_blocks(self.order, slice(None), moved[self.slots.block_table[self.order]])
 
     def check(self) -> None:
         """Prove that the pool's references are exactly the blocks in the running rows' tables (none when idle)."""

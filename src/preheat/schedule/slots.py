@@ -22,13 +22,16 @@ UNSEEN = -1
 FEW_STOP_IDS = 4
 NO_ID = -1
 
+Index = int | slice | np.ndarray
+
 
 class Slots:
     """The arrays, for ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
 
     Row r of ``block_table`` lists the physical block of each logical block of the sequence; unused entries are 0,
-    the pad block. ``tokens`` holds prompt and output. ``needs_*`` flags let a step ask in one reduction what its rows
-    need of the sampler.
+    the pad block. It is written by :meth:`set_blocks` alone: rows of one ``table_version``, whatever copy of the table
+    they are in, are equal. ``tokens`` holds prompt and output. ``needs_*`` flags let a step ask in one reduction what
+    its rows need of the sampler.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
@@ -36,7 +39,11 @@ class Slots:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_len, block_size
         self.max_blocks = -(-max_len // block_size)
         self.tokens = np.zeros((n, max_len), np.int32)
-        self.block_table = np.zeros((n, self.max_blocks), np.int32)
+        self._blocks = np.zeros((n, self.max_blocks), np.int32)
+        self.block_table = self._blocks.view()
+        self.block_table.flags.writeable = False
+        self.table_version = np.zeros(n, np.int64)  # 0 is a row that was never written
+        self._table_writes = 0
         self.num_blocks = np.zeros(n, np.int32)
         self.cached_len = np.zeros(n, np.int32)
         self.device_len = np.zeros(n, np.int32)
@@ -98,6 +105,12 @@ class Slots:
         self._take_stop_ids(slot, request.stop_ids)
         return slot
 
+    def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
+        """Write ``blocks`` into these entries of the block table, whose rows are ``slots``."""
+        self._blocks[slots, columns] = blocks
+        self._table_writes += 1
+        self.table_version[slots] = self._table_writes
+
     def _take_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
         few = len(stop_ids) <= FEW_STOP_IDS and all(0 <= stop_id < 2**31 for stop_id in stop_ids)
         self.has_many_stop_ids[slot] = not few
@@ -110,7 +123,7 @@ class Slots:
     def give_back(self, slot: int) -> None:
         """Free ``slot``; its blocks are the caller's to release."""
         self.request[slot] = None
-        self.block_table[slot, : self.num_blocks[slot]] = 0
+        self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
         self.num_blocks[slot] = 0
         self.many_stop_ids.pop(slot, None)
         heapq.heappush(self._free, slot)

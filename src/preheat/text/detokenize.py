@@ -7,13 +7,12 @@ several tokens is held back until it is complete, and bytes that can never becom
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Callable
 from typing import Protocol
 
 from preheat.text.pieces import BytePieces, PieceRules, TextPieces
 
-_utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 
 
@@ -43,17 +42,21 @@ SILENT = SilentDetokenizer()
 class ByteDetokenizer:
     """For byte-level decoders: bytes are joined and read as UTF-8."""
 
-    __slots__ = ("_decode", "_pieces")
+    __slots__ = ("_held", "_pieces")
 
     def __init__(self, pieces: BytePieces) -> None:
         self._pieces = pieces
-        self._decode = _utf8("replace").decode
+        self._held = b""
 
     def push(self, token: int) -> str:
-        return self._decode(self._pieces[token])
+        data = self._held + self._pieces[token]
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        data, self._held = self._held, b""
+        return data.decode("utf-8", "replace")
 
 
 class PieceDetokenizer:

@@ -18,12 +18,13 @@ def decode_work(token_index: np.ndarray, positions: np.ndarray, split: int, wind
     Splits that lie wholly before a query's ``window`` are left out.
     """
     last = positions // split
-    first = np.maximum(positions - (window - 1), 0) // split if window else np.zeros_like(last)
-    counts = last - first + 1
-    ends = np.cumsum(counts)
+    counts = last + 1
+    if window:
+        counts -= np.maximum(positions - (window - 1), 0) // split
+    ends = counts.cumsum()
     work = np.empty((int(ends[-1]) if len(ends) else 0, 2), np.int32)
-    work[:, 0] = np.repeat(token_index, counts)
-    work[:, 1] = np.arange(len(work)) - np.repeat(ends - counts - first, counts)
+    work[:, 0] = token_index.repeat(counts)
+    work[:, 1] = np.arange(len(work)) - (ends - last - 1).repeat(counts)
     return work
 
 

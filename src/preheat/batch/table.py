@@ -1,0 +1,47 @@
+"""The block table on a device that replays programs.
+
+Few rows of it change from one step to the next. So every copy knows the version of each of its rows, see
+:class:`~preheat.schedule.slots.Slots`, and only rows that differ go on to the next copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from preheat.schedule.slots import Slots
+
+
+class DeviceTable:
+    """``rows`` int32 [num_slots + 1, max_blocks] on the device, the last of them all pad block, and ``copies`` of the
+    table on the host, of which one may be written while the device still reads another.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, copies: int, device: torch.device) -> None:
+        shape, pin = (num_slots + 1, max_blocks), device.type == "cuda"
+        self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._version = np.zeros(num_slots, np.int64)
+        self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(copies)]
+        self._arrays = [host.numpy() for host in self._host]
+        self._host_versions = [np.zeros(num_slots, np.int64) for _ in range(copies)]
+
+    def write(self, copy: int, slots: Slots) -> None:
+        """Bring a host copy up to date."""
+        version = self._host_versions[copy]
+        changed = (version != slots.table_version).nonzero()[0]
+        self._arrays[copy][changed] = slots.block_table[changed]
+        version[changed] = slots.table_version[changed]
+
+    def send(self, copy: int) -> None:
+        """Let the device have what a host copy holds; returns before it is there."""
+        version = self._host_versions[copy]
+        changed = (self._version != version).nonzero()[0]
+        if len(changed):
+            span = slice(int(changed[0]), int(changed[-1]) + 1)
+            self.rows[span].copy_(self._host[copy][span], non_blocking=True)
+            self._version[:] = version
+
+    def clear(self) -> None:
+        """On the device every entry is the pad block."""
+        self.rows.zero_()
+        self._version[:] = 0
