@@ -1,9 +1,14 @@
-"""What the host does in a step of many decoding rows, without the model: schedule, pack, settle, send.
+"""What the host does in a step of decoding rows, and how long a GPU waits for it.
 
-    python bench/host_step.py [--rows 256] [--steps 500]
+    python bench/host_step.py [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256] [--options JSON]
 
-Medians in microseconds. Half of the rows are greedy, half draw at random; contexts are ragged, so that blocks fill and
-splits begin at different steps.
+Medians in microseconds. First without a model, as on a CPU: schedule, pack, settle, send. Half of the rows are greedy,
+half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
+
+Then, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing at random among filtered
+tokens. ``host`` adds up its parts; waiting for the device is none of them, but on a CPU launching is running. ``idle``
+is what a profile shows between the last that the device does of a step, which is to send the tokens, and the first of
+the next one.
 """
 
 from __future__ import annotations
@@ -12,14 +17,24 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from _common import report
+from kernels import Span, spans
+from torch.profiler import ProfilerActivity, profile
 
+from preheat import LLM
 from preheat.batch.pack import Packer
+from preheat.bench.shapes import CHOICES, engine_options, vocabulary
 from preheat.core import Request, SamplingParams, StepResult
 from preheat.limits import Limits
 from preheat.model.files import BUNDLED_PATH, read_config
@@ -80,14 +95,122 @@ def measure(rows: int, steps: int) -> dict[str, float]:
     return {name: round(statistics.median(values) * 1e6, 1) for name, values in spent.items()}
 
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "filtered": {"temperature": 0.6, "top_p": 0.95, "top_k": 50},
+}
+CONTEXT = 128
+WARM = 8
+
+
+@contextmanager
+def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
+    """Seconds of every call of each part, while this lasts."""
+    loop = llm.loop
+    parts = {
+        "schedule": (loop.scheduler, "schedule"),
+        "pack": (loop.packer, "pack"),
+        "launch": (loop.executor, "launch"),
+        "observe": (loop.observer, "step"),
+        "settle": (loop.scheduler, "settle"),
+        "front door": (llm.frontdoor, "handle"),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in parts}
+    for name, (owner, method) in parts.items():
+        setattr(owner, method, _timing(getattr(owner, method), spent[name]))
+    try:
+        yield spent
+    finally:
+        for owner, method in parts.values():
+            delattr(owner, method)
+
+
+def _timing(method: Any, times: list[float]) -> Any:
+    def call(*args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            times.append(time.perf_counter() - started)
+
+    return call
+
+
+def gaps(listed: Sequence[Span]) -> list[float]:
+    """Microseconds in which nothing runs after each step but the last; ``listed`` is in order of start."""
+    found, busy_until = [], 0.0
+    for span, behind in pairwise(listed):
+        busy_until = max(busy_until, span.end)
+        if "DtoH" in span.name and "DtoH" not in behind.name:
+            found.append(max(behind.start - busy_until, 0.0))
+    return found
+
+
+def measure_engine(llm: LLM, vocabulary: int, rows: int, sampling: str, steps: int) -> dict[str, Any]:
+    """``rows`` sequences decode: ``steps`` steps by the clock, then as many under the profiler."""
+    door, chance, cuda = llm.frontdoor, random.Random(0), torch.cuda.is_available()
+    tokens = 2 * steps + 2 * rows + rows * CONTEXT // 2048 + 40
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **SAMPLING[sampling])
+    prompts = [[chance.randrange(vocabulary) for _ in range(CONTEXT)] for _ in range(rows)]
+    tickets = [door.prepare(prompt, params) for prompt in prompts]
+    door.start(tickets)
+    while len(tickets[-1].choices[0].token_ids) < WARM:
+        llm.advance()
+    with timed(llm) as spent:
+        started = time.perf_counter()
+        for _ in range(steps):
+            llm.advance()
+        step = (time.perf_counter() - started) / steps
+    idle: list[float] = []
+    if cuda:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(min(steps, 50)):
+                llm.advance()
+            torch.cuda.synchronize()
+        idle = gaps(spans(found, cuda))
+    for ticket in tickets:
+        door.abort(ticket)
+    llm.loop.take(0)
+    llm.loop.finish()
+    llm.advance()
+    parts = {name: round(statistics.median(times) * 1e6, 1) for name, times in spent.items()}
+    host = sum(parts.values()) - parts["front door"]
+    return {
+        "rows": rows,
+        "sampling": sampling,
+        "step": round(step * 1e6, 1),
+        "host": round(host, 1),
+        **parts,
+        "idle": {"median": round(statistics.median(idle), 1), "worst": round(max(idle), 1)} if idle else None,
+    }
+
+
+def engine_figures(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every number of rows with every kind of sampling."""
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(**engine_options(args.shape, args.options, Path(folder), tiny=False))
+        figures = []
+        for rows in args.engine_rows:
+            for sampling in SAMPLING:
+                figures.append(measure_engine(llm, vocabulary(args.shape), rows, sampling, min(args.steps, 200)))
+                print(json.dumps(figures[-1]), flush=True)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--shape", choices=CHOICES, default="qwen3-0.6b" if torch.cuda.is_available() else None)
+    parser.add_argument("--engine-rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures = {"rows": args.rows, "steps": args.steps, "microseconds": measure(args.rows, args.steps)}
-    print(json.dumps(figures))
+    figures: dict[str, Any] = {"rows": args.rows, "steps": args.steps}
+    figures["microseconds"] = measure(args.rows, args.steps)
+    print(json.dumps(figures), flush=True)
+    if args.shape:
+        figures |= {"shape": args.shape, "engine": engine_figures(args)}
     report("host_step", figures)
 
 
