@@ -78,9 +78,13 @@ class Feed:
                 slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[Row]:
-        """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place."""
+        """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place.
+
+        A small cache may hold fewer rows that decode than rows that prefill; beyond those, rows end a prompt.
+        """
         if params.prompt_logprobs is None:
-            return [Row(PROMPT_TOKENS, 1, decoding=True)] * rows
+            decoding = min(rows, self._limits.num_blocks - 1)
+            return [Row(PROMPT_TOKENS, 1, decoding=True)] * decoding + [Row(PROMPT_TOKENS, 1)] * (rows - decoding)
         return [Row(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
     def _take(self, number: int, row: Row, params: SamplingParams) -> int:
