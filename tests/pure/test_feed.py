@@ -60,7 +60,8 @@ def test_other_work_runs_in_another_shape():
 
 def test_rows_to_sample_from_fit_even_where_few_of_them_could_decode():
     at = Limits(
-        max_model_len=64, max_num_seqs=12, max_num_batched_tokens=32, max_num_prefill_seqs=None, block_size=16, num_blocks=6
+        max_model_len=64, max_num_seqs=12, max_num_batched_tokens=32, max_num_prefill_seqs=None, block_size=16,
+        num_blocks=6,
     )  # fmt: skip
     missed = []
     plan = make_plan(at, PlanOptions(), on_miss=lambda need, shape: missed.append(need))
