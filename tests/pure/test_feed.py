@@ -4,7 +4,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preheat.batch.need import need_of
-from preheat.core import SamplingParams
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.options import PlanOptions
@@ -56,20 +55,3 @@ def test_other_work_runs_in_another_shape():
     plan, slots = make_plan(at, PlanOptions()), Slots(4, 64, 16)
     with Feed(slots, at, 50).work([Row(0, 1, decoding=True)] * 3) as schedule:
         assert plan.fit(need_of(schedule, slots, "unified")) != plan.largest
-
-
-def test_rows_to_sample_from_fit_even_where_few_of_them_could_decode():
-    at = Limits(
-        max_model_len=64, max_num_seqs=12, max_num_batched_tokens=32, max_num_prefill_seqs=None, block_size=16,
-        num_blocks=6,
-    )  # fmt: skip
-    missed = []
-    plan = make_plan(at, PlanOptions(), on_miss=lambda need, shape: missed.append(need))
-    slots = Slots(at.max_num_seqs, at.max_model_len, at.block_size)
-    feed = Feed(slots, at, vocab_size=50)
-    assert plan.sampler_sizes[-1] == at.max_num_seqs > at.num_blocks - 1
-    for size in plan.sampler_sizes[1:]:
-        with feed.work(feed.sampled(size, SamplingParams()), SamplingParams()) as schedule:
-            assert schedule.rows == size
-            plan.fit(need_of(schedule, slots, "unified"))
-    assert missed == []

@@ -78,13 +78,9 @@ class Feed:
                 slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[Row]:
-        """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place.
-
-        A small cache may hold fewer rows that decode than rows that prefill; beyond those, rows end a prompt.
-        """
+        """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place."""
         if params.prompt_logprobs is None:
-            decoding = min(rows, self._limits.num_blocks - 1)
-            return [Row(PROMPT_TOKENS, 1, decoding=True)] * decoding + [Row(PROMPT_TOKENS, 1)] * (rows - decoding)
+            return [Row(PROMPT_TOKENS, 1, decoding=True)] * rows
         return [Row(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
     def _take(self, number: int, row: Row, params: SamplingParams) -> int:
