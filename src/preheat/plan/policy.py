@@ -82,13 +82,13 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
 
 
 def _unified_regions(limits: Limits) -> tuple[Region, ...]:
-    rows = _decode_rows(limits)
+    rows = decode_rows(limits)
     mixed_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return MixedNeeds(limits.max_num_batched_tokens, mixed_rows, limits.max_model_len), DecodeNeeds(rows)
 
 
 def _split_regions(limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
-    rows, blocks = _decode_rows(limits), limits.num_blocks - 1
+    rows, blocks = decode_rows(limits), limits.num_blocks - 1
     shared = rows * limits.max_blocks_per_seq if options.enable_prefix_caching else blocks
     prompts = min(limits.max_num_seqs, limits.max_num_prefill_seqs or limits.max_num_seqs)
     prompt = PromptNeeds(prompts, limits.max_model_len, limits.max_num_batched_tokens)
@@ -97,7 +97,7 @@ def _split_regions(limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
     return prompt, DecodeByBlocks(rows, limits.max_blocks_per_seq, shared)
 
 
-def _decode_rows(limits: Limits) -> int:
+def decode_rows(limits: Limits) -> int:
     """A decoding row takes one token of the budget and a block that it shares with none, nor with padding."""
     return min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks - 1)
 
