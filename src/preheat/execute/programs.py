@@ -36,8 +36,7 @@ class SampleKey(NamedTuple):
 
 
 class Programs(Generic[Key]):
-    """``body(key)`` for each key, over static buffers. It is captured on the current stream; all graphs share the memory
-    pool ``pool``.
+    """``body(key)`` for each key, over static buffers. Graphs are captured on the current stream, from one memory ``pool``.
 
     The graphs share their working memory: of two that run, one after the other, nothing is left but what they wrote
     into static buffers.
