@@ -54,7 +54,9 @@ def test_a_program_runs_as_a_graph_once_it_is_captured():
     [graph] = PaperGraph.made
     assert graph.said == ["begin", "end", "replay"]
     assert graph.pool == "pool"
-    programs.forget()
+    programs.forget(8)
+    assert 7 in programs
+    programs.forget(7)
     assert 7 not in programs
     programs.run(7)
     assert ran[-1] == 7

@@ -36,9 +36,10 @@ def llm() -> LLM:
     return warm()
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 12, "num_gpu_blocks_override": 7}], ids=["", "few blocks"])
 @pytest.mark.parametrize("policy", ["unified", "split"])
-def test_every_item_is_accounted_for(policy):
-    llm = warm(bucketing_policy=policy)
+def test_every_item_is_accounted_for(policy, limits):
+    llm = warm(bucketing_policy=policy, **limits)
     plan, entries = llm.loop.packer.plan, record(llm).entries
     assert [entry.name for entry in entries] == [*(i.name for i in plan.items), *(d.name for d in plan.dropped)]
     assert {entry.outcome for entry in entries[: len(plan.items)]} == {"ready"}

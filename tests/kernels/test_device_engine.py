@@ -117,9 +117,9 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
     stand_in(monkeypatch)
     tell = FlatPacker._tokens
 
-    def wrong(self, words, shape, schedule, ends):
-        tell(self, words, shape, schedule, ends)
-        tokens = words[self.buffers.layout(shape).tokens_at :][: shape.tokens]
+    def wrong(self, words, layout, schedule, ends):
+        tell(self, words, layout, schedule, ends)
+        tokens = words[layout.tokens_at :][: layout.tokens]
         assert schedule.num_decode == 0 or (tokens < 0).any()
         np.maximum(tokens, 0, out=tokens)
 

@@ -55,14 +55,14 @@ def draw_need(data, phase, at: Limits, sharing: bool) -> Need:
     pool = at.num_blocks - 1
     blocks_of = lambda tokens: -(-tokens // at.block_size)  # noqa: E731
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    most_rows = min(at.max_num_seqs, at.max_num_batched_tokens, pool)  # each has a token, and a block of its own for it
     if phase == "decode":
-        rows = draw(1, min(at.max_num_seqs, at.max_num_batched_tokens, pool))
+        rows = draw(1, most_rows)
         longest = draw(1, min(at.max_model_len, (pool - rows + 1) * at.block_size))
         most = rows * blocks_of(longest)
         blocks = draw(blocks_of(longest) + rows - 1, most if sharing else min(pool, most))
         return Need(phase, rows, rows, longest, blocks)
-    rows = at.max_num_seqs if phase == "mixed" else min(at.max_num_seqs, at.max_num_prefill_seqs or at.max_num_seqs)
-    rows = draw(1, min(rows, at.max_num_batched_tokens))
+    rows = draw(1, most_rows if phase == "mixed" else min(most_rows, at.max_num_prefill_seqs or most_rows))
     longest = draw(1, min(at.max_model_len, at.max_num_batched_tokens - rows + 1))
     tokens = draw(longest + rows - 1, min(rows * longest, at.max_num_batched_tokens))
     return Need(phase, rows, tokens, longest)

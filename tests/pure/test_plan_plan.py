@@ -1,5 +1,6 @@
 import argparse
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,13 @@ def test_sampling_is_padded_to_planned_sizes():
     plan = make_plan(LIMITS, PlanOptions())
     assert plan.sampler_sizes[:4] == (0, 1, 2, 4)
     assert [plan.sampler_rows(rows) for rows in (0, 1, 3, 256)] == [0, 1, 4, 256]
+
+
+@pytest.mark.parametrize("policy", ["unified", "split"])
+def test_no_more_rows_are_sampled_than_the_cache_has_blocks_for(policy):
+    """Else warm-up would be asked for a step that cannot be."""
+    plan = make_plan(replace(LIMITS, num_blocks=28), PlanOptions(bucketing_policy=policy))
+    assert plan.sampler_sizes[-1] == 27
 
 
 def test_a_large_plan_is_refused_naming_the_knob():

@@ -36,7 +36,7 @@ class SampleKey(NamedTuple):
 
 
 class Programs(Generic[Key]):
-    """``body(key)`` for each key, over static buffers. Captured on ``stream``, with one memory pool for all graphs.
+    """``body(key)`` for each key, over static buffers. A graph is captured on the current stream, in memory ``pool``.
 
     The graphs share their working memory: of two that run, one after the other, nothing is left but what they wrote
     into static buffers.

@@ -173,7 +173,7 @@ def key_dict(key: Shape | SamplerKey | int | str) -> dict[str, Any]:
 def sampler_sizes(decode: Iterable[Shape], most: int) -> tuple[int, ...]:
     """Batch sizes that the sampler runs at: 0 and 1, then the distinct ones of the decode shapes, ascending.
 
-    ``most``, the rows that any step may have, is there too: a small cache may hold more rows that prefill than decode.
+    ``most``, the rows that any step may sample from, is there too.
     """
     return tuple(sorted({0, 1, most, *(shape.rows for shape in decode)}))
 

@@ -27,7 +27,7 @@ from preheat.plan.items import (
 )
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
-from preheat.plan.policy import Candidates, candidates, coarser
+from preheat.plan.policy import Candidates, candidates, coarser, max_rows
 from preheat.plan.shape import Need, Phase, Shape
 from preheat.plan.table import OnMiss, PhaseTable, Table, build_phase
 
@@ -183,7 +183,7 @@ def _sampler(key: SamplerKey, costs: Costs | None) -> Item:
 def _sampler_sizes(limits: Limits, table: Table) -> tuple[int, ...]:
     decode = table.phases["decode"]
     shapes = (*decode.shapes, *filter(None, [decode.fallback]))
-    return sampler_sizes(shapes, min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    return sampler_sizes(shapes, max_rows(limits))
 
 
 def _swap(size: int, costs: Costs | None) -> Item:
@@ -199,7 +199,7 @@ def _determinism(limits: Limits, table: Table, passes: int, costs: Costs | None)
 
 
 def _determinism_shape(limits: Limits, table: Table) -> Shape:
-    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks - 1, MAX_DETERMINISM_TOKENS)
+    rows = min(max_rows(limits), MAX_DETERMINISM_TOKENS)
     return table.peek(Need("decode", rows, rows, longest=1, blocks=rows))
 
 

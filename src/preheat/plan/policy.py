@@ -82,23 +82,22 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
 
 
 def _unified_regions(limits: Limits) -> tuple[Region, ...]:
-    rows = _decode_rows(limits)
-    mixed_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    return MixedNeeds(limits.max_num_batched_tokens, mixed_rows, limits.max_model_len), DecodeNeeds(rows)
+    rows = max_rows(limits)
+    return MixedNeeds(limits.max_num_batched_tokens, rows, limits.max_model_len), DecodeNeeds(rows)
 
 
 def _split_regions(limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
-    rows, blocks = _decode_rows(limits), limits.num_blocks - 1
+    rows, blocks = max_rows(limits), limits.num_blocks - 1
     shared = rows * limits.max_blocks_per_seq if options.enable_prefix_caching else blocks
-    prompts = min(limits.max_num_seqs, limits.max_num_prefill_seqs or limits.max_num_seqs)
+    prompts = min(rows, limits.max_num_prefill_seqs or rows)
     prompt = PromptNeeds(prompts, limits.max_model_len, limits.max_num_batched_tokens)
     if any(part is not None for part in options.asked("decode_seq")):
         return prompt, DecodeByLength(rows, limits.max_model_len, limits.block_size, blocks)
     return prompt, DecodeByBlocks(rows, limits.max_blocks_per_seq, shared)
 
 
-def _decode_rows(limits: Limits) -> int:
-    """A decoding row takes one token of the budget and a block that it shares with none, nor with padding."""
+def max_rows(limits: Limits) -> int:
+    """The most rows of a step: each takes a token of the budget, and for it a block that no other row or padding has."""
     return min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks - 1)
 
 
@@ -239,7 +238,7 @@ def _fallback(limits: Limits, region: Region) -> Shape:
         return Shape.decode(region.bounds[0], longest=region.bounds[1])
     if region.phase == "decode":
         return Shape.decode(region.bounds[0])
-    return Shape.mixed(limits.max_num_batched_tokens, min(limits.max_num_seqs, limits.max_num_batched_tokens))
+    return Shape.mixed(limits.max_num_batched_tokens, max_rows(limits))
 
 
 def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: str) -> tuple[Candidates, ...]:

@@ -7,7 +7,7 @@ it has ways to come at them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -18,7 +18,10 @@ from preheat.plan.shape import Need, Shape
 from preheat.proof.lab import Lab, Row
 from preheat.warmup.feed import rows_of
 
-Path = Callable[[Lab, np.ndarray], Iterator[Tensor]]
+Ways = Generator[Tensor, None, None]
+"""Logits, each come at in its own way. Between two of them rows hold slots, until all are there or it is closed."""
+
+Path = Callable[[Lab, np.ndarray], Ways]
 
 RAGGED = (37, 1, 101, 5, 260)
 """Tokens of the chunks that a context is cut into, over and over."""
@@ -30,13 +33,13 @@ BESIDE = (Row(9, 1), Row(0, 17), Row(0, 3))
 """Neighbours: one decodes, two prefill."""
 
 
-def alone(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def alone(lab: Lab, tokens: np.ndarray) -> Ways:
     """The whole context in one step of its own: what all other paths are compared with."""
     with lab.sequence(tokens) as slot:
         yield lab.step(slot)
 
 
-def eager(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def eager(lab: Lab, tokens: np.ndarray) -> Ways:
     """The same, operation by operation."""
     before, lab.eager = lab.eager, True
     try:
@@ -45,7 +48,7 @@ def eager(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
         lab.eager = before
 
 
-def beside(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def beside(lab: Lab, tokens: np.ndarray) -> Ways:
     """Before and behind others that prefill and, where steps mix, decode."""
     mixes = lab.plan.options.bucketing_policy == "unified"
     rows = [row for row in BESIDE if mixes or row.lacking > 1]
@@ -56,7 +59,7 @@ def beside(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
             yield lab.step(slot, behind=others) if first else lab.step(slot, before=others)
 
 
-def next_bucket(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def next_bucket(lab: Lab, tokens: np.ndarray) -> Ways:
     """The whole context, then its last token, in the next shape, which neighbours just make necessary."""
     for last in (len(tokens), 1):
         row = Row(len(tokens) - last, last)
@@ -77,7 +80,7 @@ def _more_and_more(row: Row, lab: Lab) -> Iterator[list[Row]]:
         rows = [Row(5, 1)] * size if row.lacking == 1 else [Row(0, size + 1)]
 
 
-def every_bucket(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def every_bucket(lab: Lab, tokens: np.ndarray) -> Ways:
     """The whole context, and its last token, in every shape of the plan that can hold them."""
     for shape in lab.plan.table.shapes:
         for last in (len(tokens), 1):
@@ -99,7 +102,7 @@ def _filling(lab: Lab, shape: Shape, row: Row) -> list[Row]:
     return [Row(cached, extend) for cached, extend, _ in others if extend > 0]
 
 
-def chunks(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def chunks(lab: Lab, tokens: np.ndarray) -> Ways:
     """In ragged chunks, and in two halves."""
     for sizes in (RAGGED, (-(-len(tokens) // 2),)):
         with lab.sequence(tokens) as slot:
@@ -110,7 +113,7 @@ def chunks(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
             yield lab.step(slot)
 
 
-def prefix_hit(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def prefix_hit(lab: Lab, tokens: np.ndarray) -> Ways:
     """With its first block, and with all of its full blocks, from another sequence."""
     size = lab.slots.block_size
     most = (len(tokens) - 1) // size * size
@@ -123,7 +126,7 @@ def prefix_hit(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
                 yield lab.step(slot)
 
 
-def decode(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def decode(lab: Lab, tokens: np.ndarray) -> Ways:
     """Its last tokens one by one, alone and beside others that decode."""
     rows = [Row(cached, 1) for cached in (5, 33, 0)]
     while rows and not lab.shape_of([Row(len(tokens) - 1, 1), *rows]):
@@ -137,7 +140,7 @@ def decode(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
             yield logits
 
 
-def compaction(lab: Lab, tokens: np.ndarray) -> Iterator[Tensor]:
+def compaction(lab: Lab, tokens: np.ndarray) -> Ways:
     """Its last token, after its blocks changed places with others."""
     with _all_but(lab, tokens, 1) as slot:
         lab.move(slot)
