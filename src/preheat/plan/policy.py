@@ -97,7 +97,7 @@ def _split_regions(limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
 
 
 def max_rows(limits: Limits) -> int:
-    """The most rows of a step: each takes a token of the budget, and for it a block that no other row or padding has."""
+    """The most rows of a step: each takes a token of the budget, and a block for it that nobody else has."""
     return min(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_blocks - 1)
 
 
