@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from tqdm import tqdm
+
 from preheat.core import SamplingParams
 from preheat.engine.bootbar import BootBar
 from preheat.engine.mailbox import InlineMailbox
@@ -92,8 +94,6 @@ class LLM:
         )
 
     def _run(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:
-        from tqdm import tqdm
-
         with tqdm(total=len(tickets), desc="Generating", disable=None if use_tqdm else True) as bar:
             for ticket in tickets:
                 ticket.on_change = bar.update
