@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from preheat.batch.sampling import Level, SamplingBatch
 from preheat.core import TokenLogprobs
 from preheat.execute.device_sampler import Cut, DeviceSampler, read_report
+from preheat.execute.sampler_input import SamplerInput
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()
@@ -69,3 +71,15 @@ def logprobs_on(
     sampler.launch_logprobs(live, logits, torch.from_numpy(tokens.astype(np.int32)).to(logits.device), n)
     ids, values = sampler.report_ids.cpu().numpy(), sampler.report_values.cpu().numpy()
     return read_report(ids, values, tokens, alternatives)
+
+
+def keyed_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault: noise keyed by a row's place in the step."""
+    pack = SamplerInput.pack
+
+    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
+        if batch.random:
+            batch.random.seed = batch.random.rows.astype(np.uint64)
+        return pack(self, host, batch, slots)
+
+    monkeypatch.setattr(SamplerInput, "pack", by_place)

@@ -133,7 +133,9 @@ def on_device(
 
 
 def _settle_linear(weights: Weights, plan: Plan) -> None:
-    """Which kernel serves each linear map at each size of the plan, proven before there is a cache."""
+    """Which kernel serves each linear map at each size of the plan, proven before there is a cache. Off a GPU, where
+    only Triton's interpreter runs these kernels, there is nothing to prove.
+    """
     if not weights.embedding.is_cuda:
         return
     from preheat.ops.cuda.prove import settle

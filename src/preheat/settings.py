@@ -244,11 +244,11 @@ class Settings:
         low=0,
     )
     defrag_with_graphs: bool | None = _defrag(
-        None, "Swap blocks by captured graphs.", env="VLLM_DEFRAG_WITH_GRAPHS", default_text="as the model runs"
+        None, "Swap blocks by captured graphs; no platform does.", env="VLLM_DEFRAG_WITH_GRAPHS", default_text="false"
     )
     contiguous_pa: bool = _defrag(
         False,
-        "Decode reads the KV cache in place, up to the highest block in use; needs `--block-size 256`.",
+        "On a CPU, decode reads the KV cache in place, up to the highest block in use; needs `--block-size 256`.",
         env="VLLM_CONTIGUOUS_PA",
     )
 

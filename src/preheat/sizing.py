@@ -24,15 +24,21 @@ def resolve_limits(
             f"max_model_len {length} exceeds the {spec.max_position_embeddings} positions that the model was made for",
             param="max_model_len",
         )
+    if settings.contiguous_pa and platform.name != "cpu":
+        raise SettingsError(
+            f"contiguous_pa: on {platform.name} attention reads every block where it lies; leave it at false",
+            param="contiguous_pa",
+        )
     if settings.contiguous_pa and settings.block_size != SPLIT:
         raise SettingsError(
             f"contiguous_pa reads whole blocks of {SPLIT} tokens, and block_size is {settings.block_size}: set "
             f"block_size to {SPLIT}, or contiguous_pa to false",
             param="contiguous_pa",
         )
-    if settings.defrag_with_graphs and platform.name == "cpu":
+    if settings.defrag_with_graphs:
+        why = "there are no graphs on a CPU" if platform.name == "cpu" else "blocks are swapped operation by operation"
         raise SettingsError(
-            "defrag_with_graphs: there are no graphs on a CPU; leave it unset, or set it to false",
+            f"defrag_with_graphs: {why}; leave it unset, or set it to false",
             param="defrag_with_graphs",
         )
     return Limits(

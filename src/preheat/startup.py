@@ -125,9 +125,9 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
             packer, executor = RUNNERS[platform.name](
                 settings, model, plan, scheduler.slots, mode=mode, store=store.folder
             )
-        warm = WarmUp(plan, packer, executor, platform, record)
+        check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name).run
+        warm = WarmUp(plan, packer, executor, platform, record, check)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
-        warm.check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name).run
         guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
     loop = Loop(mailbox, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)

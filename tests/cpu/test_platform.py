@@ -15,6 +15,7 @@ from preheat.device.base import pick_platform, works_ahead
 from preheat.device.cpu import CPU
 from preheat.errors import SettingsError
 from preheat.settings import Settings
+from preheat.sizing import resolve_limits
 
 
 @pytest.fixture
@@ -125,3 +126,15 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
     assert drawn(seed=3) == first
     assert first[0] != first[1]
     assert len({str(tokens) for tokens in (first, drawn(seed=4), unseeded, drawn())}) == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("contiguous_pa", "reads every block where it lies"), ("defrag_with_graphs", "swapped operation by operation")],
+)
+def test_what_a_gpu_has_no_use_for_is_refused(gpu, option, message):
+    spec = SimpleNamespace(max_position_embeddings=64)
+    asked = {"block_size": 256, option: True}
+    with pytest.raises(SettingsError, match=message):
+        resolve_limits(Settings(**asked), spec, pick_platform("cuda"), 1024, 1 << 20)
+    resolve_limits(Settings(block_size=256), spec, pick_platform("cuda"), 1024, 1 << 20)

@@ -13,14 +13,13 @@ from preheat.core import SamplingParams
 from preheat.execute.device_sampler import Cut, DeviceSampler
 from preheat.execute.logprobs import token_logprobs
 from preheat.execute.sampler import Sampler
-from preheat.execute.sampler_input import SamplerInput
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS
 from tests.cpu.test_sampler_distribution import a_row, exact, sigmas
 from tests.cpu.test_sampler_invariance import KINDS
-from tests.device_sampling import logits_of, logprobs_on, prepared, sample_on
+from tests.device_sampling import keyed_by_place, logits_of, logprobs_on, prepared, sample_on
 
 LARGE = 128_256
 SETTINGS = [*KINDS, *({"temperature": 0.8, "top_p": p} for p in (0.1, 0.5)), {"top_k": 1500}, {"top_k": 5000}]
@@ -110,14 +109,7 @@ def test_a_row_depends_on_itself_alone() -> None:
 
 def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: noise keyed by the row."""
-    pack = SamplerInput.pack
-
-    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
-        if batch.random:
-            batch.random.seed = batch.random.rows.astype(np.uint64)
-        return pack(self, host, batch, slots)
-
-    monkeypatch.setattr(SamplerInput, "pack", by_place)
+    keyed_by_place(monkeypatch)
     assert differing(rows_of(SETTINGS, vocab=20_001)) > 0
 
 

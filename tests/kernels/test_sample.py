@@ -21,14 +21,13 @@ from preheat.core import SamplingParams
 from preheat.execute.device_sampler import Cut, DeviceCounts
 from preheat.execute.logprobs import token_logprobs
 from preheat.execute.sampler import Sampler
-from preheat.execute.sampler_input import SamplerInput
 from preheat.ops.cuda import sample
 from preheat.ops.philox import gumbel_at
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row
 from tests.cpu.test_sampler_invariance import KINDS
-from tests.device_sampling import logits_of, logprobs_on, prepared, sample_on
+from tests.device_sampling import keyed_by_place, logits_of, logprobs_on, prepared, sample_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a float overflows as it should
 
@@ -157,14 +156,7 @@ def test_a_row_depends_on_itself_alone() -> None:
 
 def test_a_sampler_that_looks_at_the_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: noise keyed by the row."""
-    pack = SamplerInput.pack
-
-    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
-        if batch.random:
-            batch.random.seed = batch.random.rows.astype(np.uint64)
-        return pack(self, host, batch, slots)
-
-    monkeypatch.setattr(SamplerInput, "pack", by_place)
+    keyed_by_place(monkeypatch)
     assert differing(rows_of_all_kinds(1)[1:4]) > 0
 
 

@@ -43,10 +43,6 @@ class NothingToRun(Exception):
     """An item has no work within the limits; it says so in its reason."""
 
 
-def _unknown_check(name: str) -> None:
-    raise NotImplementedError(f"nobody runs the check {name!r}")
-
-
 class StepExecutor(Protocol):
     """A platform's executor. A batch is whatever its packer makes."""
 
@@ -83,13 +79,13 @@ class WarmUp:
     executor: StepExecutor
     platform: Platform
     record: Record
+    check: Callable[[str], None]
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
     reused: frozenset[str] = frozenset()
     prepare: Callable[[Any], object] | None = None
     capture: Callable[[], object] = lambda: None
-    check: Callable[[str], None] = _unknown_check
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
 
