@@ -46,22 +46,26 @@ def _place(turn):
 
 
 @gluon.jit
-def _rounds(num_tiles, KV_HEADS: gl.constexpr):
-    """How many units this program has, one each turn."""
+def _turns(num_tiles, KV_HEADS: gl.constexpr):
+    """How many units this program has: one each turn."""
     units = gl.load(num_tiles) * KV_HEADS
     whole = units // gl.num_programs(0)
     return whole + (_place(whole) < units % gl.num_programs(0)).to(gl.int32)
 
 
 @gluon.jit
-def _unit(turn, tiles, positions, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr):
-    """A unit's first token, its number of tokens, the position of the first, its kv head, where its keys begin."""
+def _unit(turn, turns, tiles, KV_HEADS: gl.constexpr):
+    """A unit's first token, its number of tokens and its kv head; of no use after the last one."""
     unit = turn * gl.num_programs(0) + _place(turn)
-    tile, kv_head = unit // KV_HEADS, unit % KV_HEADS
-    token, count = gl.load(tiles + tile * 2), gl.load(tiles + tile * 2 + 1)
-    position = gl.load(positions + token)
-    start = gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
-    return token, count, position, kv_head, start
+    tile = tiles + unit // KV_HEADS * 2
+    real = turn < turns
+    return gl.load(tile, mask=real, other=0), gl.load(tile + 1, mask=real, other=0), unit % KV_HEADS
+
+
+@gluon.jit
+def _start(position, WINDOW: gl.constexpr):
+    """Where the first tile of keys begins that a unit sees whose first token is at ``position``."""
+    return gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
 
 
 @gluon.jit
@@ -80,8 +84,11 @@ def _load(
     q_empty, k_empty, v_empty = empty
     TOKENS: gl.constexpr = q.block_shape[0]
     at = 0
-    for turn in range(_rounds(num_tiles, KV_HEADS)):
-        token, count, position, kv_head, start = _unit(turn, tiles, positions, KV_HEADS, WINDOW)
+    turns = _turns(num_tiles, KV_HEADS)
+    for turn in range(turns):
+        token, count, kv_head = _unit(turn, turns, tiles, KV_HEADS)
+        position = gl.load(positions + token)
+        start = _start(position, WINDOW)
         pages = table + gl.load(slots + token).to(gl.int64) * max_blocks
         block = gl.load(pages + start // BLOCK)
         place, phase = _ring(turn, 2)
@@ -255,17 +262,22 @@ def _attend(
 ):  # fmt: skip
     """Attention of one half of the rows of each unit."""
     at = 0
-    for turn in range(_rounds(num_tiles, KV_HEADS)):
-        token, count, position, kv_head, start = _unit(turn, tiles, positions, KV_HEADS, WINDOW)
+    turns = _turns(num_tiles, KV_HEADS)
+    token, count, kv_head = _unit(0, turns, tiles, KV_HEADS)
+    position = gl.load(positions + token)
+    for turn in range(turns):
+        next_token, next_count, next_head = _unit(turn + 1, turns, tiles, KV_HEADS)  # read long before it is of use
         place, phase = _ring(turn, 2)
         query = queries.index(place * 2 + half)
         mbarrier.wait(full[0].index(place), phase)
         result, at = _attend_unit(
-            query, start, position + count, position + half * query.shape[0], at, scale, keys, values, full, empty,
-            SPLIT, WINDOW,
+            query, _start(position, WINDOW), position + count, position + half * query.shape[0], at, scale,
+            keys, values, full, empty, SPLIT, WINDOW,
         )  # fmt: skip
+        position = gl.load(positions + next_token)
         _store(out, result.to(query.dtype), query, token, count, kv_head, half, HEADS, HEADS // KV_HEADS)
         mbarrier.arrive(empty[0].index(place))
+        token, count, kv_head = next_token, next_count, next_head
 
 
 @gluon.jit
