@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.ops.cuda import attention_hopper as hopper
 from preheat.ops.cuda.launch import begin, options
 from preheat.ops.cuda.work import SPLIT
 
@@ -391,8 +392,13 @@ def prefill_attention(
 
     ``tiles`` int32 [most tiles, 2], of which ``num_tiles`` [1] count, is what
     :func:`preheat.ops.cuda.work.prefill_tiles` gives for tiles of :func:`query_tile` tokens; the rest as in
-    :func:`decode_attention`.
+    :func:`decode_attention`. Where Hopper's kernel fits, it runs unless ``how`` is given, and gives the same bits.
     """
+    if how is None and hopper.fits(q, cache):
+        hopper.prefill_attention(
+            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split
+        )  # fmt: skip
+        return
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     how = how or prefill_how(dim, q.dtype)
