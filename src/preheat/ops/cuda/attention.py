@@ -44,7 +44,7 @@ class How:
     programs: int = 0
 
 
-MANY = 128
+MANY = 64
 """Rows from which on there is enough to do everywhere: thin programs then do it best."""
 
 
