@@ -126,6 +126,7 @@ class PaperStep:
 
     device: PaperDevice
     rows: list[PaperRow]
+    shape: str = "paper"
     fails: str = ""
     value: StepResult | None = None
 

@@ -6,7 +6,8 @@ tokens (``launch``); the scheduler books the outcome (``settle``); the mailbox c
 door. The one arrow against this direction is Cancel, and it too comes through the mailbox.
 
 With ``overlap`` the loop is a step ahead: it launches each step before it waits for the one before it, so that the
-device always has work. The beats are the same; only how many steps it leaves in flight differs.
+device always has work. The beats are the same; only how many steps it leaves in flight differs. Until a step must be
+prepared it listens: who arrives in time takes part.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from preheat.core import (
     Swaps,
     ToEngine,
 )
+from preheat.engine.pace import Pace
 from preheat.errors import PreheatError
 from preheat.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+TICK = 0.001
+"""Seconds that a mailbox can wait at least."""
 
 
 class EngineSide(Protocol):
@@ -107,7 +112,7 @@ class Loop:
         overlap: bool = False,
     ) -> None:
         self.mailbox, self.scheduler, self.packer, self.executor = mailbox, scheduler, packer, executor
-        self.observer, self.overlap = observer, overlap
+        self.observer, self.overlap, self.pace = observer, overlap, Pace()
         self.draining = False
         self._in_flight: deque[_Step] = deque()
 
@@ -115,6 +120,8 @@ class Loop:
         """Step until drained; sleep in the mailbox while there is nothing to run."""
         while not (self.draining and self.scheduler.idle):
             self.take(None if self.scheduler.idle else 0)
+            while (spare := self.pace.spare()) >= TICK:
+                self.take(spare)
             self.step()
 
     def finish(self) -> None:
@@ -127,6 +134,7 @@ class Loop:
         if self.scheduler.idle:
             return False
         self._compact()
+        self.pace.preparing()
         schedule = self.scheduler.schedule()
         runs = schedule is not None and self._launch(schedule)
         self._settle(leave=1 if self.overlap and runs else 0)
@@ -139,6 +147,7 @@ class Loop:
         try:
             batch = self.packer.pack(schedule)
             step.running = self.executor.launch(batch)
+            self.pace.launched(batch.shape)
             self.observer.step(batch)
         except Exception as error:
             step.error = error
@@ -148,7 +157,8 @@ class Loop:
         """Wait for the steps in flight, but for the last ``leave``, and tell the front door what became of them."""
         while len(self._in_flight) > leave:
             self.mailbox.put(self._outcome(self._in_flight[0]))
-            self._in_flight.popleft()
+            if self._in_flight.popleft().running:
+                self.pace.settled()
 
     def _outcome(self, step: _Step) -> Delta:
         try:

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.ops.cuda import attention_hopper as hopper
+from preheat.ops.cuda.attention_tile import absorb, blocks_of, merge, nothing
 from preheat.ops.cuda.launch import begin, options
 from preheat.ops.cuda.work import SPLIT
 
@@ -63,68 +64,6 @@ def prefill_how(dim: int, dtype: torch.dtype) -> How:
 
 
 @triton.jit
-def _blocks(table, start, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The blocks that hold the tile of keys from ``start`` on: one, or one for each key. Any block from ``end`` on."""
-    at = start if BLOCK >= TILE else start + tl.arange(0, TILE)
-    return tl.load(table + at // BLOCK, mask=at < end, other=0)
-
-
-@triton.jit
-def _key_offsets(blocks, start, block_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Where each key of the tile from ``start`` on lies in the cache, within its head: int64 [TILE]."""
-    inside = start % BLOCK + tl.arange(0, TILE) if BLOCK >= TILE else tl.arange(0, TILE) % BLOCK
-    return tl.cast(blocks, tl.int64) * block_stride + inside * DIM
-
-
-@triton.jit
-def _absorb(
-    top, total, acc, q, seen_from, seen_to, keys, values, blocks, start, end, scale, block_stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys into the online softmax. ``FULL``: every query sees all of them; changes no bits."""
-    WIDTH: tl.constexpr = acc.shape[1]
-    at = start + tl.arange(0, TILE)
-    dims = tl.arange(0, WIDTH)
-    offsets = _key_offsets(blocks, start, block_stride, DIM, BLOCK, TILE)[:, None] + dims[None, :]
-    if FULL and WIDTH == DIM:
-        k = tl.load(keys + offsets)
-        v = tl.load(values + offsets)
-    else:
-        real = (at < end)[:, None] & (dims < DIM)[None, :]
-        k = tl.load(keys + offsets, mask=real, other=0.0)
-        v = tl.load(values + offsets, mask=real, other=0.0)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if not FULL:
-        s = tl.where((at[None, :] < seen_to[:, None]) & (at[None, :] >= seen_from[:, None]), s, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(v.dtype)
-    fade = tl.exp2(top - base)[:, None]
-    ones = tl.full([TILE, 16], 1.0, tl.float32).to(v.dtype)
-    total = tl.dot(p, ones, total * fade, input_precision="ieee")
-    acc = tl.dot(p, v, acc * fade, input_precision="ieee")
-    return new_top, total, acc
-
-
-@triton.jit
-def _merge(tops, totals, accs, top, total, acc):
-    """The splits so far and the next one. ``total`` is [rows, 1] or, with equal columns, [rows, 16]."""
-    new_top = tl.maximum(tops, top)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    x, y = tl.exp2(tops - base)[:, None], tl.exp2(top - base)[:, None]
-    return new_top, tl.fma(totals, x, total * y), tl.fma(accs, x, acc * y)
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    return (
-        tl.full([ROWS], -float("inf"), tl.float32),
-        tl.zeros([ROWS, 16], tl.float32),
-        tl.zeros([ROWS, WIDTH], tl.float32),
-    )
-
-
-@triton.jit
 def _keep_part(parts, tops, totals, piece, head, top, total, acc, own, HEADS: tl.constexpr, DIM: tl.constexpr):
     """Write one split of the ``own`` heads from ``head`` on."""
     dims = tl.arange(0, acc.shape[1])
@@ -149,7 +88,7 @@ def _merge_parts(
         one_top = tl.load(tops + at, mask=own, other=0.0, cache_modifier=".cg")
         one_total = tl.load(totals + at, mask=own, other=1.0, cache_modifier=".cg")
         one = tl.load(parts + at[:, None] * DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
-        top, total, acc = _merge(top, total, acc, one_top, one_total[:, None], one)
+        top, total, acc = merge(top, total, acc, one_top, one_total[:, None], one)
         at += HEADS
     return total, acc
 
@@ -204,14 +143,14 @@ def _decode(
         token_q = q + token.to(tl.int64) * q_stride + kv_head * GROUP * head_stride
         queries = tl.load(token_q + row[:, None] * head_stride + dims[None, :], mask=real, other=0.0)
         keys = cache + kv_head * kv_stride
-        top, total, acc = _nothing(ROWS, WIDTH)
-        blocks = _blocks(pages, start, end, BLOCK, TILE)
+        top, total, acc = nothing(ROWS, WIDTH)
+        blocks = blocks_of(pages, start, end, BLOCK, TILE)
         for at in range(start, end, TILE):
-            top, total, acc = _absorb(
+            top, total, acc = absorb(
                 top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, blocks, at, end, scale,
                 block_stride, DIM, BLOCK, TILE, False,
             )  # fmt: skip
-            blocks = _blocks(pages, at + TILE, end, BLOCK, TILE)
+            blocks = blocks_of(pages, at + TILE, end, BLOCK, TILE)
         head, count = kv_head * GROUP, position // SPLIT - first + 1
         result = out + (token.to(tl.int64) * HEADS + head) * DIM + row[:, None] * DIM + dims[None, :]
         if count == 1:
@@ -270,8 +209,8 @@ def _prefill(
             full_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, end)
             full_to = tl.maximum(full_to, full_from)
         keys = cache + kv_head * kv_stride
-        tops, totals, accs = _nothing(ROWS, WIDTH)
-        top, total, acc = _nothing(ROWS, WIDTH)
+        tops, totals, accs = nothing(ROWS, WIDTH)
+        top, total, acc = nothing(ROWS, WIDTH)
         if WINDOW > 0:
             tops, totals, accs, top, total, acc = _walk(
                 tops, totals, accs, top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, pages,
@@ -285,7 +224,7 @@ def _prefill(
             tops, totals, accs, top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, pages,
             full_to, end, end, scale, block_stride, DIM, BLOCK, SPLIT, TILE, False,
         )  # fmt: skip
-        tops, totals, accs = _merge(tops, totals, accs, top, total, acc)
+        tops, totals, accs = merge(tops, totals, accs, top, total, acc)
         result = out + ((token_row * HEADS + head) * DIM)[:, None] + dims[None, :]
         tl.store(result, (accs / tl.max(totals, 1)[:, None]).to(out.dtype.element_ty), mask=real)
     begin(overlap)
@@ -297,16 +236,16 @@ def _walk(
     block_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Absorb the tiles from ``start`` to ``stop`` and merge every split that ends among them."""
-    blocks = _blocks(pages, start, end, BLOCK, TILE)
+    blocks = blocks_of(pages, start, end, BLOCK, TILE)
     for at in range(start, stop, TILE):
-        top, total, acc = _absorb(
+        top, total, acc = absorb(
             top, total, acc, queries, seen_from, seen_to, keys, values, blocks, at, end, scale, block_stride,
             DIM, BLOCK, TILE, FULL,
         )  # fmt: skip
-        blocks = _blocks(pages, at + TILE, end, BLOCK, TILE)
+        blocks = blocks_of(pages, at + TILE, end, BLOCK, TILE)
         if (at + TILE) % SPLIT == 0:
-            tops, totals, accs = _merge(tops, totals, accs, top, total, acc)
-            top, total, acc = _nothing(acc.shape[0], acc.shape[1])
+            tops, totals, accs = merge(tops, totals, accs, top, total, acc)
+            top, total, acc = nothing(acc.shape[0], acc.shape[1])
     return tops, totals, accs, top, total, acc
 
 

@@ -1,0 +1,104 @@
+"""When the next step is prepared: who arrives while one is in flight takes part, and the device never waits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preheat.core import Drain, Request, ToEngine
+from preheat.engine.loop import Loop
+from preheat.engine.mailbox import InlineMailbox
+from preheat.engine.pace import LEAST, Pace
+from tests.pure.paper import Harness, limits, request
+
+SECONDS = st.floats(1e-4, 0.1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), SECONDS, st.floats(0, 0.01)), min_size=1, max_size=30))
+def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
+    """One that takes as long as the last of its shape, at least, is never over before the next one is ready."""
+    clock, last = Clock(), {}
+    pace = Pace(clock)
+    for shape, took, preparing in steps:
+        pace.preparing()
+        clock.now += preparing
+        assert pace.spare() == 0  # nothing is in flight
+        pace.launched(shape)
+        end = clock.now + took
+        spare = pace.spare()
+        assert spare == 0 or shape in last
+        if spare and took >= last[shape]:
+            assert clock.now + spare + 2 * preparing + LEAST <= end + 1e-9
+        clock.now = end
+        pace.settled()
+        last[shape] = took
+
+
+def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(2):
+        pace.preparing()
+        clock.now += 0.001
+        pace.launched("shape")
+        spare = pace.spare()
+        clock.now += 0.020
+        pace.settled()
+    assert spare == pytest.approx(0.020 - 2 * 0.001 - LEAST)
+    pace.launched("shape")
+    pace.launched("shape")
+    assert pace.spare() == 0  # the next one is prepared already
+
+
+class Listening(InlineMailbox):
+    """One more request, which arrives while the engine listens for a while, or if it never does, when next it looks."""
+
+    def __init__(self, late: Request, clock: Clock) -> None:
+        super().__init__()
+        self._late, self._clock, self.listened = [late], clock, False
+
+    def take(self, timeout: float | None) -> list[ToEngine]:
+        if timeout:
+            self.listened = True
+            self._clock.now += timeout
+        late = self._late if self.listened else []
+        self._late = self._late if not self.listened else []
+        return [*super().take(timeout), *late]
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
+    """The fourth step is prepared while the third runs; without spare time the late request is not in it."""
+    clock, harness = Clock(), Harness(limits(), overlap=True)
+    mailbox = Listening(request(1, [1, 2], 2), clock)
+    loop: Loop = harness.loop
+    loop.mailbox, loop.pace = mailbox, Pace(clock if listens else lambda: 100.0)
+    rows: list[int] = []
+    result = harness.parts.device.launch
+
+    def launch(step):
+        rows.append(len(step.rows))
+        return result(step)
+
+    harness.parts.device.launch = launch
+    waited = harness.scheduler.settle
+
+    def settle(*step):
+        clock.now += 0.02  # a step takes so long
+        return waited(*step)
+
+    harness.scheduler.settle = settle
+    harness.add(request(0, [3, 4], 8))
+    mailbox.send(Drain())
+    loop.run()
+    assert mailbox.listened == listens
+    assert (max(rows) == 2) == listens
