@@ -17,9 +17,10 @@ from preheat.core import TokenLogprobs
 from preheat.execute.sampler_input import SamplerInput
 from preheat.ops.cuda.sample import MAX_VOCAB, sampling
 from preheat.ops.cuda.sample_best import peaks, pick
-from preheat.ops.cuda.sample_draw import enter, settle, weigh
+from preheat.ops.cuda.sample_draw import settle, weigh
 from preheat.ops.cuda.sample_edit import edit, penalise, recount
 from preheat.ops.cuda.sample_logprobs import report, tally
+from preheat.ops.cuda.sample_race import LAPPED, enter
 
 _NO_OWNER = -1
 _COUNTED = 4096  # tokens of a sequence that travel and are counted at once
@@ -133,10 +134,8 @@ class DeviceSampler:
         self._grouped = self._chunked | {"GROUP": cut.group, "GROUPS": _power_of_two(groups)}
         self._tops = torch.full((max_rows, _power_of_two(groups)), -torch.inf, device=device)
         self._groups, self._listed = zeros(max_rows, _power_of_two(groups)), zeros(max_rows, cut.chunk)
-        self._scores, self._befores = zeros(max_rows, chunks, dtype=torch.float32), zeros(max_rows, chunks)
-        self._leads, self._winners, self._masses, self._aheads = (
-            zeros(max_rows, chunks, dtype=torch.int64) for _ in range(4)
-        )
+        self._nearest, self._befores = zeros(max_rows, chunks, LAPPED.value), zeros(max_rows, chunks)
+        self._leads, self._masses, self._aheads = (zeros(max_rows, chunks, dtype=torch.int64) for _ in range(3))
 
     def forget(self) -> None:
         """Be as new."""
@@ -158,11 +157,12 @@ class DeviceSampler:
             )  # fmt: skip
             return
         grid, row = (self._chunks, rows), logits.stride(0)
-        races = self._leads, self._scores, self._winners
-        enter[grid](self.settings, logits, row, *races, self._masses, **self._chunked, raw=raw, **sampling(num_warps=8))
-        weigh[grid](self.settings, logits, row, *races, self._aheads, **self._chunked, raw=raw, **sampling(num_warps=4))
+        races = self._leads, self._nearest
+        weights = self._masses, self._aheads
+        enter[grid](self.settings, logits, row, *races, **self._chunked, raw=raw, **sampling(num_warps=4))
+        weigh[grid](self.settings, logits, row, *races, *weights, **self._chunked, raw=raw, **sampling(num_warps=4))
         settle[rows,](
-            self.settings, logits, row, self._tops, *races, self._masses, self._aheads, self._groups, self._listed,
+            self.settings, logits, row, self._tops, *races, *weights, self._groups, self._listed,
             self.tokens, self.last_token, None if raw else self.counts.history, self._chunks,
             **self._grouped, duplicates=self.handle_topk_duplicates, raw=raw, **sampling(num_warps=8),
         )  # fmt: skip
