@@ -20,6 +20,7 @@ from preheat.ops.cuda.launch import begin
 from preheat.ops.cuda.sample import (
     FURTHEST,
     ID_MASK,
+    IMPOSSIBLE,
     LOWEST,
     TEMPERATURE,
     TOP_K,
@@ -60,10 +61,12 @@ def weigh(
     """
     begin(overlap)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    if not is_random(settings, row, peak):
+    if not is_random(settings, row):
         return
     if (word(settings, row, TOP_K) > 0) | (real(settings, row, TOP_P) >= 1):
+        return
+    peak = value_of(best_of(leads, row, chunks, CHUNKS))
+    if peak <= IMPOSSIBLE:
         return
     logits += row.to(tl.int64) * stride
     score, key = entrants(settings, row, logits, nearest, chunks, peak, VOCAB, CHUNK, CHUNKS, raw)
@@ -97,7 +100,7 @@ def settle(
     if row < tl.load(settings):
         lead = best_of(leads, row, chunks, CHUNKS)
         token = id_of(lead)
-        if is_random(settings, row, value_of(lead)):
+        if is_random(settings, row) & (value_of(lead) > IMPOSSIBLE):
             key = survivor(
                 settings, row, logits + row.to(tl.int64) * stride, lead, tops + row * GROUPS,
                 nearest, masses, aheads, groups + row * GROUPS, listed + row * CHUNK, chunks,

@@ -48,9 +48,9 @@ STEEPEST = tl.constexpr(1e30)
 
 
 @triton.jit
-def is_random(settings, row, peak):
-    """Whether ``row`` exists and draws. Where nothing is possible there is nothing to draw from."""
-    return (row < tl.load(settings)) & (real(settings, row, TEMPERATURE) > 0) & (peak > IMPOSSIBLE)
+def is_random(settings, row):
+    """Whether ``row`` exists and draws; if nothing in it is possible, there is nothing to draw from all the same."""
+    return (row < tl.load(settings)) & (real(settings, row, TEMPERATURE) > 0)
 
 
 @triton.jit
@@ -90,10 +90,12 @@ def enter(
     """
     begin(overlap)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    if not is_random(settings, row, peak):
+    if not is_random(settings, row):
         return
     if word(settings, row, TOP_K) > 0:
+        return
+    peak = value_of(best_of(leads, row, chunks, CHUNKS))
+    if peak <= IMPOSSIBLE:
         return
     nearest += (row * chunks + chunk) * LAPPED
     furthest = reach(settings, row)
