@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from preheat.batch.sampling import Level, SamplingBatch
 from preheat.core import TokenLogprobs
 from preheat.execute.device_sampler import Cut, DeviceSampler, read_report
 from preheat.execute.sampler_input import SamplerInput
+from preheat.ops.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
+from preheat.ops.cuda.sample_source import race
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()
@@ -55,6 +59,29 @@ def sample_on(
     assert pad == 0
     assert sampler.last_token.tolist() == [*tokens, 0]
     return tokens
+
+
+@triton.jit
+def plain_kernel(settings, logits, tokens, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * VOCAB
+    lead = tl.full((), LOWEST, tl.int64)
+    for start in range(0, VOCAB, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
+        lead = tl.maximum(lead, tl.max(tl.where(ids < VOCAB, order(value, ids), LOWEST)))
+    how = real(settings, row, TEMPERATURE), real(settings, row, FURTHEST)
+    peak = value_of(lead)
+    _, key = race(settings, row, logits, settings, 0, VOCAB, VOCAB, 1, LOWEST, peak, how[0], how[1], False)
+    tl.store(tokens + row, id_of(key))
+
+
+def race_plainly(rows: list[Row], device: str = "cpu") -> list[int]:
+    """The token of each row, which has a temperature and neither top_k nor top_p, by scoring every token."""
+    sampler, _ = prepared(rows, device)
+    logits, tokens = logits_of(rows, torch.float32, device), sampler.tokens
+    plain_kernel[len(rows),](sampler.settings, logits, tokens, logits.shape[1], 1024, enable_fp_fusion=False)
+    return tokens[:-1].tolist()
 
 
 def logprobs_on(

@@ -19,7 +19,7 @@ from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS
 from tests.cpu.test_sampler_distribution import a_row, exact, sigmas
 from tests.cpu.test_sampler_invariance import KINDS
-from tests.device_sampling import keyed_by_place, logits_of, logprobs_on, prepared, sample_on
+from tests.device_sampling import keyed_by_place, logits_of, logprobs_on, prepared, race_plainly, sample_on
 
 LARGE = 128_256
 SETTINGS = [*KINDS, *({"temperature": 0.8, "top_p": p} for p in (0.1, 0.5)), {"top_k": 1500}, {"top_k": 5000}]
@@ -58,6 +58,16 @@ def test_equals_the_host(spread: float, dtype: torch.dtype, duplicates: bool) ->
     """Over a real vocabulary, from flat to peaked."""
     rows = rows_of(SETTINGS, spread=spread)
     assert sample_on(rows, "cuda", duplicates=duplicates, dtype=dtype) == sample_on_host(rows, duplicates)
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.6, 1.0, 20.0])
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
+def test_scores_what_it_must(spread: float, temperature: float) -> None:
+    """The tokens of a race in which every token is scored: bounds leave out none that wins."""
+    settings = [{"temperature": temperature}, {"temperature": temperature, "min_p": 0.02}]
+    some = rows_of(settings, spread=spread)
+    rows = [replace(row, seed=seed) for seed in range(64) for row in some]
+    assert sample_on(rows, "cuda") == race_plainly(rows, "cuda")
 
 
 def test_every_setting_of_the_plan() -> None:

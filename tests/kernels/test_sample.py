@@ -232,6 +232,19 @@ def test_long_sequences_are_counted_in_parts() -> None:
     assert not counts.history[0].any()
 
 
+def test_many_sequences_are_counted_together() -> None:
+    """Each in its own slot, whatever was there before; other slots are left alone."""
+    slots, lengths, prompts = np.array([5, 0, 4]), [4097, 1, 20], np.array([4096, 1, 3])
+    tokens = [np.random.default_rng(n).integers(0, 7, n).astype(np.int32) for n in lengths]
+    counts, one = DeviceCounts(6, 7, torch.device("cpu")), np.ones(3, np.float32)
+    counts.history.fill_(9)
+    counts.follow(PenaltyRows(np.arange(3), slots, slots + 1, prompts, tokens, one, one, one))
+    for slot, all_of_it, prompt in zip(slots, tokens, prompts, strict=True):
+        seen, drawn = (np.bincount(part, minlength=7) for part in np.split(all_of_it, [prompt]))
+        assert counts.history[slot].tolist() == (2 * drawn + (seen > 0)).tolist()
+    assert (counts.history[[1, 2, 3, 6]] == 9).all()
+
+
 @given(data=st.data(), vocab=st.integers(1, 30))
 @settings(max_examples=5, deadline=None, phases=WITHOUT_SHRINKING)
 def test_logprobs(data: st.DataObject, vocab: int) -> None:

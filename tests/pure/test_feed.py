@@ -1,9 +1,11 @@
 """The law of the round trip: dummy work for a shape needs exactly that shape."""
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preheat.batch.need import need_of
+from preheat.core import Request, SamplingParams
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.options import PlanOptions
@@ -55,3 +57,23 @@ def test_other_work_runs_in_another_shape():
     plan, slots = make_plan(at, PlanOptions()), Slots(4, 64, 16)
     with Feed(slots, at, 50).work([Row(0, 1, decoding=True)] * 3) as schedule:
         assert plan.fit(need_of(schedule, slots, "unified")) != plan.largest
+
+
+def test_slots_taken_together_are_as_if_taken_one_by_one():
+    params = SamplingParams(temperature=0.3, top_k=4, min_tokens=2, presence_penalty=0.1, logprobs=2)
+    for stop_ids in ([3, 5], [3, 2**40]):
+        request = Request(7, [1, 2, 3], params, seed=2**63, max_tokens=9, stop_ids=stop_ids)
+        one_by_one, together = Slots(6, 32, 16), Slots(6, 32, 16)
+        for slots in (one_by_one, together):
+            slots.take(Request(1, [4], SamplingParams(), seed=0, max_tokens=1), np.array([4]))
+        tokens = np.array([1, 2, 3, 4])
+        singly = [one_by_one.take(request, tokens) for _ in range(3)]
+        taken = together.take_alike(request, tokens, 3)
+        assert taken.tolist() == singly == [1, 2, 3]
+        for name, value in vars(one_by_one).items():
+            assert np.array_equal(value, getattr(together, name)), name
+        together.give_back_unused(taken)
+        for slot in singly:
+            one_by_one.give_back(slot)
+        assert one_by_one.num_free == together.num_free == 5
+        assert one_by_one.many_stop_ids == together.many_stop_ids == {}

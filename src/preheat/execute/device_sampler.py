@@ -17,13 +17,16 @@ from preheat.core import TokenLogprobs
 from preheat.execute.sampler_input import SamplerInput
 from preheat.ops.cuda.sample import MAX_VOCAB, sampling
 from preheat.ops.cuda.sample_best import peaks, pick
-from preheat.ops.cuda.sample_draw import enter, settle, weigh
-from preheat.ops.cuda.sample_edit import edit, penalise, recount
+from preheat.ops.cuda.sample_draw import settle, weigh
+from preheat.ops.cuda.sample_edit import PART, edit, penalise, recount
 from preheat.ops.cuda.sample_logprobs import report, tally
+from preheat.ops.cuda.sample_race import LAPPED, enter
 
 _NO_OWNER = -1
-_COUNTED = 4096  # tokens of a sequence that travel and are counted at once
-_STAGED = 64 * _COUNTED
+_COUNTED = 4096  # tokens of a sequence that one program counts
+_TOGETHER = 64  # programs that are launched at once
+_STAGED = _TOGETHER * (_COUNTED + PART)
+_ALIGNED = 4  # words: pointers of the alignment that the kernel was compiled for
 _EDIT_PROGRAMS, _EDITS = 64, 128
 
 
@@ -59,8 +62,8 @@ class DeviceCounts:
         """
         lengths = np.array([len(tokens) for tokens in rows.tokens], np.int64)
         known = (self._owner[rows.slots] == rows.owner) & (self._length[rows.slots] == lengths)
-        for i in np.flatnonzero(~known):
-            self._recount(int(rows.slots[i]), rows.tokens[i], int(rows.prompt_len[i]))
+        if not known.all():
+            self._recount(rows, np.flatnonzero(~known))
         self._owner[rows.slots], self._length[rows.slots] = rows.owner, lengths + 1
 
     def forget(self) -> None:
@@ -68,27 +71,42 @@ class DeviceCounts:
         self.history.zero_()
         self._owner[:], self._length[:] = _NO_OWNER, 0
 
-    def _recount(self, slot: int, tokens: np.ndarray, prompt_len: int) -> None:
-        if (tokens < 0).any():
-            raise ValueError(f"the sequence in slot {slot} cannot be counted while a token of it is being drawn")
-        self.history[slot].zero_()
-        for first in range(0, len(tokens), _COUNTED):
-            part = tokens[first : first + _COUNTED]
-            sequence, vocab = self._stage(part), self.history.shape[1]
-            recount[1,](self.history, sequence, slot, first, len(part), prompt_len, vocab, _COUNTED, num_warps=4)
+    def _recount(self, rows: PenaltyRows, which: np.ndarray) -> None:
+        """Count these sequences from their beginning, in one launch unless they are many or long."""
+        parts = list[tuple[int, int, np.ndarray]]()
+        for i in which.tolist():
+            slot, tokens, prompt_len = int(rows.slots[i]), rows.tokens[i], int(rows.prompt_len[i])
+            if (tokens < 0).any():
+                raise ValueError(f"the sequence in slot {slot} cannot be counted while a token of it is being drawn")
+            starts = range(0, len(tokens), _COUNTED)
+            parts += [(slot, prompt_len - first, tokens[first : first + _COUNTED]) for first in starts]
+        slots = np.sort(rows.slots[which])
+        for run in np.split(slots, (np.diff(slots) != 1).nonzero()[0] + 1):
+            self.history[run[0] : run[-1] + 1].zero_()
+        for first in range(0, len(parts), _TOGETHER):
+            self._count(parts[first : first + _TOGETHER])
 
-    def _stage(self, tokens: np.ndarray) -> Tensor:
-        """``tokens`` on the device. The host waits for the device only when all of the staging memory has been used."""
-        if self._used == _STAGED:
+    def _count(self, parts: list[tuple[int, int, np.ndarray]]) -> None:
+        """Count ``parts`` of sequences: the slot, how many of the tokens are the prompt's, and the tokens."""
+        begin, table = PART * len(parts), list[tuple[int, int, int, int]]()
+        for slot, prompt, tokens in parts:
+            table.append((slot, begin, len(tokens), prompt))
+            begin += len(tokens)
+        words = np.concatenate((np.array(table, np.int32).reshape(-1), *(tokens for *_, tokens in parts)))
+        recount[len(parts),](self.history, self._stage(words), self.history.shape[1], _COUNTED, num_warps=4)
+
+    def _stage(self, words: np.ndarray) -> Tensor:
+        """``words`` on the device. The host waits for the device only when all of the staging memory has been used."""
+        if self._used + len(words) > _STAGED:
             self._used = 0
             if self._copied:
                 self._copied.synchronize()
-        part = slice(self._used, self._used + len(tokens))
-        self._staged.numpy()[part] = tokens
+        part = slice(self._used, self._used + len(words))
+        self._staged.numpy()[part] = words
         self._sequence[part].copy_(self._staged[part], non_blocking=True)
         if self._copied:
             self._copied.record()
-        self._used += _COUNTED
+        self._used += -(-len(words) // _ALIGNED) * _ALIGNED
         return self._sequence[part]
 
 
@@ -133,10 +151,8 @@ class DeviceSampler:
         self._grouped = self._chunked | {"GROUP": cut.group, "GROUPS": _power_of_two(groups)}
         self._tops = torch.full((max_rows, _power_of_two(groups)), -torch.inf, device=device)
         self._groups, self._listed = zeros(max_rows, _power_of_two(groups)), zeros(max_rows, cut.chunk)
-        self._scores, self._befores = zeros(max_rows, chunks, dtype=torch.float32), zeros(max_rows, chunks)
-        self._leads, self._winners, self._masses, self._aheads = (
-            zeros(max_rows, chunks, dtype=torch.int64) for _ in range(4)
-        )
+        self._nearest, self._befores = zeros(max_rows, chunks, LAPPED.value), zeros(max_rows, chunks)
+        self._leads, self._masses, self._aheads = (zeros(max_rows, chunks, dtype=torch.int64) for _ in range(3))
 
     def forget(self) -> None:
         """Be as new."""
@@ -158,11 +174,12 @@ class DeviceSampler:
             )  # fmt: skip
             return
         grid, row = (self._chunks, rows), logits.stride(0)
-        races = self._leads, self._scores, self._winners
-        enter[grid](self.settings, logits, row, *races, self._masses, **self._chunked, raw=raw, **sampling(num_warps=8))
-        weigh[grid](self.settings, logits, row, *races, self._aheads, **self._chunked, raw=raw, **sampling(num_warps=4))
+        races = self._leads, self._nearest
+        weights = self._masses, self._aheads
+        enter[grid](self.settings, logits, row, *races, **self._chunked, raw=raw, **sampling(num_warps=4))
+        weigh[grid](self.settings, logits, row, *races, *weights, **self._chunked, raw=raw, **sampling(num_warps=4))
         settle[rows,](
-            self.settings, logits, row, self._tops, *races, self._masses, self._aheads, self._groups, self._listed,
+            self.settings, logits, row, self._tops, *races, *weights, self._groups, self._listed,
             self.tokens, self.last_token, None if raw else self.counts.history, self._chunks,
             **self._grouped, duplicates=self.handle_topk_duplicates, raw=raw, **sampling(num_warps=8),
         )  # fmt: skip

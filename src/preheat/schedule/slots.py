@@ -77,8 +77,21 @@ class Slots:
     def take(self, request: Request, tokens: np.ndarray) -> int:
         """Give ``request`` the lowest free slot; ``tokens`` is its prompt plus what it generated so far."""
         slot = heapq.heappop(self._free)
-        params, prompt_len = request.params, len(request.prompt)
         self.request[slot] = request
+        self._describe(slot, request, tokens)
+        return slot
+
+    def take_alike(self, request: Request, tokens: np.ndarray, count: int) -> np.ndarray:
+        """Give ``request`` the ``count`` lowest free slots, as if it came so often; int64 [count]."""
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        for slot in slots:
+            self.request[slot] = request
+        taken = np.array(slots, np.int64)
+        self._describe(taken, request, tokens)
+        return taken
+
+    def _describe(self, slot: int | np.ndarray, request: Request, tokens: np.ndarray) -> None:
+        params, prompt_len = request.params, len(request.prompt)
         self.tokens[slot, : len(tokens)] = tokens
         self.num_blocks[slot] = self.cached_len[slot] = 0
         self.device_len[slot] = len(tokens)
@@ -103,7 +116,6 @@ class Slots:
         )
         self.needs_edit[slot] = bool(params.logit_bias) or (params.min_tokens > 0 and bool(request.stop_ids))
         self._take_stop_ids(slot, request.stop_ids)
-        return slot
 
     def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
         """Write ``blocks`` into these entries of the block table, whose rows are ``slots``."""
@@ -111,19 +123,28 @@ class Slots:
         self._table_writes += 1
         self.table_version[slots] = self._table_writes
 
-    def _take_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
+    def _take_stop_ids(self, slot: int | np.ndarray, stop_ids: list[int]) -> None:
         few = len(stop_ids) <= FEW_STOP_IDS and all(0 <= stop_id < 2**31 for stop_id in stop_ids)
         self.has_many_stop_ids[slot] = not few
         self.stop_ids[:, slot] = NO_ID
         if few:
-            self.stop_ids[: len(stop_ids), slot] = stop_ids
+            for place, stop_id in enumerate(stop_ids):
+                self.stop_ids[place, slot] = stop_id
         else:
-            self.many_stop_ids[slot] = frozenset(stop_ids)
+            self.many_stop_ids.update(dict.fromkeys(np.atleast_1d(slot).tolist(), frozenset(stop_ids)))
 
     def give_back(self, slot: int) -> None:
         """Free ``slot``; its blocks are the caller's to release."""
-        self.request[slot] = None
         self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
+        self._free_slot(slot)
+
+    def give_back_unused(self, slots: np.ndarray) -> None:
+        """Free ``slots``, whose sequences never had a block."""
+        for slot in slots.tolist():
+            self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        self.request[slot] = None
         self.num_blocks[slot] = 0
         self.many_stop_ids.pop(slot, None)
         heapq.heappush(self._free, slot)

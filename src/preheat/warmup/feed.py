@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -67,15 +68,18 @@ class Feed:
     @contextmanager
     def work(self, rows: Sequence[Row], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
         """A step of ``rows``, the decoding ones first, every one of which samples; the slots are given back after."""
-        slots = self._slots
-        taken = [self._take(number, row, params) for number, row in enumerate(rows)]
+        slots, taken = self._slots, np.empty(len(rows), np.int64)
+        done = 0
+        for row, alike in groupby(rows):
+            count = len(list(alike))
+            taken[done : done + count] = self._take(done, count, row, params)
+            done += count
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
         decoding = sum(row.decoding for row in rows)
         try:
-            yield Schedule(np.array(taken, np.int64), first, extend, np.ones(len(rows), bool), decoding)
+            yield Schedule(taken, first, extend, np.ones(len(rows), bool), decoding)
         finally:
-            for slot in taken:
-                slots.give_back(slot)
+            slots.give_back_unused(taken)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[Row]:
         """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place."""
@@ -83,8 +87,10 @@ class Feed:
             return [Row(PROMPT_TOKENS, 1, decoding=True)] * rows
         return [Row(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
-    def _take(self, number: int, row: Row, params: SamplingParams) -> int:
-        """A slot for a request whose id no client's can be, and whose prompt ends where ``row`` does."""
+    def _take(self, number: int, count: int, row: Row, params: SamplingParams) -> np.ndarray:
+        """Slots for so many requests whose ids no client's can be, and whose prompts end where ``row`` does. Each has a
+        seed of its own, unless ``params`` have one.
+        """
         slots, length = self._slots, row.cached + row.extend
         tokens = np.arange(number, number + length, dtype=np.int32) % self._vocab_size
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
@@ -96,7 +102,9 @@ class Feed:
             max_tokens=self._limits.max_model_len - len(prompt),
             stop_ids=params.stop_token_ids or [],
         )
-        slot = slots.take(request, tokens)
-        slots.cached_len[slot] = row.cached
-        slots.num_blocks[slot] = -(-length // slots.block_size)
-        return slot
+        taken = slots.take_alike(request, tokens, count)
+        if params.seed is None:
+            slots.seed[taken] += np.arange(count, dtype=np.uint64)
+        slots.cached_len[taken] = row.cached
+        slots.num_blocks[taken] = -(-length // slots.block_size)
+        return taken

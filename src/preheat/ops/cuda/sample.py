@@ -17,7 +17,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from preheat.ops.cuda.launch import options
+from preheat.ops.cuda.launch import INTERPRETED, options
 
 ROW = np.dtype(
     [
@@ -68,6 +68,9 @@ SPREAD = tl.constexpr(19.5)
 """A token this far behind the best one never wins, see :data:`preheat.ops.philox.MAX_SPREAD`."""
 
 MASS = tl.constexpr(float(2**34))
+
+WIDE = tl.constexpr(not INTERPRETED)
+"""Whether kernels may hold instructions of the device, which the interpreter does not know."""
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
@@ -170,20 +173,49 @@ def gumbel(bits):
 
 
 @triton.jit
+def product(word, factor):
+    """The high and the low half of the product of uint32 and a constant.
+
+    On a device one instruction makes both. A compiler that sees the halves taken from a product makes each by its own.
+    """
+    if WIDE:
+        assembly: tl.constexpr = "mul.wide.u32 $0, $1, $2;"
+        factor = tl.full((), factor, tl.uint32)
+        whole = tl.inline_asm_elementwise(assembly, "=l,r,r", [word, factor], tl.uint64, is_pure=True, pack=1)
+    else:
+        whole = word.to(tl.uint64) * factor
+    return (whole >> 32).to(tl.uint32), whole.to(tl.uint32)
+
+
+@triton.jit
 def random_words(settings, row, group):
-    """The random bits of tokens 4 * group to 4 * group + 3 under the key of ``row``: four uint32 of group's shape."""
-    low, high = word(settings, row, SEED).to(tl.uint32), word(settings, row, SEED + 1).to(tl.uint32)
-    zero = tl.zeros_like(group).to(tl.uint32)
-    position, choice = word(settings, row, POSITION).to(tl.uint32), word(settings, row, CHOICE).to(tl.uint32)
-    return tl.philox_impl(group.to(tl.uint32), zero + position, zero + choice, zero, zero + low, zero + high)
+    """The random bits of tokens 4 * group to 4 * group + 3 under the key of ``row``: four uint32 of group's shape.
+
+    What is the same in the whole row stays a scalar, so that half of the first two rounds is computed once.
+    """
+    c0, c1 = group.to(tl.uint32), word(settings, row, POSITION).to(tl.uint32)
+    c2, c3 = word(settings, row, CHOICE).to(tl.uint32), tl.full((), 0, tl.uint32)
+    k0, k1 = word(settings, row, SEED).to(tl.uint32), word(settings, row, SEED + 1).to(tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = product(c0, 0xD2511F53)
+        high1, low1 = product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ (c1 ^ k0), low1, high0 ^ (c3 ^ k1), low0
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def bits_of_groups(settings, row, group):
+    """The random bits uint32 [groups, 4] of the tokens of each of ``group`` [groups]."""
+    w0, w1, w2, w3 = random_words(settings, row, group)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (group.shape[0], 4))
 
 
 @triton.jit
 def noise_of_groups(settings, row, group):
     """Noise float32 [groups, 4] of the tokens of each of ``group`` [groups]."""
-    w0, w1, w2, w3 = random_words(settings, row, group)
-    bits = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return gumbel(tl.reshape(bits, (group.shape[0], 4)))
+    return gumbel(bits_of_groups(settings, row, group))
 
 
 @triton.jit

@@ -5,9 +5,10 @@ tokens, before it? If so, all that come after it in order are out as well, and t
 judged. What survives the judgement is the winner among the survivors, which is the token to draw. A row seldom needs
 more than two tries, since a token is tried as often as it is likely.
 
-Three kernels. ``enter`` lets the tokens of each chunk race, ``weigh`` judges the first winner, both with many programs
-a row; ``settle`` does the rest with one program a row: it need only look again at chunks whose own winner was ruled
-out while they may still hold the best. top_k has no use for the first two: its tokens come from a list of few.
+Three kernels. ``enter`` (:mod:`preheat.ops.cuda.sample_race`) lets the tokens of each chunk race, ``weigh`` judges the
+first winner, both with many programs a row; ``settle`` does the rest with one program a row: it need only look again at
+chunks whose own winner is not known, or was ruled out, while they may still hold the best. top_k has no use for the
+first two: its tokens come from a list of few.
 """
 
 from __future__ import annotations
@@ -21,41 +22,25 @@ from preheat.ops.cuda.sample import (
     ID_MASK,
     IMPOSSIBLE,
     LOWEST,
-    SPREAD,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     deficit_of,
     id_of,
     mass_of,
-    noise_of_groups,
     order,
     read,
     real,
     value_of,
     winner,
     word,
-)  # fmt: skip
+)
 from preheat.ops.cuda.sample_best import best_of, emit
+from preheat.ops.cuda.sample_race import entrants, is_random
 from preheat.ops.cuda.sample_source import kth_key, list_candidates, mass_above, race
 
 STEP = tl.constexpr(2048)
 """Tokens that a single program weighs together."""
-
-
-@triton.jit
-def is_random(settings, row, peak):
-    """Whether ``row`` exists and draws. Where nothing is possible there is nothing to draw from."""
-    return (row < tl.load(settings)) & (real(settings, row, TEMPERATURE) > 0) & (peak > IMPOSSIBLE)
-
-
-@triton.jit
-def entrants(scores, winners, row, chunks, CHUNKS: tl.constexpr):
-    """The score and the order key of every chunk's winner."""
-    chunk = tl.arange(0, CHUNKS)
-    score = tl.load(scores + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    key = tl.load(winners + row * chunks + chunk, mask=chunk < chunks, other=LOWEST)
-    return score, key
 
 
 @triton.jit
@@ -67,56 +52,31 @@ def leading(score, key, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def enter(
-    settings, logits, stride, leads, scores, winners, masses,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    """Grid (chunks, rows), for rows that draw without top_k: score and order key of each chunk's winner, and the
-    mass of its tokens; float32, int64 and int64 [rows, chunks].
-    """
-    begin(overlap)
-    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    if not is_random(settings, row, peak):
-        return
-    if word(settings, row, TOP_K) > 0:
-        return
-    group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-    ids = group[:, None] * 4 + tl.arange(0, 4)[None, :]
-    value = read(logits + row.to(tl.int64) * stride, ids, ids < VOCAB, raw)
-    deficit = deficit_of(value, peak, real(settings, row, TEMPERATURE))
-    kept = (ids < VOCAB) & (deficit <= real(settings, row, FURTHEST))
-    tl.store(masses + row * chunks + chunk, tl.sum(tl.sum(tl.where(kept, mass_of(deficit), 0), axis=1)))
-    kept &= deficit <= SPREAD
-    score = tl.where(kept, noise_of_groups(settings, row, group) - deficit, float("-inf"))
-    best, token = winner(score, ids, kept)
-    key = tl.max(tl.where(kept & (ids == token), order(value, ids), LOWEST))
-    tl.store(scores + row * chunks + chunk, best)
-    tl.store(winners + row * chunks + chunk, key)
-
-
-@triton.jit
 def weigh(
-    settings, logits, stride, leads, scores, winners, aheads,
+    settings, logits, stride, leads, nearest, masses, aheads,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, rows), for rows with top_p and without top_k: the mass of each chunk that comes before the row's
-    winner, int64 [rows, chunks].
+    """Grid (chunks, rows), for rows with top_p and without top_k: the mass min_p leaves of each chunk, and the part
+    of it that comes before the row's winner; both int64 [rows, chunks].
     """
     begin(overlap)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    if not is_random(settings, row, peak):
+    if not is_random(settings, row):
         return
     if (word(settings, row, TOP_K) > 0) | (real(settings, row, TOP_P) >= 1):
         return
-    score, key = entrants(scores, winners, row, chunks, CHUNKS)
-    _, first = leading(score, key, CHUNKS)
+    peak = value_of(best_of(leads, row, chunks, CHUNKS))
+    if peak <= IMPOSSIBLE:
+        return
     logits += row.to(tl.int64) * stride
-    temperature, furthest = real(settings, row, TEMPERATURE), real(settings, row, FURTHEST)
-    start = chunk * CHUNK
-    ahead = mass_above(logits, settings, start, start + CHUNK, VOCAB, 1, first, peak, temperature, furthest, raw, CHUNK)
-    tl.store(aheads + row * chunks + chunk, ahead)
+    score, key = entrants(settings, row, logits, nearest, chunks, peak, VOCAB, CHUNK, CHUNKS, raw)
+    _, first = leading(score, key, CHUNKS)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = read(logits, ids, ids < VOCAB, raw)
+    deficit = deficit_of(value, peak, real(settings, row, TEMPERATURE))
+    mass = tl.where((ids < VOCAB) & (deficit <= real(settings, row, FURTHEST)), mass_of(deficit), 0)
+    tl.store(masses + row * chunks + chunk, tl.sum(mass))
+    tl.store(aheads + row * chunks + chunk, tl.sum(tl.where(order(value, ids) > first, mass, 0)))
 
 
 @triton.jit
@@ -128,7 +88,7 @@ def chunk_sum(values, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def settle(
-    settings, logits, stride, tops, leads, scores, winners, masses, aheads, groups, listed,
+    settings, logits, stride, tops, leads, nearest, masses, aheads, groups, listed,
     tokens, last_token, history, chunks,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     duplicates: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
@@ -140,10 +100,10 @@ def settle(
     if row < tl.load(settings):
         lead = best_of(leads, row, chunks, CHUNKS)
         token = id_of(lead)
-        if is_random(settings, row, value_of(lead)):
+        if is_random(settings, row) & (value_of(lead) > IMPOSSIBLE):
             key = survivor(
                 settings, row, logits + row.to(tl.int64) * stride, lead, tops + row * GROUPS,
-                scores, winners, masses, aheads, groups + row * GROUPS, listed + row * CHUNK, chunks,
+                nearest, masses, aheads, groups + row * GROUPS, listed + row * CHUNK, chunks,
                 VOCAB, CHUNK, CHUNKS, GROUP, GROUPS, duplicates, raw,
             )  # fmt: skip
             token = id_of(key)
@@ -152,7 +112,7 @@ def settle(
 
 @triton.jit
 def survivor(
-    settings, row, logits, lead, tops, scores, winners, masses, aheads, groups, listed, chunks,
+    settings, row, logits, lead, tops, nearest, masses, aheads, groups, listed, chunks,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     duplicates: tl.constexpr, raw: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +122,7 @@ def survivor(
     peak, temperature = value_of(lead), real(settings, row, TEMPERATURE)
     furthest, top_p, k = real(settings, row, FURTHEST), real(settings, row, TOP_P), word(settings, row, TOP_K)
     chunk = tl.arange(0, CHUNKS)
-    floor, total = tl.full((), LOWEST, tl.int64), tl.full((), 0, tl.int64)
+    floor, total = tl.full((), LOWEST + 1, tl.int64), tl.full((), 0, tl.int64)
     count, whole = tl.full((), VOCAB, tl.int32), tl.full((), 1, tl.int32)
     if k > 0:
         count, low = list_candidates(logits, tops, listed, groups, k, VOCAB, GROUP, GROUPS, CHUNK, raw)
@@ -176,12 +136,12 @@ def survivor(
                 logits, listed, 0, count, count, whole, floor - 1, peak, temperature, furthest, raw, STEP
             )
     else:
-        score, key = entrants(scores, winners, row, chunks, CHUNKS)
+        score, key = entrants(settings, row, logits, nearest, chunks, peak, VOCAB, CHUNK, CHUNKS, raw)
         if top_p < 1:
             total = chunk_sum(masses, row, chunks, CHUNKS)
     limit = top_p.to(tl.float64) * total.to(tl.float64)
-    judged = k > 0  # of the first winner without top_k, ``weigh`` has found what is before it
     first, best = leading(score, key, CHUNKS)
+    judged = best < floor  # of a winner that the second lap has found, ``weigh`` knows what is before it
     pending = tl.full((), 1, tl.int1)
     while pending:
         if best < floor:

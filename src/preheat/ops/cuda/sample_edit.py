@@ -26,6 +26,11 @@ from preheat.ops.cuda.sample_best import is_penalised
 
 EDIT_WORDS = tl.constexpr(EDIT)
 
+PART = 4
+"""Words that describe a stretch of a sequence that is to be counted."""
+
+PART_WORDS = tl.constexpr(PART)
+
 
 @triton.jit
 def penalise(
@@ -72,14 +77,15 @@ def edit(settings, edited, MAX_ROWS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: t
         tl.store(place, tl.where(change == float("-inf"), change, mend(value + change)), mask=there)
 
 
-@triton.jit(do_not_specialize=["slot", "first", "length", "prompt_len"])
-def recount(history, sequence, slot, first, length, prompt_len, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (1): count ``length`` tokens, at most BLOCK, of the sequence in ``slot`` from its ``first`` on; they are in
-    ``sequence``. Its first ``prompt_len`` tokens are its prompt.
+@triton.jit
+def recount(history, parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (parts): count stretches of sequences. ``parts`` int32 begins with PART words for each: the slot, where its
+    tokens are in ``parts``, how many they are (at most BLOCK), and how many of them belong to the prompt.
     """
+    part = parts + tl.program_id(0) * PART_WORDS
+    slot, begin, length, prompt = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
     at = tl.arange(0, BLOCK)
     there = at < length
-    place = history + slot.to(tl.int64) * VOCAB + tl.load(sequence + at, mask=there, other=0)
-    prompt = first + at < prompt_len
-    tl.atomic_or(place, 1, mask=there & prompt)
-    tl.atomic_add(place, 2, mask=there & (prompt == 0))
+    place = history + slot.to(tl.int64) * VOCAB + tl.load(parts + begin + at, mask=there, other=0)
+    tl.atomic_or(place, 1, mask=there & (at < prompt))
+    tl.atomic_add(place, 2, mask=there & (at >= prompt))
