@@ -29,9 +29,9 @@ class Slots:
     """The arrays, for ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
 
     Row r of ``block_table`` lists the physical block of each logical block of the sequence; unused entries are 0,
-    the pad block. It is written by :meth:`set_blocks` alone: rows of one ``table_version``, whatever copy of the table
-    they are in, are equal. ``tokens`` holds prompt and output. ``needs_*`` flags let a step ask in one reduction what
-    its rows need of the sampler.
+    the pad block. It is written by :meth:`set_blocks` alone, ``table_writes`` times so far: rows of one
+    ``table_version``, whatever copy of the table they are in, are equal. ``tokens`` holds prompt and output.
+    ``needs_*`` flags let a step ask in one reduction what its rows need of the sampler.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
@@ -43,7 +43,7 @@ class Slots:
         self.block_table = self._blocks.view()
         self.block_table.flags.writeable = False
         self.table_version = np.zeros(n, np.int64)  # 0 is a row that was never written
-        self._table_writes = 0
+        self.table_writes = 0
         self.num_blocks = np.zeros(n, np.int32)
         self.cached_len = np.zeros(n, np.int32)
         self.device_len = np.zeros(n, np.int32)
@@ -108,8 +108,8 @@ class Slots:
     def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
         """Write ``blocks`` into these entries of the block table, whose rows are ``slots``."""
         self._blocks[slots, columns] = blocks
-        self._table_writes += 1
-        self.table_version[slots] = self._table_writes
+        self.table_writes += 1
+        self.table_version[slots] = self.table_writes
 
     def _take_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
         few = len(stop_ids) <= FEW_STOP_IDS and all(0 <= stop_id < 2**31 for stop_id in stop_ids)
