@@ -1,15 +1,17 @@
 """The law of the round trip: dummy work for a shape needs exactly that shape."""
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from preheat.batch.need import need_of
+from preheat.core import Request, SamplingParams
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.slots import Slots
-from preheat.warmup.feed import Feed, Row, rows_of
+from preheat.warmup.feed import GREEDY, Feed, Row, rows_of
 from tests.pure.test_plan_laws import options
 
 limits = st.builds(
@@ -55,3 +57,20 @@ def test_other_work_runs_in_another_shape():
     plan, slots = make_plan(at, PlanOptions()), Slots(4, 64, 16)
     with Feed(slots, at, 50).work([Row(0, 1, decoding=True)] * 3) as schedule:
         assert plan.fit(need_of(schedule, slots, "unified")) != plan.largest
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=6),
+    st.sampled_from([GREEDY, SamplingParams(temperature=0.5, min_p=0.1), SamplingParams(min_tokens=2, logprobs=1)]),
+    st.sampled_from([[], [3, 5], [1, 2, 3, 4, 2**40]]),
+)
+def test_slots_taken_together_are_as_if_taken_one_by_one(lengths, params, stop_ids):
+    together, alone = (Slots(6, 64, 16) for _ in range(2))
+    requests = [Request(-2 - n, [1] * prompt, params, n, 9, stop_ids=stop_ids) for n, (prompt, _) in enumerate(lengths)]
+    tokens = [np.arange(prompt + more, dtype=np.int32) for prompt, more in lengths]
+    one_by_one = [alone.take(request, known) for request, known in zip(requests, tokens, strict=True)]
+    assert together.take_alike(requests, tokens).tolist() == one_by_one
+    found, expected = vars(together), vars(alone)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name

@@ -177,11 +177,11 @@ class DeviceExecutor:
     def compile(self, plan: Plan, threads: int) -> None:
         """Build the kernels of a plan's programs, many at a time."""
         with compiling(threads):
-            for key in dict.fromkeys(item.key for item in plan.items):
+            for key in dict.fromkeys(_program(item.key) for item in plan.items):
                 if isinstance(key, Shape):
                     self._forward(key, self._kinds)
-                elif isinstance(key, SamplerKey) and key.rows:
-                    self._sample(SampleKey.of(key))
+                elif isinstance(key, SampleKey) and key.size:
+                    self._sample(key)
 
     @torch.inference_mode()
     def prepare(self, batch: FlatBatch) -> None:
@@ -320,3 +320,8 @@ class DeviceExecutor:
             return out
 
         return attend
+
+
+def _program(key: object) -> object:
+    """What an item of the plan runs: many of the sampler's run the same."""
+    return SampleKey.of(key) if isinstance(key, SamplerKey) else key

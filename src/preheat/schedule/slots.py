@@ -12,6 +12,7 @@ is ``UNSEEN`` until its step is settled.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -76,13 +77,34 @@ class Slots:
 
     def take(self, request: Request, tokens: np.ndarray) -> int:
         """Give ``request`` the lowest free slot; ``tokens`` is its prompt plus what it generated so far."""
+        slot = self._take(request, tokens)
+        self.prompt_len[slot] = len(request.prompt)
+        self.device_len[slot] = len(tokens)
+        self.seed[slot] = request.seed
+        self._describe(slot, request)
+        return slot
+
+    def take_alike(self, requests: Sequence[Request], tokens: Sequence[np.ndarray]) -> np.ndarray:
+        """As :meth:`take`, for ``requests`` that differ in nothing but id, prompt and seed: their slots, int64."""
+        pairs = zip(requests, tokens, strict=True)
+        slots = np.array([self._take(request, known) for request, known in pairs], np.int64)
+        if len(slots):
+            self.prompt_len[slots] = [len(request.prompt) for request in requests]
+            self.device_len[slots] = [len(known) for known in tokens]
+            self.seed[slots] = np.array([request.seed for request in requests], np.uint64)
+            self._describe(slots, requests[0])
+        return slots
+
+    def _take(self, request: Request, tokens: np.ndarray) -> int:
         slot = heapq.heappop(self._free)
-        params, prompt_len = request.params, len(request.prompt)
         self.request[slot] = request
         self.tokens[slot, : len(tokens)] = tokens
+        return slot
+
+    def _describe(self, slot: int | np.ndarray, request: Request) -> None:
+        """All that follows from what the request asks for and the length of its prompt, which is known."""
+        params, prompt_len = request.params, self.prompt_len[slot]
         self.num_blocks[slot] = self.cached_len[slot] = 0
-        self.device_len[slot] = len(tokens)
-        self.prompt_len[slot] = prompt_len
         self.max_len[slot] = prompt_len + request.max_tokens
         self.min_len[slot] = prompt_len + params.min_tokens
         self.temperature[slot] = params.temperature
@@ -92,7 +114,6 @@ class Slots:
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         self.repetition_penalty[slot] = params.repetition_penalty
-        self.seed[slot] = request.seed
         self.choice[slot] = request.choice
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
@@ -103,7 +124,6 @@ class Slots:
         )
         self.needs_edit[slot] = bool(params.logit_bias) or (params.min_tokens > 0 and bool(request.stop_ids))
         self._take_stop_ids(slot, request.stop_ids)
-        return slot
 
     def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
         """Write ``blocks`` into these entries of the block table, whose rows are ``slots``."""
@@ -111,19 +131,21 @@ class Slots:
         self.table_writes += 1
         self.table_version[slots] = self.table_writes
 
-    def _take_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
+    def _take_stop_ids(self, slot: int | np.ndarray, stop_ids: list[int]) -> None:
         few = len(stop_ids) <= FEW_STOP_IDS and all(0 <= stop_id < 2**31 for stop_id in stop_ids)
         self.has_many_stop_ids[slot] = not few
         self.stop_ids[:, slot] = NO_ID
         if few:
-            self.stop_ids[: len(stop_ids), slot] = stop_ids
+            for row, stop_id in enumerate(stop_ids):
+                self.stop_ids[row, slot] = stop_id
         else:
-            self.many_stop_ids[slot] = frozenset(stop_ids)
+            self.many_stop_ids |= dict.fromkeys(np.atleast_1d(slot).tolist(), frozenset(stop_ids))
 
     def give_back(self, slot: int) -> None:
         """Free ``slot``; its blocks are the caller's to release."""
         self.request[slot] = None
-        self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
-        self.num_blocks[slot] = 0
+        if self.num_blocks[slot]:
+            self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
+            self.num_blocks[slot] = 0
         self.many_stop_ids.pop(slot, None)
         heapq.heappush(self._free, slot)

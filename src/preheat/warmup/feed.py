@@ -62,19 +62,26 @@ class Feed:
     """Lends slots to dummy rows. ``vocab_size`` bounds their tokens."""
 
     def __init__(self, slots: Slots, limits: Limits, vocab_size: int) -> None:
-        self._slots, self._limits, self._vocab_size = slots, limits, vocab_size
+        self._slots, self._limits = slots, limits
+        self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
     def work(self, rows: Sequence[Row], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
         """A step of ``rows``, the decoding ones first, every one of which samples; the slots are given back after."""
         slots = self._slots
-        taken = [self._take(number, row, params) for number, row in enumerate(rows)]
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
+        known = [self._tokens[number : number + row.cached + row.extend] for number, row in enumerate(rows)]
+        room = self._limits.max_model_len - max((len(tokens) for tokens in known), default=0)
+        requests = [self._request(number, row, known[number], params, room) for number, row in enumerate(rows)]
+        taken = slots.take_alike(requests, known)
+        slots.cached_len[taken] = first
+        slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:
-            yield Schedule(np.array(taken, np.int64), first, extend, np.ones(len(rows), bool), decoding)
+            yield Schedule(taken, first, extend, np.ones(len(rows), bool), decoding)
         finally:
-            for slot in taken:
+            slots.num_blocks[taken] = 0  # none was ever written to the table
+            for slot in taken.tolist():
                 slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[Row]:
@@ -83,20 +90,14 @@ class Feed:
             return [Row(PROMPT_TOKENS, 1, decoding=True)] * rows
         return [Row(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
-    def _take(self, number: int, row: Row, params: SamplingParams) -> int:
-        """A slot for a request whose id no client's can be, and whose prompt ends where ``row`` does."""
-        slots, length = self._slots, row.cached + row.extend
-        tokens = np.arange(number, number + length, dtype=np.int32) % self._vocab_size
+    def _request(self, number: int, row: Row, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
+        """One whose id no client's can be, and whose prompt ends where ``row`` does; all have ``room`` to go on."""
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
-        request = Request(
+        return Request(
             id=FIRST_ID - number,
             prompt=prompt.tolist(),
             params=params,
             seed=number if params.seed is None else params.seed,
-            max_tokens=self._limits.max_model_len - len(prompt),
+            max_tokens=room,
             stop_ids=params.stop_token_ids or [],
         )
-        slot = slots.take(request, tokens)
-        slots.cached_len[slot] = row.cached
-        slots.num_blocks[slot] = -(-length // slots.block_size)
-        return slot
