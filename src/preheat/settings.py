@@ -82,7 +82,7 @@ class Settings:
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
 
     max_num_seqs: int = _schedule(256, "Most sequences in one step.", low=1)
-    max_num_batched_tokens: int = _schedule(8192, "Most tokens in one step, padding included.", low=1)
+    max_num_batched_tokens: int = _schedule(2048, "Most tokens in one step, padding included.", low=1)
     max_num_prefill_seqs: int | None = _schedule(
         None, "Most sequences in one step that still read their prompt.", low=1
     )

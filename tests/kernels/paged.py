@@ -88,8 +88,9 @@ class Pages:
         """Attention of runs: ``work`` is a list of (sequence, first position, number of tokens)."""
         q, slots, positions, out = self._step(work)
         extends = np.array([n for _, _, n in work])
-        how = how or prefill_how(self.shape.dim, self.shape.dtype)
-        tile = query_tile(self.shape.heads, self.shape.kv_heads, how)
+        tile = query_tile(
+            self.shape.heads, self.shape.kv_heads, how or prefill_how(self.shape.dim, self.shape.dtype)
+        )  # fmt: skip
         first = np.array([p for _, p, _ in work])
         tiles, count = self._pieces(prefill_tiles(np.cumsum(extends) - extends, extends, first, tile), spare)
         prefill_attention(

@@ -140,11 +140,11 @@ def test_the_plan_of_a_published_config(capsys):
     """Weights are neither there nor asked for."""
     asked = f"plan {LLAMA} --max-num-seqs 256 --max_model_len 4096"
     text = printed(asked, capsys)
-    assert text.startswith("256 sequences x 4,096 tokens, 8,192 tokens a step, blocks of 64\n")
+    assert text.startswith("256 sequences x 4,096 tokens, 2,048 tokens a step, blocks of 64\n")
     plan = json.loads(printed(f"{asked} --json", capsys))
     assert {"items", "dropped", "padding", "estimated_seconds", "estimated_bytes"} <= set(plan)
     assert plan["padding"]["decode"]["spread"] == "rows uniform over 1-256"
-    assert plan["padding"]["mixed"]["spread"] == "tokens log-uniform over 16-8192"
+    assert plan["padding"]["mixed"]["spread"] == "tokens log-uniform over 16-2048"
     assert all(padding["mean"] <= 0.10 for padding in plan["padding"].values())
     wide = json.loads(printed(f"{asked} --dtype float32 --json", capsys))
     assert wide["estimated_bytes"] == 2 * plan["estimated_bytes"]

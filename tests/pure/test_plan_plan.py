@@ -77,7 +77,7 @@ def test_estimates_follow_the_models_sizes():
     assert SIZES.layer_params == pytest.approx(6.98e9, rel=0.01)
     assert SIZES.kv_bytes_per_token == 131072
     plan = make_plan(LIMITS, PlanOptions(), COSTS)
-    small, large = plan.by_name["(mixed, 8, 16)"], plan.by_name["(mixed, 8192, 256)"]
+    small, large = plan.by_name["(mixed, 8, 256)"], plan.by_name["(mixed, 8192, 256)"]
     assert large.estimated_seconds > 5 * small.estimated_seconds > 0
     assert large.estimated_bytes > 100 * small.estimated_bytes > 0
 
@@ -124,8 +124,8 @@ def test_no_more_rows_are_sampled_than_the_cache_has_blocks_for(policy):
 
 
 def test_a_large_plan_is_refused_naming_the_knob():
-    many = {"bucketing_strategy": "linear", "prompt_seq_bucket_step": 8}
-    with pytest.raises(SettingsError, match=r"raise VLLM_PROMPT_SEQ_BUCKET_STEP .now 8, .*--allow-large-plan"):
+    many = {"bucketing_strategy": "linear", "prompt_seq_bucket_step": 4}
+    with pytest.raises(SettingsError, match=r"raise VLLM_PROMPT_SEQ_BUCKET_STEP .now 4, .*--allow-large-plan"):
         make_plan(LIMITS, PlanOptions(**many))
     assert make_plan(LIMITS, PlanOptions(**many, allow_large_plan=True)).programs > 2000
 

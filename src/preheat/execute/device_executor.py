@@ -315,7 +315,7 @@ class DeviceExecutor:
                 self._workspace,
                 self._scale,
                 window,
-                rows=inputs.rows,
+                rows=0 if len(inputs.tiles) else inputs.rows,
             )
             return out
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.ops.cuda import attention_hopper as hopper
 from preheat.ops.cuda.launch import begin, options
 from preheat.ops.cuda.work import SPLIT
 
@@ -34,7 +35,7 @@ LOG2_E = 1.4426950408889634
 @dataclass(frozen=True)
 class How:
     """How a kernel is laid out, none of which changes bits: query rows of a program, its warps, the tiles of keys that
-    are loaded ahead, and programs of a persistent grid for each multiprocessor.
+    are loaded ahead, and the least programs of a persistent grid for each multiprocessor; 0: one for each piece.
     """
 
     rows: int
@@ -43,14 +44,15 @@ class How:
     programs: int = 0
 
 
-FEW = 128
-"""Units of work (a piece of a context and a kv head) that are best spread as thin as can be."""
+MANY = 64
+"""Rows from which on there is enough to do everywhere: thin programs then do it best."""
 
 
-def decode_how(units: int, dim: int, dtype: torch.dtype) -> How:
-    """For at most ``units`` and heads of ``dim`` numbers; measured on an H200."""
-    stages = 3 if units <= FEW and dim * dtype.itemsize <= 256 else 2
-    return How(rows=16, warps=4, stages=stages, programs=6)
+def decode_how(rows: int, dim: int, dtype: torch.dtype) -> How:
+    """For steps of ``rows`` and heads of ``dim`` numbers; measured on an H200 (bench/attention.py)."""
+    if dim * dtype.itemsize > 256:
+        return How(rows=16, warps=4, stages=2, programs=6)
+    return How(rows=16, warps=2, stages=2, programs=6) if rows >= MANY else How(rows=16, warps=4, stages=3, programs=6)
 
 
 def prefill_how(dim: int, dtype: torch.dtype) -> How:
@@ -152,23 +154,39 @@ def _merge_parts(
     return total, acc
 
 
+@triton.jit
+def _claim(claims, units, programs):
+    """The next unit of work: the first ``programs`` are their programs', the rest go to whoever asks first.
+
+    Each program asks once in vain, so the last number to be drawn is known: who draws it leaves ``claims`` at zero.
+    """
+    unit = units
+    if units > programs:
+        drawn = tl.atomic_add(claims, 1, sem="relaxed")
+        unit = programs + drawn
+        if unit == units + programs - 1:
+            tl.store(claims, 0)
+    return unit
+
+
 @triton.jit(do_not_specialize=["max_blocks"])
 def _decode(
-    q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived,
+    q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims,
     scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of single queries, each with one kv head and the heads of its group. ``MERGE``: who finishes a query's
-    last piece merges them.
+    """Pieces of single queries, each with one kv head and the heads of its group. A program that is done claims the
+    next piece that nobody has. ``MERGE``: who finishes a query's last piece merges them.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     own = row < GROUP
     real = own[:, None] & (dims < DIM)[None, :]
-    units = tl.load(num_work) * KV_HEADS
-    for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), num_stages=1):
+    units, programs = tl.load(num_work) * KV_HEADS, tl.num_programs(0)
+    unit = tl.program_id(0)
+    while unit < units:
         piece, kv_head = unit // KV_HEADS, unit % KV_HEADS
         token, split = tl.load(work + piece * 2), tl.load(work + piece * 2 + 1)
         position = tl.load(positions + token)
@@ -210,6 +228,7 @@ def _decode(
                     )
                     tl.store(result, (outs / sums).to(out.dtype.element_ty), mask=real)
                     tl.store(counter, 0)
+        unit = _claim(claims, units, programs)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
 
 
@@ -293,7 +312,8 @@ def _walk(
 
 class Workspace:
     """What queries of several splits keep between their pieces: room for ``max_work`` pieces of ``heads`` heads of
-    ``dim`` numbers, and a count of the pieces done for each of ``max_tokens`` tokens and kv heads, zero between calls.
+    ``dim`` numbers, a count of the pieces done for each of ``max_tokens`` tokens and kv heads, and one of the pieces
+    claimed; the counts are zero between calls.
     """
 
     def __init__(self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> None:
@@ -301,6 +321,7 @@ class Workspace:
         self.tops = torch.empty(max_work, heads, dtype=torch.float32, device=device)
         self.totals = torch.empty(max_work, heads, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_tokens, heads, dtype=torch.int32, device=device)
+        self.claims = torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def query_tile(heads: int, kv_heads: int, how: How) -> int:
@@ -333,17 +354,17 @@ def decode_attention(
     heads * dim]. ``work`` int32 [most pieces, 2], of which ``num_work`` [1] count, is what
     :func:`preheat.ops.cuda.work.decode_work` gives for the same ``split`` and ``window``. What the host copies for a
     step (``work``, ``num_work``, ``slots``, ``positions``) is read before earlier kernels end: no kernel may write
-    it. The grid is persistent, of a program for every kv head of ``rows`` at least, which balances best where there are
-    many: a grid for all the work that there can be would mostly start programs that have nothing to do.
+    it. The grid is persistent, of a program for every kv head of ``rows`` at least: a grid for all the work that there
+    can be would mostly start programs that have nothing to do.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     units = len(work) * kv_heads
-    how = how or decode_how(units, dim, q.dtype)
+    how = how or decode_how(rows, dim, q.dtype)
     programs = min(units, max(how.programs * _processors(q.device), rows * kv_heads)) if how.programs else units
     _decode[(programs,)](
         q, cache, table, slots, positions, work, num_work, out,
-        workspace.parts, workspace.tops, workspace.totals, workspace.arrived,
+        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
         scale * LOG2_E, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         ROWS=max(how.rows, triton.next_power_of_2(heads // kv_heads)),
@@ -371,8 +392,13 @@ def prefill_attention(
 
     ``tiles`` int32 [most tiles, 2], of which ``num_tiles`` [1] count, is what
     :func:`preheat.ops.cuda.work.prefill_tiles` gives for tiles of :func:`query_tile` tokens; the rest as in
-    :func:`decode_attention`.
+    :func:`decode_attention`. Where Hopper's kernel fits, it runs unless ``how`` is given, and gives the same bits.
     """
+    if how is None and hopper.fits(q, cache):
+        hopper.prefill_attention(
+            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split
+        )  # fmt: skip
+        return
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     how = how or prefill_how(dim, q.dtype)

@@ -1,0 +1,117 @@
+"""Hopper's attention of runs gives the bits of the kernel for every GPU, and of single queries."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+LENGTHS = [1, 64, 65, 511, 1300]
+WHOLE = [(i, 0, n) for i, n in enumerate(LENGTHS)]
+SHAPES = [
+    (32, 8, 128, torch.bfloat16, None),
+    (32, 8, 128, torch.bfloat16, 300),
+    (16, 8, 128, torch.bfloat16, 50),
+    (4, 4, 128, torch.float16, None),
+    (14, 2, 64, torch.bfloat16, 100),
+    (8, 1, 64, torch.float16, None),
+]
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """Imported here, because without a GPU Triton must learn of its interpreter before it is imported."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from tests.kernels import paged
+
+    return paged
+
+
+@pytest.fixture(scope="module", params=zip(SHAPES, [128, 64, 256] * 2, strict=True), ids=str)
+def made(request, paged):
+    """A cache whose unused slots are NaN."""
+    shape, block = request.param
+    seed = int(torch.randint(1 << 30, ()))
+    pages = paged.Pages(paged.Shape(*shape), LENGTHS, block, seed, device="cuda", by_block=block == 64)
+    from preheat.ops.cuda import attention_hopper
+
+    assert attention_hopper.fits(pages.qkv[0][:, : pages.shape.heads], pages.cache)
+    return pages
+
+
+def everywhere(paged, made, work):
+    """By the kernel for every GPU."""
+    return made.prefill(work, how=paged.prefill_how(made.shape.dim, made.shape.dtype))
+
+
+def test_bits_of_the_kernel_for_every_gpu(paged, made):
+    expected = everywhere(paged, made, WHOLE)
+    assert not expected.isnan().any()
+    for _ in range(10):
+        assert torch.equal(made.prefill(WHOLE), expected)
+
+
+def test_bits_of_single_queries(made):
+    places = [0, 1, 62, 63, 64, 65, 255, 256, 257, 511, 512, 767, 768, 1023, 1024, 1299]
+    assert torch.equal(made.prefill([(4, 0, 1300)])[places], made.decode([(4, p) for p in places]))
+
+
+def test_chunks(paged, made):
+    cuts = [0, *sorted(torch.randint(1, 1299, (5,)).unique().tolist()), 1300]
+    chunks = [made.prefill([(3, 17, 40), (4, a, b - a), (0, 0, 1)])[40:-1] for a, b in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(chunks), everywhere(paged, made, [(4, 0, 1300)]))
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 30.0, 1e4])
+def test_scores_of_all_sizes(paged, made, factor):
+    """From all weights equal to one key that takes all, at which sums fade to nothing and back."""
+    heads = made.shape.heads
+    before = made.qkv
+    made.qkv = [torch.cat([x[:, :heads] * factor, x[:, heads:]], 1) for x in before]
+    try:
+        assert torch.equal(made.prefill(WHOLE), everywhere(paged, made, WHOLE))
+    finally:
+        made.qkv = before
+
+
+def test_another_split_gives_other_bits(made):
+    """What shows that the tests above could fail."""
+    if made.shape.window and made.shape.window <= 128:
+        pytest.skip("a window this short may lie in one split")
+    assert not torch.equal(made.prefill(WHOLE, split=128), made.prefill(WHOLE))
+
+
+def test_a_captured_call_reads_its_number_of_tiles_again(paged):
+    made = paged.Pages(paged.Shape(32, 8, 128), LENGTHS, 128, device="cuda")
+    expected = made.prefill(WHOLE)
+    q, slots, positions, out = made._step(WHOLE)
+    starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    tile = paged.query_tile(32, 8, paged.prefill_how(128, q.dtype))
+    tiles, count = made._pieces(
+        paged.prefill_tiles(np.array(starts), np.array(LENGTHS), np.zeros(len(LENGTHS), int), tile), 200
+    )
+    number = count.clone()
+
+    def attend():
+        paged.prefill_attention(q, made.cache, made.table, slots, positions, tiles, count, out, 128**-0.5, None)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            attend()
+    for tried in (torch.zeros_like(number), number):
+        count.copy_(tried)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert out.isnan().all() if not tried else torch.equal(out, expected)
+
+
+def test_what_does_not_fit(paged):
+    from preheat.ops.cuda import attention_hopper
+
+    for shape, block in (((8, 1, 256), 64), ((8, 2, 128, torch.float32), 64), ((8, 2, 128), 32)):
+        made = paged.Pages(paged.Shape(*shape), [70], block, device="cuda")
+        assert not attention_hopper.fits(made.qkv[0][:, :8], made.cache)
+        assert not made.prefill([(0, 0, 70)]).isnan().any()
