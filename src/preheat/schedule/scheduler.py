@@ -29,6 +29,7 @@ from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, settle
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.lineup import LineUp
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
 from preheat.schedule.running import Running
@@ -72,23 +73,6 @@ class _Step:
         self.longest = max(self.longest, chunk)
 
 
-@dataclass(slots=True)
-class _LineUp:
-    """Everyone who runs, where all decode: the rows of one step after another, until somebody comes or leaves.
-
-    ``changes`` are those of the running sequences that it has seen; ``left`` are the steps until one of its rows has
-    its length.
-    """
-
-    number: int
-    slots: np.ndarray  # int64 [rows], as all of these are
-    ids: np.ndarray  # int64
-    extend: np.ndarray  # int32, ones
-    samples: np.ndarray  # bool, all true
-    changes: int
-    left: int
-
-
 class _Unsettled(Exception):
     """The next step depends on the outcome of one in flight."""
 
@@ -126,7 +110,7 @@ class Scheduler:
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self._totals = Stats(blocks_total=self.pool.num_usable)
         self._in_flight: deque[Schedule] = deque()
-        self._line_up: _LineUp | None = None
+        self._line_up: LineUp | None = None
         self._line_ups = ALONE
 
     @property
@@ -255,13 +239,11 @@ class Scheduler:
         """``step`` as others are to see it."""
         slots = self.slots
         if not step.prefill and len(step.decode) == len(self.running):
-            line_up = self._line_up = self._lined_up() or self._begin_line_up(step.decode)
-            line_up.left -= 1
-            first = slots.cached_len.take(line_up.slots)
-            return Schedule(
-                line_up.slots, first, line_up.extend, line_up.samples, len(first), line_up.ids, step.started,
-                line_up.number,
-            )  # fmt: skip
+            line_up = self._lined_up()
+            if line_up is None:
+                self._line_ups += 1
+                line_up = self._line_up = LineUp.of(self.running, self._line_ups, step.decode)
+            return line_up.step(self.running, step.started)
         decode = len(step.decode)
         rows = np.concatenate((step.decode, np.array(step.prefill, np.int64)))
         extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
@@ -269,19 +251,10 @@ class Scheduler:
         samples = first + extend == slots.device_len[rows]
         return Schedule(rows, first, extend, samples, decode, self.running.ids[rows], step.started)
 
-    def _lined_up(self) -> _LineUp | None:
+    def _lined_up(self) -> LineUp | None:
         """The last step's line-up, if it is the next one's too."""
         last = self._line_up
-        return last if last is not None and last.left and last.changes == self.running.changes else None
-
-    def _begin_line_up(self, decode: np.ndarray) -> _LineUp:
-        slots, rows = self.slots, len(decode)
-        self._line_ups += 1
-        left = int((slots.max_len[decode] - slots.device_len[decode]).min())
-        ones, all_sample = np.ones(rows, np.int32), np.ones(rows, bool)
-        return _LineUp(
-            self._line_ups, decode, self.running.ids[decode], ones, all_sample, self.running.changes, left
-        )  # fmt: skip
+        return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
         """The tokens int32 that each running sequence has to compute, by arrival: none once it reaches its length."""
