@@ -2,8 +2,9 @@
 
     python bench/host_step.py [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256] [--options JSON]
 
-Medians in microseconds. First without a model, as on a CPU: schedule, pack, settle, send. Half of the rows are greedy,
-half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
+Medians in microseconds. First without a model: schedule, pack, settle, send, with the packer of a CPU and with that of
+a GPU. Half of the rows are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at
+different steps.
 
 Then, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing at random among filtered
 tokens. ``host`` adds up its parts; waiting for the device is none of them, but on a CPU launching is running. ``idle``
@@ -33,20 +34,25 @@ from kernels import Span, spans
 from torch.profiler import ProfilerActivity, profile
 
 from preheat import LLM
+from preheat.batch.buffers import StepBuffers
+from preheat.batch.flat import FlatPacker
 from preheat.batch.pack import Packer
 from preheat.bench.shapes import CHOICES, engine_options, vocabulary
 from preheat.core import Request, SamplingParams, StepResult
 from preheat.limits import Limits
 from preheat.model.files import BUNDLED_PATH, read_config
 from preheat.model.spec import read_spec
+from preheat.ops.cuda.work import SPLIT
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.defrag import THRESHOLD
 from preheat.schedule.scheduler import Scheduler
 
+PACKERS = ("cpu", "cuda")
 
-def make(rows: int, steps: int) -> tuple[Scheduler, Packer]:
-    """``rows`` sequences past their prompt."""
+
+def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer | FlatPacker]:
+    """``rows`` sequences past their prompt, and the packer of a platform."""
     spec = read_spec(read_config(BUNDLED_PATH))
     limits = Limits(
         max_model_len=2048,
@@ -66,12 +72,15 @@ def make(rows: int, steps: int) -> tuple[Scheduler, Packer]:
         scheduler.settle(step, StepResult(np.full(int(step.samples.sum()), 7)))
     assert step is not None
     scheduler.settle(step, StepResult(np.full(rows, 7)))
-    return scheduler, Packer(scheduler.slots, spec, torch.bfloat16, plan)
+    if packer == "cpu":
+        return scheduler, Packer(scheduler.slots, spec, torch.bfloat16, plan)
+    buffers = StepBuffers(limits, tile=TILE, split=SPLIT, windows=[None], device=torch.device("cpu"))
+    return scheduler, FlatPacker(scheduler.slots, plan, buffers)
 
 
-def measure(rows: int, steps: int) -> dict[str, float]:
+def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
     """Median microseconds of each part, and of the whole."""
-    scheduler, packer = make(rows, steps)
+    scheduler, packer = make(rows, steps, platform)
     encode = msgspec.msgpack.Encoder().encode
     spent: dict[str, list[float]] = {name: [] for name in ("compact", "schedule", "pack", "settle", "send", "total")}
     result = StepResult(np.full(rows, 7))
@@ -99,6 +108,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "filtered": {"temperature": 0.6, "top_p": 0.95, "top_k": 50},
 }
+TILE = 64  # of queries; no row here is as long
 CONTEXT = 128
 WARM = 8
 
@@ -207,7 +217,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"rows": args.rows, "steps": args.steps}
-    figures["microseconds"] = measure(args.rows, args.steps)
+    figures["microseconds"] = {packer: measure(args.rows, args.steps, packer) for packer in PACKERS}
     print(json.dumps(figures), flush=True)
     if args.shape:
         figures |= {"shape": args.shape, "engine": engine_figures(args)}

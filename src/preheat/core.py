@@ -227,6 +227,9 @@ ToEngine = Request | Cancel | Drain | Ask
 FromEngine = Delta | Progress | Ready | Report | Died
 
 
+ALONE = 0
+
+
 @dataclass(slots=True)
 class Schedule:
     """The rows of one step, decoding rows first. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``,
@@ -234,6 +237,9 @@ class Schedule:
 
     ``samples[i]`` says whether a token is drawn from the row's last position: false for a chunk that does not reach
     the end of what is known of its sequence. All is as it was when the step was scheduled; the slots may be ahead.
+
+    Steps of one ``line_up`` have the same rows, all decoding, and differ in nothing but how far they are: whoever keeps
+    what follows from the rows need not work it out again. No step shares the line-up ``ALONE`` with another.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -243,20 +249,19 @@ class Schedule:
     num_decode: int  # the first rows, all with extend == 1 and samples
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; none: nobody asked
     started: dict[int, int] = field(default_factory=dict)  # request id -> tokens found in the prefix cache
+    line_up: int = ALONE
+    ends: np.ndarray = field(init=False)  # int32 [rows], after each row's last: where a sampling row puts its token
+
+    def __post_init__(self) -> None:
+        self.ends = self.first + self.extend
 
     @property
     def rows(self) -> int:
         return len(self.slots)
 
     @property
-    def ends(self) -> np.ndarray:
-        """int32 [rows], the position after each row's last: where a sampling row puts its new token."""
-        ends: np.ndarray = self.first + self.extend
-        return ends
-
-    @property
     def tokens(self) -> int:
-        return int(self.extend.sum())
+        return self.rows if self.num_decode == self.rows else int(self.extend.sum())
 
 
 @dataclass(slots=True)

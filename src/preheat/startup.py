@@ -6,6 +6,7 @@ The front door's process never imports torch, so everything that needs it is imp
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -81,8 +82,9 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, device=device, as_json=as_json)
 
 
-def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
-    """Device, weights, limits, plan, cache, warm-up, loop; then tell the mailbox that it can run.
+def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
+    """Device, weights, limits, plan, cache, warm-up, loop; then tell the mailbox that it can run, but first call
+    ``before_ready``.
 
     Raises SettingsError or ModelError, saying what to change.
     """
@@ -132,6 +134,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide) -> Loop:
     loop = Loop(mailbox, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     _judge(settings, record)
+    before_ready()
     mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
 
@@ -230,12 +233,23 @@ def _ready(record: Record, limits: Limits, bytes_per_block: int, seconds: float)
     return Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), held)
 
 
+def _settle_heap() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def run_engine(settings: Settings, address: str) -> None:
-    """The engine's process: boot, say so, run until drained. A fatal error is told to the front door, then raised."""
+    """The engine's process: boot, say so, run until drained. A fatal error is told to the front door, then raised.
+
+    Nearly all that a boot makes stays. So the garbage collector looks at it once, at the end, and never again: it would
+    hold up a step.
+    """
+    gc.disable()
     set_up_logging(settings.log_level)
     mailbox = ProcessMailbox(address)
     try:
-        boot_engine(settings, mailbox).run()
+        boot_engine(settings, mailbox, before_ready=_settle_heap).run()
     except BaseException as error:
         mailbox.put(Died(f"{type(error).__name__}: {error}"))
         raise

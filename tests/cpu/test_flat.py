@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preheat.batch import flat
 from preheat.batch.buffers import StepBuffers
 from preheat.batch.flat import FlatBatch, FlatPacker
-from preheat.core import Schedule, StepResult
+from preheat.batch.sampling import SamplingBatch
+from preheat.core import ALONE, Schedule, StepResult
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.scheduler import Scheduler
@@ -20,20 +24,30 @@ TILE, SPLIT, WINDOWS = 4, 8, (None, 5)
 
 
 class Steps:
-    """A scheduler and its packer. ``pack`` says what the device must see of each step once the batch is sent."""
+    """A scheduler and its packer. ``pack`` says what the device must see of each step once the batch is sent.
+
+    Each batch is compared with that of a packer which has seen no other step.
+    """
 
     def __init__(self, **changes) -> None:
         self.limits = limits(**changes)
-        plan = make_plan(self.limits, PlanOptions())
+        self.plan = plan = make_plan(self.limits, PlanOptions())
         self.scheduler = Scheduler(self.limits, padded=plan.padded)
-        self.buffers = StepBuffers(self.limits, tile=TILE, split=SPLIT, windows=WINDOWS, device=torch.device("cpu"))
+        self.buffers = self.new_buffers()
         self.packer = FlatPacker(self.scheduler.slots, plan, self.buffers)
+        self.line_ups: list[int] = []
+
+    def new_buffers(self) -> StepBuffers:
+        return StepBuffers(self.limits, tile=TILE, split=SPLIT, windows=WINDOWS, device=torch.device("cpu"))
 
     def pack(self) -> tuple[Schedule, FlatBatch, dict] | None:
         schedule = self.scheduler.schedule()
         if schedule is None:
             return None
         batch = self.packer.pack(schedule)
+        self.line_ups.append(schedule.line_up)
+        fresh = FlatPacker(self.scheduler.slots, self.plan, self.new_buffers()).pack(schedule)
+        assert plain(batch) == plain(fresh)
         return schedule, batch, self.expected(schedule, batch)
 
     def settle(self, schedule: Schedule) -> None:
@@ -83,17 +97,38 @@ class Steps:
         assert self.seen(batch, schedule.slots.tolist()) == expected
 
 
+def plain(value: object) -> object:
+    """A batch as lists and numbers, without the host copy that it is in."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name != "turn"}
+    return value
+
+
+PARAMS: tuple[dict, ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.5, "top_k": 3, "logprobs": 1},
+    {"temperature": 0.0, "stop_ids": [3], "min_tokens": 4},
+    {"presence_penalty": 1.0},
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=9),
+    prompts=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(4, 20), st.sampled_from(PARAMS)), min_size=1, max_size=9
+    ),
     spare=st.sampled_from([16, 20, 64]),
     events=st.lists(st.sampled_from(["nothing", "again", "clear", "lose", "cancel"]), max_size=8),
 )
 def test_the_device_sees_every_step(prompts, spare, events) -> None:
     """With a step in flight; batches are sent again or never, the device is wiped, blocks are few and change hands."""
     steps, before, events = Steps(num_blocks=1 + spare), None, events.copy()
-    for number, (length, more) in enumerate(prompts):
-        steps.scheduler.add(request(number, [number * 50 + at for at in range(length)], more))
+    for number, (length, more, params) in enumerate(prompts):
+        steps.scheduler.add(request(number, [number * 50 + at for at in range(length)], more, **params))
     while not steps.scheduler.idle:
         packed = steps.pack()
         event = events.pop() if events else "nothing"
@@ -122,6 +157,48 @@ def test_only_rows_that_changed_travel() -> None:
         written = (steps.buffers.table.rows >= 0).all(1).nonzero().flatten().tolist()
         assert written == sent
         steps.settle(schedule)
+
+
+def run_steady(steps: Steps) -> None:
+    """Two rows that decode alone, across blocks, splits and the edges of a window."""
+    for number, length in ((0, 9), (1, 1)):
+        steps.scheduler.add(request(number, [number] * length, 24, temperature=float(number)))
+    while packed := steps.pack():
+        steps.check(*packed)
+        steps.settle(packed[0])
+
+
+def test_rows_that_only_decode_are_one_line_up() -> None:
+    steps = Steps()
+    run_steady(steps)
+    assert steps.line_ups == [ALONE] + [1] * 23
+
+
+@pytest.mark.parametrize("later", [SamplingBatch.later, flat.steady_steps])
+def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
+    """The control: positions that do not move, splits that are never begun."""
+    if later is SamplingBatch.later:
+        monkeypatch.setattr(SamplingBatch, "later", lambda self, steps: self)
+    else:
+        monkeypatch.setattr(flat, "steady_steps", lambda *_: 1000)
+    with pytest.raises(AssertionError):
+        run_steady(Steps())
+
+
+def test_rows_of_another_line_up_are_noticed() -> None:
+    """The control: rows in another order, of which it is said that they are the line-up before."""
+    steps = Steps()
+    for number in range(2):
+        steps.scheduler.add(request(number, [number], 9))
+    for _ in range(3):
+        schedule, _, _ = steps.pack()
+        steps.settle(schedule)
+    schedule = steps.scheduler.schedule()
+    slots, first = schedule.slots[::-1].copy(), schedule.first[::-1].copy()
+    liar = Schedule(slots, first, schedule.extend, schedule.samples, 2, line_up=schedule.line_up)
+    batch = steps.packer.pack(liar)
+    with pytest.raises(AssertionError):
+        steps.check(liar, batch, steps.expected(liar, batch))
 
 
 def test_nobody_writes_the_block_table_by_the_way() -> None:

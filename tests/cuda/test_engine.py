@@ -19,6 +19,7 @@ import pytest
 from msgspec import structs
 
 from preheat import LLM, SamplingParams
+from preheat.batch.buffers import Layout
 from preheat.batch.flat import FlatPacker
 from preheat.batch.sampling import Level
 from preheat.execute.device_sampler import DeviceSampler
@@ -186,14 +187,14 @@ def test_a_swap_of_one_without_the_other_is_noticed(
 
 def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is told that each token it has just drawn was 0."""
-    tell = FlatPacker._tokens
+    tell = FlatPacker._write_tokens
 
-    def wrong(self: FlatPacker, words: np.ndarray, shape: Any, *rest: Any) -> None:
-        tell(self, words, shape, *rest)
-        tokens = words[self.buffers.layout(shape).tokens_at :][: shape.tokens]
+    def wrong(self: FlatPacker, words: np.ndarray, layout: Layout, *rest: Any) -> None:
+        tell(self, words, layout, *rest)
+        tokens = words[layout.tokens_at :][: layout.tokens]
         np.maximum(tokens, 0, out=tokens)
 
-    monkeypatch.setattr(FlatPacker, "_tokens", wrong)
+    monkeypatch.setattr(FlatPacker, "_write_tokens", wrong)
     forget(ahead)
     some = [part[:20] for part in load()]
     assert answers(ahead, *some) != expected[:20]

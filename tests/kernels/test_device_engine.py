@@ -115,13 +115,13 @@ def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected, monkeypa
 def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
     """The device is told that the token it has just drawn was 0."""
     stand_in(monkeypatch)
-    tell = FlatPacker._tokens
+    tell = FlatPacker._write_tokens
 
-    def wrong(self, words, layout, schedule, ends):
-        tell(self, words, layout, schedule, ends)
+    def wrong(self, words, layout, schedule, rows):
+        tell(self, words, layout, schedule, rows)
         tokens = words[layout.tokens_at :][: layout.tokens]
         assert schedule.num_decode == 0 or (tokens < 0).any()
         np.maximum(tokens, 0, out=tokens)
 
-    monkeypatch.setattr(FlatPacker, "_tokens", wrong)
+    monkeypatch.setattr(FlatPacker, "_write_tokens", wrong)
     assert tokens_of(answers(LLM(model, **OPTIONS), ["greedy"])) != tokens_of(expected)[:1]

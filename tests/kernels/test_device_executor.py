@@ -2,11 +2,14 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
+from preheat.core import Request, SamplingParams
 from preheat.execute import device_executor
 from preheat.execute.programs import Programs
+from preheat.execute.sampler_input import SamplerInput
 from preheat.limits import Limits
 from preheat.model.spec import read_spec
 from preheat.model.weights import load_weights
@@ -16,6 +19,7 @@ from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.shape import Shape
 from preheat.runner import Model, on_device
+from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.warmup.feed import Feed, rows_of
@@ -78,6 +82,48 @@ def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
     monkeypatch.setattr(device_executor.DeviceExecutor, "_forward", forgetful)
     assert torch.equal(hidden(made, shape)[0], whole)
     assert not torch.equal(hidden(made, shape, config_hidden_layers=2)[0], whole)
+
+
+def told(made, monkeypatch, params) -> list[int]:
+    """Two rows decode: the sampler must know of every step what it would know of that step alone. The words that were
+    packed, step by step.
+    """
+    plan, model = made
+    scheduler, packed = Scheduler(LIMITS, padded=plan.padded), []
+    packer, executor = on_device(Settings(), model, plan, scheduler.slots, mode="graphs", store=None)
+    for programs in (executor.forwards, executor.samples):
+        monkeypatch.setattr(programs, "_body", lambda key: None)
+    pack = SamplerInput.pack
+    monkeypatch.setattr(SamplerInput, "pack", lambda *args: packed.append(pack(*args)) or packed[-1])
+    for number in range(2):
+        scheduler.add(Request(number, [number + 1], SamplingParams(**params), number, 9, stop_ids=[5]))
+    while (schedule := scheduler.schedule()) is not None:
+        batch = packer.pack(schedule)
+        result = executor.launch(batch).result()
+        host = np.zeros(executor.sampler.input.words, np.int32)
+        used = pack(executor.sampler.input, host, batch.sampling, batch.sampled_slots)
+        assert executor.sampler.settings[:used].tolist() == host[:used].tolist()
+        scheduler.settle(schedule, result)
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [({"temperature": 0.0}, 3), ({"temperature": 0.5, "min_p": 0.1}, 3), ({"temperature": 0.0, "min_tokens": 3}, 5)],
+    ids=["greedy", "random", "edited"],
+)
+def test_the_sampler_is_told_what_changed(made, monkeypatch, params, count):
+    """Each host copy is filled once for the step of the prompts, or the steps that follow it, and while logits are
+    edited.
+    """
+    assert len(told(made, monkeypatch, params)) == count
+
+
+def test_positions_that_do_not_advance_are_noticed(made, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(SamplerInput, "advance", lambda *_: None)
+    with pytest.raises(AssertionError):
+        told(made, monkeypatch, {"temperature": 0.5})
 
 
 class Graph:

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from preheat.ops.cuda.work import decode_work, prefill_tiles
+from preheat.ops.cuda.work import decode_work, prefill_tiles, steady_steps
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 256])
@@ -17,6 +19,15 @@ def test_single_queries_are_cut_where_their_window_reaches(window):
     work = decode_work(tokens, positions, 64, window)
     assert work.dtype == np.int32
     assert work.tolist() == expected
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=6), st.sampled_from([None, 1, 2, 63, 64, 65, 100]))
+def test_pieces_are_known_to_stay_the_same_for_as_long_as_they_do(positions, window):
+    positions = np.array(positions)
+    tokens, steady = np.arange(len(positions)), steady_steps(positions, 64, window)
+    pieces = [decode_work(tokens, positions + step, 64, window).tolist() for step in range(steady + 2)]
+    assert pieces[:-1] == pieces[:1] * (steady + 1)
+    assert pieces[-1] != pieces[0]
 
 
 def test_runs_are_cut_into_tiles_the_costliest_first():

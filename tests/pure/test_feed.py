@@ -11,7 +11,7 @@ from preheat.limits import Limits
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.slots import Slots
-from preheat.warmup.feed import Feed, Row, rows_of
+from preheat.warmup.feed import GREEDY, Feed, Row, rows_of
 from tests.pure.test_plan_laws import options
 
 limits = st.builds(
@@ -59,21 +59,18 @@ def test_other_work_runs_in_another_shape():
         assert plan.fit(need_of(schedule, slots, "unified")) != plan.largest
 
 
-def test_slots_taken_together_are_as_if_taken_one_by_one():
-    params = SamplingParams(temperature=0.3, top_k=4, min_tokens=2, presence_penalty=0.1, logprobs=2)
-    for stop_ids in ([3, 5], [3, 2**40]):
-        request = Request(7, [1, 2, 3], params, seed=2**63, max_tokens=9, stop_ids=stop_ids)
-        one_by_one, together = Slots(6, 32, 16), Slots(6, 32, 16)
-        for slots in (one_by_one, together):
-            slots.take(Request(1, [4], SamplingParams(), seed=0, max_tokens=1), np.array([4]))
-        tokens = np.array([1, 2, 3, 4])
-        singly = [one_by_one.take(request, tokens) for _ in range(3)]
-        taken = together.take_alike(request, tokens, 3)
-        assert taken.tolist() == singly == [1, 2, 3]
-        for name, value in vars(one_by_one).items():
-            assert np.array_equal(value, getattr(together, name)), name
-        together.give_back_unused(taken)
-        for slot in singly:
-            one_by_one.give_back(slot)
-        assert one_by_one.num_free == together.num_free == 5
-        assert one_by_one.many_stop_ids == together.many_stop_ids == {}
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=6),
+    st.sampled_from([GREEDY, SamplingParams(temperature=0.5, min_p=0.1), SamplingParams(min_tokens=2, logprobs=1)]),
+    st.sampled_from([[], [3, 5], [1, 2, 3, 4, 2**40]]),
+)
+def test_slots_taken_together_are_as_if_taken_one_by_one(lengths, params, stop_ids):
+    together, alone = (Slots(6, 64, 16) for _ in range(2))
+    requests = [Request(-2 - n, [1] * prompt, params, n, 9, stop_ids=stop_ids) for n, (prompt, _) in enumerate(lengths)]
+    tokens = [np.arange(prompt + more, dtype=np.int32) for prompt, more in lengths]
+    one_by_one = [alone.take(request, known) for request, known in zip(requests, tokens, strict=True)]
+    assert together.take_alike(requests, tokens).tolist() == one_by_one
+    found, expected = vars(together), vars(alone)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name

@@ -20,6 +20,8 @@ from preheat.limits import Limits
 from preheat.plan.shape import Shape
 
 HOST_COPIES = 2
+ROUND = 1024
+"""A copy to the device ends at a multiple of so many words: there are few of them, whose tensors are kept."""
 MAX_LISTS = 4
 """Lists of work: one of tiles, one of splits for each sliding window that the model has (none is one, too)."""
 
@@ -105,6 +107,7 @@ class StepBuffers:
         self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pin) for _ in range(HOST_COPIES)]
         self._arrays = [host.numpy() for host in self._host]
         self.table = DeviceTable(limits.max_num_seqs, limits.max_blocks_per_seq, HOST_COPIES, device)
+        self._views = cache(self._view)
         self._turn = 0
 
     @property
@@ -151,5 +154,10 @@ class StepBuffers:
     def send(self, turn: int, pieces: Sequence[slice]) -> None:
         """Copy ``pieces`` of a host copy's words, and its table, to the device; returns before they are there."""
         for piece in pieces:
-            self._device[piece].copy_(self._host[turn][piece], non_blocking=True)
+            device, host = self._views(turn, piece.start, -(-piece.stop // ROUND) * ROUND)
+            device.copy_(host, non_blocking=True)
         self.table.send(turn)
+
+    def _view(self, turn: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Words of the device's copy and of a host's."""
+        return self._device[start:stop], self._host[turn][start:stop]

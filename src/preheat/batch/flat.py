@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from preheat.batch.buffers import MAX_LISTS, Layout, StepBuffers
+from preheat.batch.buffers import HOST_COPIES, MAX_LISTS, Layout, StepBuffers
 from preheat.batch.need import need_of
 from preheat.batch.sampling import SamplingBatch
-from preheat.core import Schedule
-from preheat.ops.cuda.work import decode_work, prefill_tiles
+from preheat.core import ALONE, Schedule
+from preheat.ops.cuda.work import decode_work, prefill_tiles, steady_steps
 from preheat.plan.plan import Plan
 from preheat.plan.shape import Shape
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -58,76 +58,154 @@ class FlatBatch:
         return self.shape.tokens
 
 
+@dataclass(slots=True)
+class _Rows:
+    """What follows from who is in a step, and nothing else: the steps of a line-up have it in common.
+
+    ``ends`` int64 [rows] count the step's tokens up to each row's last. ``sampling`` is that of the step in which the
+    first row was at position ``begin``. What else there is, see :class:`FlatBatch`.
+    """
+
+    line_up: int
+    begin: int
+    ends: np.ndarray
+    sampled_rows: np.ndarray
+    sampled_slots: np.ndarray
+    sampling_size: int
+    sampling: SamplingBatch
+    reporting: np.ndarray
+    alternatives: np.ndarray
+
+
+@dataclass(slots=True)
+class _Work:
+    """The lists of work of a step of ``rows`` in ``shape``: (place, words) of each, and the ``pieces`` of the buffers
+    that are in use with them. They stay what they are until the first row is beyond the position ``until``.
+    """
+
+    rows: _Rows
+    shape: Shape
+    until: int
+    counts: np.ndarray  # int32, the length of each list
+    lists: list[tuple[int, np.ndarray]]
+    pieces: list[slice]
+
+
 class FlatPacker:
-    """Builds batches in ``buffers``. Host work is a few numpy gathers, whatever the number of rows."""
+    """Builds batches in ``buffers``. Host work is a few numpy gathers, whatever the number of rows.
+
+    What a step has in common with the one before it, or with what its host copy holds, is neither worked out nor
+    written again.
+    """
 
     def __init__(self, slots: Slots, plan: Plan, buffers: StepBuffers) -> None:
         self.slots, self.plan, self.buffers = slots, plan, buffers
+        self._rows: _Rows | None = None
+        self._work: _Work | None = None
+        self._written: list[_Work | None] = [None] * HOST_COPIES
 
     def pack(self, schedule: Schedule) -> FlatBatch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots = self.slots
         shape = self.plan.fit(need_of(schedule, slots, self.plan.options.bucketing_policy))
         layout, (turn, words) = self.buffers.layout(shape), self.buffers.turn()
-        ends = schedule.extend.cumsum()
-        self._tokens(words, layout, schedule, ends)
-        pieces = self._work(words, layout, schedule, ends)
+        rows = self._rows = self._rows_of(schedule)
+        work = self._work = self._work_of(schedule, rows, shape, layout)
+        before, self._written[turn] = self._written[turn], None  # what an error leaves is nobody's
+        if before is None or before.rows is not rows or before.shape != shape:
+            self._write_rows(words, layout, schedule, rows)
+        if before is not work:
+            _write_work(words, work)
+        self._write_tokens(words, layout, schedule, rows)
         self.buffers.table.write(turn, slots)
-        sampled_rows = schedule.samples.nonzero()[0]
-        sampled_slots, size = schedule.slots[sampled_rows], self.plan.sampler_rows(len(sampled_rows))
-        alternatives = slots.logprobs[sampled_slots]
-        reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
-        sampled = words[MAX_LISTS : MAX_LISTS + size]
-        sampled[: len(sampled_rows)] = ends[sampled_rows] - 1
-        sampled[len(sampled_rows) :] = 0
+        self._written[turn] = work
         return FlatBatch(
             shape=shape,
             turn=turn,
-            pieces=pieces,
-            sampling=SamplingBatch.build(slots, sampled_slots, schedule.ends[sampled_rows]),
-            sampled_rows=sampled_rows,
-            sampled_slots=sampled_slots,
-            sampling_size=size,
-            reporting=reporting,
-            alternatives=alternatives[reporting],
-            prompt_parts=self._prompt_parts(schedule, ends),
+            pieces=work.pieces,
+            sampling=self._sampling_of(schedule, rows),
+            sampled_rows=rows.sampled_rows,
+            sampled_slots=rows.sampled_slots,
+            sampling_size=rows.sampling_size,
+            reporting=rows.reporting,
+            alternatives=rows.alternatives,
+            prompt_parts=self._prompt_parts(schedule, rows.ends),
         )
 
-    def _tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, ends: np.ndarray) -> None:
-        """What each token is: its id, its slot, its position. The rest pads."""
-        count = int(ends[-1])
+    def _rows_of(self, schedule: Schedule) -> _Rows:
+        kept, slots = self._rows, self.slots
+        if kept is not None and kept.line_up == schedule.line_up != ALONE:
+            return kept
+        sampled_rows = schedule.samples.nonzero()[0]
+        sampled_slots = schedule.slots[sampled_rows]
+        alternatives = slots.logprobs[sampled_slots]
+        reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
+        return _Rows(
+            line_up=schedule.line_up,
+            begin=int(schedule.first[0]),
+            ends=schedule.extend.cumsum(),
+            sampled_rows=sampled_rows,
+            sampled_slots=sampled_slots,
+            sampling_size=self.plan.sampler_rows(len(sampled_rows)),
+            sampling=SamplingBatch.build(slots, sampled_slots, schedule.ends[sampled_rows]),
+            reporting=reporting,
+            alternatives=alternatives[reporting],
+        )
+
+    def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingBatch:
+        at = int(schedule.first[0])
+        later = rows.sampling.later(at - rows.begin)
+        if later is None:
+            later = SamplingBatch.build(self.slots, rows.sampled_slots, schedule.ends[rows.sampled_rows])
+            rows.sampling, rows.begin = later, at
+        return later
+
+    def _work_of(self, schedule: Schedule, rows: _Rows, shape: Shape, layout: Layout) -> _Work:
+        """How the step is cut into work. Where all decode, nothing of it changes until a row begins a split."""
+        kept, buffers, extend = self._work, self.buffers, schedule.extend
+        if kept is not None and kept.rows is rows and kept.shape == shape and schedule.first[0] <= kept.until:
+            return kept
+        single = (extend == 1).nonzero()[0]
+        token_index, positions = rows.ends[single] - 1, schedule.first[single]
+        work = _Work(rows, shape, 0, np.zeros(MAX_LISTS, np.int32), [], [])
+        if len(single) < len(extend):
+            longer = (extend > 1).nonzero()[0]
+            starts = rows.ends[longer] - extend[longer]
+            tiles = prefill_tiles(starts, extend[longer], schedule.first[longer], buffers.tile)
+            work.counts[0] = len(tiles)
+            work.lists.append((layout.tiles_at, tiles.reshape(-1)))
+        begin, steady = 0, buffers.limits.max_model_len
+        for index, (window, at) in enumerate(zip(buffers.windows, layout.splits_at, strict=False), 1):
+            splits = decode_work(token_index, positions, buffers.split, window)
+            steady = min(steady, steady_steps(positions, buffers.split, window))
+            work.counts[index] = len(splits)
+            work.lists.append((at, splits.reshape(-1)))
+            work.pieces.append(slice(begin, at + splits.size))
+            begin = layout.splits_at[index]
+        work.until = int(schedule.first[0]) + steady
+        return work
+
+    def _write_rows(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
+        """Whose each token is, and which are sampled. The rest pads."""
+        count, size = int(rows.ends[-1]), rows.sampling_size
         tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, layout.tokens)
-        if count == schedule.rows:
-            slots[:count], positions[:count] = schedule.slots, schedule.first
-        else:
-            extend = schedule.extend
-            slots[:count] = schedule.slots.repeat(extend)
-            positions[:count] = np.arange(count) + (schedule.ends - ends).repeat(extend)
-        tokens[:count] = self.slots.tokens[slots[:count], positions[:count]]
+        slots[:count] = schedule.slots.repeat(schedule.extend)
         tokens[count:] = positions[count:] = 0
         slots[count:] = self.buffers.pad_slot
+        sampled = words[MAX_LISTS : MAX_LISTS + size]
+        sampled[: len(rows.sampled_rows)] = rows.ends[rows.sampled_rows] - 1
+        sampled[len(rows.sampled_rows) :] = 0
 
-    def _work(self, words: np.ndarray, layout: Layout, schedule: Schedule, ends: np.ndarray) -> list[slice]:
-        """The lists of work, of which the pieces that must be copied are returned."""
-        buffers, extend = self.buffers, schedule.extend
-        longer = (extend > 1).nonzero()[0]
-        single = (extend == 1).nonzero()[0]
-        token_index, positions = ends[single] - 1, schedule.first[single]
-        words[0] = 0
-        if len(longer):
-            starts = ends[longer] - extend[longer]
-            tiles = prefill_tiles(starts, extend[longer], schedule.first[longer], buffers.tile)
-            words[0] = len(tiles)
-            words[layout.tiles_at : layout.tiles_at + tiles.size] = tiles.reshape(-1)
-        pieces = []
-        begin = 0
-        for index, (window, at) in enumerate(zip(buffers.windows, layout.splits_at, strict=False)):
-            work = decode_work(token_index, positions, buffers.split, window)
-            words[1 + index] = len(work)
-            words[at : at + work.size] = work.reshape(-1)
-            pieces.append(slice(begin, at + work.size))
-            begin = layout.splits_at[index + 1]
-        return pieces
+    def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
+        """What each token is: its id and its position."""
+        count = int(rows.ends[-1])
+        tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, layout.tokens)
+        if count == schedule.rows:
+            positions[:count] = schedule.first
+            tokens[:count] = self.slots.tokens[schedule.slots, schedule.first]
+            return
+        positions[:count] = np.arange(count) + (schedule.ends - rows.ends).repeat(schedule.extend)
+        tokens[:count] = self.slots.tokens[slots[:count], positions[:count]]
 
     def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
         """The prefilling rows that want prompt logprobs; a token that ends the prompt has no successor."""
@@ -144,3 +222,9 @@ class FlatPacker:
                 before[: len(part)] = np.arange(len(part)) + ends[row] - schedule.extend[row] + at
                 found.append(PromptPart(row, int(slots.prompt_logprobs[slot]), before, part))
         return found
+
+
+def _write_work(words: np.ndarray, work: _Work) -> None:
+    words[:MAX_LISTS] = work.counts
+    for at, entries in work.lists:
+        words[at : at + len(entries)] = entries

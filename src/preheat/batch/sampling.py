@@ -99,6 +99,21 @@ class SamplingBatch:
             return Level.FULL
         return Level.FILTERED if self.random else Level.GREEDY
 
+    def later(self, steps: int) -> Self | None:
+        """The sampling of the same rows, so many ``steps`` later; None where more than positions may change."""
+        if not steps:
+            return self
+        if self.penalties or self.edits:
+            return None
+        if self.random is None:
+            return self
+        return type(self)(self.size, self.random.later(steps), None, None)
+
+    def continues(self, other: SamplingBatch) -> bool:
+        """Whether nothing but positions can differ from ``other``."""
+        one, two = self.random, other.random
+        return one is not None and two is not None and one.rows is two.rows and not (self.edits or self.penalties)
+
     @classmethod
     def build(cls, slots: Slots, rows: np.ndarray, position: np.ndarray | None = None) -> Self:
         """For the slots ``rows`` (integers [size]), in the order of the step's logits.

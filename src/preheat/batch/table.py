@@ -20,21 +20,26 @@ class DeviceTable:
     def __init__(self, num_slots: int, max_blocks: int, copies: int, device: torch.device) -> None:
         shape, pin = (num_slots + 1, max_blocks), device.type == "cuda"
         self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._version = np.zeros(num_slots, np.int64)
+        self._version, self._writes = np.zeros(num_slots, np.int64), 0
         self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(copies)]
         self._arrays = [host.numpy() for host in self._host]
         self._host_versions = [np.zeros(num_slots, np.int64) for _ in range(copies)]
+        self._host_writes = [0] * copies
 
     def write(self, copy: int, slots: Slots) -> None:
         """Bring a host copy up to date."""
-        version = self._host_versions[copy]
+        if self._host_writes[copy] == slots.table_writes:
+            return
+        version, self._host_writes[copy] = self._host_versions[copy], slots.table_writes
         changed = (version != slots.table_version).nonzero()[0]
         self._arrays[copy][changed] = slots.block_table[changed]
         version[changed] = slots.table_version[changed]
 
     def send(self, copy: int) -> None:
         """Let the device have what a host copy holds; returns before it is there."""
-        version = self._host_versions[copy]
+        if self._writes == self._host_writes[copy]:
+            return
+        version, self._writes = self._host_versions[copy], self._host_writes[copy]
         changed = (self._version != version).nonzero()[0]
         if len(changed):
             span = slice(int(changed[0]), int(changed[-1]) + 1)
@@ -44,4 +49,4 @@ class DeviceTable:
     def clear(self) -> None:
         """On the device every entry is the pad block."""
         self.rows.zero_()
-        self._version[:] = 0
+        self._version[:], self._writes = 0, 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from preheat.batch.buffers import HOST_COPIES, Inputs, StepBuffers
 from preheat.batch.flat import FlatBatch
+from preheat.batch.sampling import SamplingBatch
 from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.device_sampler import DeviceSampler, read_report
 from preheat.execute.kv_cache import KVCache
@@ -33,6 +34,7 @@ from preheat.schedule.defrag import pad_pairs
 
 if TYPE_CHECKING:
     from preheat.ops.cuda.linear import CudaLinear
+    from preheat.ops.survivors import RandomRows
 
 LogitWatch = Callable[[Tensor, FlatBatch], None]
 """As :data:`preheat.execute.executor.LogitWatch`."""
@@ -113,6 +115,8 @@ class DeviceExecutor:
         words, pin = sampler.input.words, device.type == "cuda"
         self._settings = [torch.zeros(words, dtype=torch.int32, pin_memory=pin) for _ in range(HOST_COPIES)]
         self._settings_arrays = [settings.numpy() for settings in self._settings]
+        self._packed: list[tuple[SamplingBatch | None, int]] = [(None, 0)] * HOST_COPIES  # of each copy, and its words
+        self._described: SamplingBatch | None = None  # what the device's copy says
         self._answers = [Answer(sampler) for _ in range(HOST_COPIES)]
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._watch: LogitWatch | None = None
@@ -133,15 +137,13 @@ class DeviceExecutor:
 
         A step in which prompt logprobs are wanted is waited for: they may be many.
         """
-        self.forward(batch)
+        self._run(batch)
         return self._draw(batch)
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, *, eager: bool = False) -> Tensor:
         """Hidden states [T, hidden], which the next step overwrites; keys and values are in the cache."""
-        self.buffers.send(batch.turn, batch.pieces)
-        for part in self._parts_of(batch.shape):
-            self.forwards.run(part, eager=eager)
+        self._run(batch, eager=eager)
         return self._hidden[: batch.shape.tokens]
 
     @torch.inference_mode()
@@ -175,11 +177,11 @@ class DeviceExecutor:
     def compile(self, plan: Plan, threads: int) -> None:
         """Build the kernels of a plan's programs, many at a time."""
         with compiling(threads):
-            for key in dict.fromkeys(item.key for item in plan.items):
+            for key in dict.fromkeys(_program(item.key) for item in plan.items):
                 if isinstance(key, Shape):
                     self._forward(key, self._kinds)
-                elif isinstance(key, SamplerKey) and key.rows:
-                    self._sample(SampleKey.of(key))
+                elif isinstance(key, SampleKey) and key.size:
+                    self._sample(key)
 
     @torch.inference_mode()
     def prepare(self, batch: FlatBatch) -> None:
@@ -211,7 +213,13 @@ class DeviceExecutor:
             self.samples.capture(key)
             self.buffers.clear()
             self.sampler.settings.zero_()
+            self._described = None
             self.samples.run(key)
+
+    def _run(self, batch: FlatBatch, *, eager: bool = False) -> None:
+        self.buffers.send(batch.turn, batch.pieces)
+        for part in self._parts_of(batch.shape):
+            self.forwards.run(part, eager=eager)
 
     def _draw(self, batch: FlatBatch, *, eager: bool = False) -> Running:
         """Draw for the sampling rows, and compute the logprobs that somebody wants."""
@@ -219,8 +227,7 @@ class DeviceExecutor:
         if len(batch.sampled_rows):
             if batch.sampling.penalties:
                 sampler.counts.follow(batch.sampling.penalties)
-            used = sampler.input.pack(self._settings_arrays[batch.turn], batch.sampling, batch.sampled_slots)
-            sampler.settings[:used].copy_(self._settings[batch.turn][:used], non_blocking=True)
+            self._describe(batch)
             self.samples.run(SampleKey(size, batch.sampling.level), eager=eager)
             if self._watch is not None:
                 self._watch(self._logits[: len(batch.sampled_rows)].float(), batch)
@@ -228,6 +235,20 @@ class DeviceExecutor:
                 sampler.launch_logprobs(sampler.settings, self._logits, sampler.tokens, size)
         answer.fetch(tokens=len(batch.sampled_rows) > 0, reports=len(batch.reporting) > 0)
         return Running(batch, answer, self._prompt_logprobs(batch))
+
+    def _describe(self, batch: FlatBatch) -> None:
+        """Let the sampler know of the step's rows. What it was told already is neither written nor sent again."""
+        host, packed = self._settings_arrays[batch.turn], self._packed[batch.turn]
+        before, used = packed
+        if before is not batch.sampling:
+            if before is not None and batch.sampling.continues(before):
+                self.sampler.input.advance(host, cast("RandomRows", batch.sampling.random))
+            else:
+                used = self.sampler.input.pack(host, batch.sampling, batch.sampled_slots)
+            self._packed[batch.turn] = batch.sampling, used
+        if self._described is not batch.sampling:
+            self.sampler.settings[:used].copy_(self._settings[batch.turn][:used], non_blocking=True)
+            self._described = batch.sampling
 
     def _prompt_logprobs(self, batch: FlatBatch) -> dict[int, list[TokenLogprobs]]:
         """For each row one entry for each successor, from the hidden state of the token before it."""
@@ -299,3 +320,8 @@ class DeviceExecutor:
             return out
 
         return attend
+
+
+def _program(key: object) -> object:
+    """What an item of the plan runs: many of the sampler's run the same."""
+    return SampleKey.of(key) if isinstance(key, SamplerKey) else key

@@ -13,7 +13,7 @@ import numpy as np
 from preheat.batch.sampling import LogitEdits, SamplingBatch
 from preheat.core import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from preheat.ops.cuda.sample import EDIT, HEADER, ROW
-from preheat.ops.survivors import furthest
+from preheat.ops.survivors import RandomRows, furthest
 
 EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
 """Room for all that a request may ask for, in every row."""
@@ -64,6 +64,11 @@ class SamplerInput:
         count = self._pack_edits(host[self._edits_at :], batch.edits) if batch.edits else 0
         host[:HEADER] = batch.size, count, 0, 0
         return self._edits_at + count * EDIT
+
+    def advance(self, host: np.ndarray, random: RandomRows) -> None:
+        """``host`` describes the same rows at other positions, and now those of ``random``."""
+        records = host[HEADER : self._edits_at].view(ROW)
+        records["position"][random.rows] = random.position
 
     def _pack_edits(self, host: np.ndarray, edits: LogitEdits) -> int:
         """Bans, then what logit_bias adds where nothing is banned. Returns how many."""

@@ -48,6 +48,13 @@ class RandomRows:
         """The rows at ``index`` alone."""
         return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
 
+    def later(self, steps: int) -> Self:
+        """The same rows, each so many tokens further."""
+        return type(self)(
+            self.rows, self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.position + steps,
+            self.choice,
+        )  # fmt: skip
+
     def ordered(self, vocab: int) -> np.ndarray:
         """Which rows need their tokens in order: those with an effective top_k or top_p. Bool [n]."""
         ordered: np.ndarray = (self.top_p < 1) | self.cut_by_k(vocab)

@@ -19,8 +19,8 @@ NOBODY = np.iinfo(np.int64).min
 class Running:
     """``order`` int64 lists the running slots by arrival: sequences start in that order and the last is preempted.
 
-    ``ids`` int64 [slots] are their request ids, NOBODY where a slot is free. Nobody waiting arrived before anybody
-    running.
+    ``ids`` int64 [slots] are their request ids, NOBODY where a slot is free. ``changes`` counts who came and left.
+    Nobody waiting arrived before anybody running.
     """
 
     def __init__(self, slots: Slots, pool: BlockPool) -> None:
@@ -29,6 +29,7 @@ class Running:
         self.ids = np.full(slots.num_slots, NOBODY, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
         self._slot_of: dict[int, int] = {}
+        self.changes = 0
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -57,6 +58,7 @@ class Running:
         self.ids[slot] = sequence.request.id
         self._slot_of[sequence.request.id] = slot
         self.order = np.append(self.order, slot)
+        self.changes += 1
         return slot
 
     def blocks_lacking(self, slot: int, length: int) -> int:
@@ -91,6 +93,7 @@ class Running:
             del self._slot_of[int(self.ids[slot])]
             self.ids[slot] = NOBODY
             self.sequences[slot] = None
+            self.changes += 1
         self.order = self.order[self.ids[self.order] != NOBODY]
 
     def preempt_last(self) -> tuple[int, Sequence]:

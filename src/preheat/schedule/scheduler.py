@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from preheat.core import Delta, Request, Schedule, Stats, StepResult, Swaps
+from preheat.core import ALONE, Delta, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, settle
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.lineup import LineUp
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
 from preheat.schedule.running import Running
@@ -109,6 +110,8 @@ class Scheduler:
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self._totals = Stats(blocks_total=self.pool.num_usable)
         self._in_flight: deque[Schedule] = deque()
+        self._line_up: LineUp | None = None
+        self._line_ups = ALONE
 
     @property
     def idle(self) -> bool:
@@ -223,17 +226,35 @@ class Scheduler:
 
     def _book(self, step: _Step) -> Schedule:
         """Take the outcome of ``step`` as known: lengths move, and each token to be drawn has its place."""
-        slots, decode = self.slots, len(step.decode)
+        slots, schedule = self.slots, self._schedule_of(step)
+        rows, ends = schedule.slots, schedule.ends
+        slots.cached_len[rows] = ends
+        if schedule.num_decode < schedule.rows:
+            rows, ends = rows[schedule.samples], ends[schedule.samples]
+        slots.tokens[rows, ends] = UNSEEN
+        slots.device_len[rows] = ends + 1
+        return schedule
+
+    def _schedule_of(self, step: _Step) -> Schedule:
+        """``step`` as others are to see it."""
+        slots = self.slots
+        if not step.prefill and len(step.decode) == len(self.running):
+            line_up = self._lined_up()
+            if line_up is None:
+                self._line_ups += 1
+                line_up = self._line_up = LineUp.of(self.running, self._line_ups, step.decode)
+            return line_up.step(self.running, step.started)
+        decode = len(step.decode)
         rows = np.concatenate((step.decode, np.array(step.prefill, np.int64)))
         extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
         first = slots.cached_len[rows]
-        ends = first + extend
-        samples = ends == slots.device_len[rows]
-        drawing, position = rows[samples], ends[samples]
-        slots.cached_len[rows] = ends
-        slots.tokens[drawing, position] = UNSEEN
-        slots.device_len[drawing] = position + 1
+        samples = first + extend == slots.device_len[rows]
         return Schedule(rows, first, extend, samples, decode, self.running.ids[rows], step.started)
+
+    def _lined_up(self) -> LineUp | None:
+        """The last step's line-up, if it is the next one's too."""
+        last = self._line_up
+        return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
         """The tokens int32 that each running sequence has to compute, by arrival: none once it reaches its length."""
@@ -245,8 +266,8 @@ class Scheduler:
 
     def _decoding(self) -> _Step:
         """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
-        slots = self.slots
-        step = _Step(self.running.order[self._due() == 1])
+        slots, line_up = self.slots, self._lined_up()
+        step = _Step(self.running.order[self._due() == 1] if line_up is None else line_up.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
@@ -256,6 +277,8 @@ class Scheduler:
     def _continue_prefills(self, step: _Step) -> None:
         """Add the next chunk of the prompts already begun, earliest first."""
         slots = self.slots
+        if len(step.decode) == len(self.running):
+            return
         for slot in self.running.order[self._due() > 1].tolist():
             if len(step.prefill) == self._max_prefills or self.running.sequences[slot] is None:  # preempted just now
                 return

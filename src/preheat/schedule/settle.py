@@ -26,13 +26,15 @@ def settle(running: Running, prefix: PrefixCache, schedule: Schedule, result: St
         raise ValueError(f"{result.tokens.shape} tokens for {sampling} sampling rows")
     slots, live = running.slots, _live(running, schedule)
     _publish(running, prefix, schedule, live)
+    slot, position, owners, tokens = schedule.slots, schedule.ends, schedule.ids, result.tokens
     told = schedule.samples & live
-    slot, position, ids = schedule.slots[told], schedule.ends[told], schedule.ids[told].tolist()
-    tokens = result.tokens[live[schedule.samples]]
+    if not told.all():
+        slot, position, owners, tokens = slot[told], position[told], owners[told], tokens[live[schedule.samples]]
+    ids = owners.tolist()
     slots.tokens[slot, position] = tokens
-    first_ones = position == slots.prompt_len[slot]
+    first_ones = position == slots.prompt_len.take(slot)
     totals.generation_tokens += len(slot)
-    totals.prompt_tokens += int(position[first_ones].sum())
+    totals.prompt_tokens += int(position[first_ones].sum()) if first_ones.any() else 0
     ended = _ended(running, slot, position + 1, tokens)
     delta = Delta(
         ids=ids,
@@ -65,7 +67,7 @@ def lose_cache(running: Running, message: str) -> Delta:
 
 def _live(running: Running, schedule: Schedule) -> np.ndarray:
     """bool [rows]: whose sequence still runs. A slot that was freed, or given to another, has another id."""
-    live: np.ndarray = running.ids[schedule.slots] == schedule.ids
+    live: np.ndarray = running.ids.take(schedule.slots) == schedule.ids
     return live
 
 
@@ -86,11 +88,13 @@ def _ended(running: Running, slot: np.ndarray, length: np.ndarray, tokens: np.nd
     """
     slots = running.slots
     stop = (slots.stop_ids.take(slot, axis=1) == tokens).any(0)
-    for j in slots.has_many_stop_ids[slot].nonzero()[0].tolist():
-        stop[j] |= int(tokens[j]) in slots.many_stop_ids[int(slot[j])]
-    stop &= length > slots.min_len[slot]
+    if slots.many_stop_ids:
+        for j in slots.has_many_stop_ids[slot].nonzero()[0].tolist():
+            stop[j] |= int(tokens[j]) in slots.many_stop_ids[int(slot[j])]
+    if stop.any():
+        stop &= length > slots.min_len[slot]
     ended = {}
-    for j in (stop | (length >= slots.max_len[slot])).nonzero()[0].tolist():
+    for j in (stop | (length >= slots.max_len.take(slot))).nonzero()[0].tolist():
         ended[j] = Finish("stop", stop_id=int(tokens[j])) if stop[j] else Finish("length")
     return ended
 
@@ -100,7 +104,7 @@ def _prompt_logprobs(
 ) -> dict[int, list[TokenLogprobs | None]]:
     """Add each chunk's entries to its sequence; the lists of those whose prompt is now computed are handed over."""
     slots, done = running.slots, {}
-    owed = slots.prompt_logprobs[schedule.slots] != NO_LOGPROBS
+    owed = slots.prompt_logprobs.take(schedule.slots) != NO_LOGPROBS
     for row in (owed & live).nonzero()[0].tolist():
         slot = int(schedule.slots[row])
         sequence = running.sequence(slot)

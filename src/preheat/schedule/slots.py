@@ -12,6 +12,7 @@ is ``UNSEEN`` until its step is settled.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,9 +30,9 @@ class Slots:
     """The arrays, for ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
 
     Row r of ``block_table`` lists the physical block of each logical block of the sequence; unused entries are 0,
-    the pad block. It is written by :meth:`set_blocks` alone: rows of one ``table_version``, whatever copy of the table
-    they are in, are equal. ``tokens`` holds prompt and output. ``needs_*`` flags let a step ask in one reduction what
-    its rows need of the sampler.
+    the pad block. It is written by :meth:`set_blocks` alone, ``table_writes`` times so far: rows of one
+    ``table_version``, whatever copy of the table they are in, are equal. ``tokens`` holds prompt and output.
+    ``needs_*`` flags let a step ask in one reduction what its rows need of the sampler.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
@@ -43,7 +44,7 @@ class Slots:
         self.block_table = self._blocks.view()
         self.block_table.flags.writeable = False
         self.table_version = np.zeros(n, np.int64)  # 0 is a row that was never written
-        self._table_writes = 0
+        self.table_writes = 0
         self.num_blocks = np.zeros(n, np.int32)
         self.cached_len = np.zeros(n, np.int32)
         self.device_len = np.zeros(n, np.int32)
@@ -76,26 +77,34 @@ class Slots:
 
     def take(self, request: Request, tokens: np.ndarray) -> int:
         """Give ``request`` the lowest free slot; ``tokens`` is its prompt plus what it generated so far."""
-        slot = heapq.heappop(self._free)
-        self.request[slot] = request
-        self._describe(slot, request, tokens)
+        slot = self._take(request, tokens)
+        self.prompt_len[slot] = len(request.prompt)
+        self.device_len[slot] = len(tokens)
+        self.seed[slot] = request.seed
+        self._describe(slot, request)
         return slot
 
-    def take_alike(self, request: Request, tokens: np.ndarray, count: int) -> np.ndarray:
-        """Give ``request`` the ``count`` lowest free slots, as if it came so often; int64 [count]."""
-        slots = [heapq.heappop(self._free) for _ in range(count)]
-        for slot in slots:
-            self.request[slot] = request
-        taken = np.array(slots, np.int64)
-        self._describe(taken, request, tokens)
-        return taken
+    def take_alike(self, requests: Sequence[Request], tokens: Sequence[np.ndarray]) -> np.ndarray:
+        """As :meth:`take`, for ``requests`` that differ in nothing but id, prompt and seed: their slots, int64."""
+        pairs = zip(requests, tokens, strict=True)
+        slots = np.array([self._take(request, known) for request, known in pairs], np.int64)
+        if len(slots):
+            self.prompt_len[slots] = [len(request.prompt) for request in requests]
+            self.device_len[slots] = [len(known) for known in tokens]
+            self.seed[slots] = np.array([request.seed for request in requests], np.uint64)
+            self._describe(slots, requests[0])
+        return slots
 
-    def _describe(self, slot: int | np.ndarray, request: Request, tokens: np.ndarray) -> None:
-        params, prompt_len = request.params, len(request.prompt)
+    def _take(self, request: Request, tokens: np.ndarray) -> int:
+        slot = heapq.heappop(self._free)
+        self.request[slot] = request
         self.tokens[slot, : len(tokens)] = tokens
+        return slot
+
+    def _describe(self, slot: int | np.ndarray, request: Request) -> None:
+        """All that follows from what the request asks for and the length of its prompt, which is known."""
+        params, prompt_len = request.params, self.prompt_len[slot]
         self.num_blocks[slot] = self.cached_len[slot] = 0
-        self.device_len[slot] = len(tokens)
-        self.prompt_len[slot] = prompt_len
         self.max_len[slot] = prompt_len + request.max_tokens
         self.min_len[slot] = prompt_len + params.min_tokens
         self.temperature[slot] = params.temperature
@@ -105,7 +114,6 @@ class Slots:
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         self.repetition_penalty[slot] = params.repetition_penalty
-        self.seed[slot] = request.seed
         self.choice[slot] = request.choice
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
@@ -120,31 +128,24 @@ class Slots:
     def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
         """Write ``blocks`` into these entries of the block table, whose rows are ``slots``."""
         self._blocks[slots, columns] = blocks
-        self._table_writes += 1
-        self.table_version[slots] = self._table_writes
+        self.table_writes += 1
+        self.table_version[slots] = self.table_writes
 
     def _take_stop_ids(self, slot: int | np.ndarray, stop_ids: list[int]) -> None:
         few = len(stop_ids) <= FEW_STOP_IDS and all(0 <= stop_id < 2**31 for stop_id in stop_ids)
         self.has_many_stop_ids[slot] = not few
         self.stop_ids[:, slot] = NO_ID
         if few:
-            for place, stop_id in enumerate(stop_ids):
-                self.stop_ids[place, slot] = stop_id
+            for row, stop_id in enumerate(stop_ids):
+                self.stop_ids[row, slot] = stop_id
         else:
-            self.many_stop_ids.update(dict.fromkeys(np.atleast_1d(slot).tolist(), frozenset(stop_ids)))
+            self.many_stop_ids |= dict.fromkeys(np.atleast_1d(slot).tolist(), frozenset(stop_ids))
 
     def give_back(self, slot: int) -> None:
         """Free ``slot``; its blocks are the caller's to release."""
-        self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
-        self._free_slot(slot)
-
-    def give_back_unused(self, slots: np.ndarray) -> None:
-        """Free ``slots``, whose sequences never had a block."""
-        for slot in slots.tolist():
-            self._free_slot(slot)
-
-    def _free_slot(self, slot: int) -> None:
         self.request[slot] = None
-        self.num_blocks[slot] = 0
+        if self.num_blocks[slot]:
+            self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
+            self.num_blocks[slot] = 0
         self.many_stop_ids.pop(slot, None)
         heapq.heappush(self._free, slot)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -63,23 +62,27 @@ class Feed:
     """Lends slots to dummy rows. ``vocab_size`` bounds their tokens."""
 
     def __init__(self, slots: Slots, limits: Limits, vocab_size: int) -> None:
-        self._slots, self._limits, self._vocab_size = slots, limits, vocab_size
+        self._slots, self._limits = slots, limits
+        self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
     def work(self, rows: Sequence[Row], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
         """A step of ``rows``, the decoding ones first, every one of which samples; the slots are given back after."""
-        slots, taken = self._slots, np.empty(len(rows), np.int64)
-        done = 0
-        for row, alike in groupby(rows):
-            count = len(list(alike))
-            taken[done : done + count] = self._take(done, count, row, params)
-            done += count
+        slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
+        known = [self._tokens[number : number + row.cached + row.extend] for number, row in enumerate(rows)]
+        room = self._limits.max_model_len - max((len(tokens) for tokens in known), default=0)
+        requests = [self._request(number, row, known[number], params, room) for number, row in enumerate(rows)]
+        taken = slots.take_alike(requests, known)
+        slots.cached_len[taken] = first
+        slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:
             yield Schedule(taken, first, extend, np.ones(len(rows), bool), decoding)
         finally:
-            slots.give_back_unused(taken)
+            slots.num_blocks[taken] = 0  # none was ever written to the table
+            for slot in taken.tolist():
+                slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[Row]:
         """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place."""
@@ -87,24 +90,14 @@ class Feed:
             return [Row(PROMPT_TOKENS, 1, decoding=True)] * rows
         return [Row(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
-    def _take(self, number: int, count: int, row: Row, params: SamplingParams) -> np.ndarray:
-        """Slots for so many requests whose ids no client's can be, and whose prompts end where ``row`` does. Each has a
-        seed of its own, unless ``params`` have one.
-        """
-        slots, length = self._slots, row.cached + row.extend
-        tokens = np.arange(number, number + length, dtype=np.int32) % self._vocab_size
+    def _request(self, number: int, row: Row, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
+        """One whose id no client's can be, and whose prompt ends where ``row`` does; all have ``room`` to go on."""
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
-        request = Request(
+        return Request(
             id=FIRST_ID - number,
             prompt=prompt.tolist(),
             params=params,
             seed=number if params.seed is None else params.seed,
-            max_tokens=self._limits.max_model_len - len(prompt),
+            max_tokens=room,
             stop_ids=params.stop_token_ids or [],
         )
-        taken = slots.take_alike(request, tokens, count)
-        if params.seed is None:
-            slots.seed[taken] += np.arange(count, dtype=np.uint64)
-        slots.cached_len[taken] = row.cached
-        slots.num_blocks[taken] = -(-length // slots.block_size)
-        return taken

@@ -88,6 +88,7 @@ class WarmUp:
     capture: Callable[[], object] = lambda: None
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
+    _memory: int = field(default=0, init=False)  # in use after the last item
 
     def __post_init__(self) -> None:
         self._swaps = SwapRuns(self.executor)
@@ -97,7 +98,7 @@ class WarmUp:
     def run(self) -> None:
         """Run every item, in the plan's order; what becomes of each is in the record."""
         self._started = time.monotonic()
-        memory = self.platform.used_memory()
+        memory = self._memory = self.platform.used_memory()
         entries = {entry.name: entry for entry in self.record.entries}
         kinds: dict[str, list[Item]] = {}
         for item in self.plan.items:
@@ -106,7 +107,7 @@ class WarmUp:
         for kind, items in kinds.items():
             if items[0].stage == "last" and not captured:
                 self.capture()
-                captured = True
+                captured, self._memory = True, self.platform.used_memory()
             self._begin(kind, items)
             self._kind(
                 kind,
@@ -145,7 +146,7 @@ class WarmUp:
         self._say(done + place[0] - 1, item)
         if isinstance(item.key, Shape):
             logger.info("%s", lines.running(item.key.phase, item.key, *place, self.platform.free_memory()))
-        memory, compiled, start = self.platform.used_memory(), self.compiled(), time.monotonic()
+        memory, compiled, start = self._memory, self.compiled(), time.monotonic()
         entry.started = start - self._started
         try:
             with self.span(item.name, kind=item.kind):
@@ -169,7 +170,8 @@ class WarmUp:
         finally:
             entry.compile_seconds = self.compiled() - compiled
             entry.touch_seconds = time.monotonic() - start - entry.compile_seconds
-            entry.bytes = self.platform.used_memory() - memory
+            self._memory = self.platform.used_memory()
+            entry.bytes = self._memory - memory
 
     def _run(self, item: Item) -> None:
         match item.key:

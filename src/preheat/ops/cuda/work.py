@@ -28,6 +28,15 @@ def decode_work(token_index: np.ndarray, positions: np.ndarray, split: int, wind
     return work
 
 
+def steady_steps(positions: np.ndarray, split: int, window: int | None) -> int:
+    """For how many more steps, in each of which every query is one position further, the pieces stay the same."""
+    into = positions % split
+    if window:
+        oldest = positions - (window - 1)  # negative where the window has not begun to move
+        into = np.maximum(into, np.minimum(oldest, oldest % split))
+    return split - 1 - int(into.max(initial=0))
+
+
 def prefill_tiles(starts: np.ndarray, extends: np.ndarray, positions: np.ndarray, tile: int) -> np.ndarray:
     """The pieces of longer runs: int32 [pieces, 2] of (first token, number of tokens, at most ``tile``).
 
