@@ -182,6 +182,7 @@ class DeviceExecutor:
                     self._forward(key, self._kinds)
                 elif isinstance(key, SampleKey) and key.size:
                     self._sample(key)
+            self.sampler.launch_rest(self._logits)
 
     @torch.inference_mode()
     def prepare(self, batch: FlatBatch) -> None:

@@ -93,7 +93,11 @@ class DeviceCounts:
             table.append((slot, begin, len(tokens), prompt))
             begin += len(tokens)
         words = np.concatenate((np.array(table, np.int32).reshape(-1), *(tokens for *_, tokens in parts)))
-        recount[len(parts),](self.history, self._stage(words), self.history.shape[1], _COUNTED, num_warps=4)
+        self.launch(self._stage(words), len(parts))
+
+    def launch(self, words: Tensor, parts: int) -> None:
+        """Count the ``parts`` of sequences that ``words`` tell of, int32: the table of parts, then their tokens."""
+        recount[parts,](self.history, words, self.history.shape[1], _COUNTED, num_warps=4)
 
     def _stage(self, words: np.ndarray) -> Tensor:
         """``words`` on the device. The host waits for the device only when all of the staging memory has been used."""
@@ -183,6 +187,11 @@ class DeviceSampler:
             self.tokens, self.last_token, None if raw else self.counts.history, self._chunks,
             **self._grouped, duplicates=self.handle_topk_duplicates, raw=raw, **sampling(num_warps=8),
         )  # fmt: skip
+
+    def launch_rest(self, logits: Tensor) -> None:
+        """What no program launches, once: the report of logprobs, and the count of a sequence from its beginning."""
+        self.launch_logprobs(self.settings, logits, self.tokens, 1)
+        self.counts.launch(torch.zeros_like(self.settings[:_ALIGNED]), 1)
 
     def launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor, rows: int) -> None:
         """Log-probabilities of ``chosen`` (int32 [rows]) and the most likely tokens, of raw ``logits`` [rows, vocab].
