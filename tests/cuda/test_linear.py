@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from preheat.device.base import pick_platform
 from preheat.ops.cuda.linear import CudaLinear, apply
-from preheat.ops.cuda.prove import compile_tiles, differing, fill, prove, settle
+from preheat.ops.cuda.linear_hopper import fits
+from preheat.ops.cuda.prove import compile_kernels, differing, fill, prove, settle
+from preheat.ops.cuda.tuner import WIDE
 from preheat.ops.cuda.tuning import (
     REFERENCE,
     Choices,
@@ -61,8 +63,41 @@ def test_what_serves_has_the_bits_of_the_plain_kernel(shape):
 
 @pytest.mark.parametrize("shape", [Shape(1152, 896, bias=True), Shape(2048, 1000, gated=True)], ids=str)
 def test_tiles_and_warps_change_no_bits(shape):
-    compile_tiles((shape, tile) for tile in TILES)
+    compile_kernels((shape, tile) for tile in TILES)
     assert differing(shape, [(rows, tile) for rows in (1, 17, 200) for tile in TILES]) == set()
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(2000, 200, gated=True), Shape(264, 8)], ids=str)
+def test_the_kernel_for_many_rows_has_the_bits_of_the_plain_one(hopper, shape):
+    """With all its tiles, and also with fewer rows and outputs than a tile has."""
+    assert fits(shape)
+    compile_kernels((shape, wide) for wide in WIDE)
+    rows = [1, 127, 128, 129, 255, 1000, 2048, 2500]
+    assert differing(shape, [(size, wide) for size in rows for wide in WIDE]) == set()
+
+
+@pytest.mark.parametrize("wide", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_kernel_for_many_rows_adds_the_bias_and_writes_no_more_than_its_rows(hopper, wide, dtype, gated):
+    shape = Shape(2000, 520, gated, dtype)
+    x, weight, bias = operands(shape, 200)
+    room = torch.full((201, shape.columns), 7.0, device="cuda", dtype=dtype)
+    expected = apply(REFERENCE[torch.bfloat16], x, weight, bias, gated)
+    assert torch.equal(apply(wide, x, weight, bias, gated, room[:200]), expected)
+    assert room[200].eq(7).all()
+    assert not torch.equal(apply(wide, x, weight, None, gated), expected)
+
+
+def test_the_kernel_for_many_rows_refuses_what_the_copy_engine_cannot_read(hopper):
+    for shape in (Shape(512, 1004), Shape(1000, 512, gated=True), Shape(512, 512, dtype=torch.float32)):
+        assert not fits(shape)
 
 
 def test_the_plain_kernel_serves_float32():

@@ -16,6 +16,7 @@ from preheat.ops.cuda.tuning import (
     Shape,
     Table,
     Tile,
+    Wide,
     choices,
     encode,
     place,
@@ -27,6 +28,7 @@ from preheat.ops.cuda.tuning import (
 
 SHAPE = Shape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
+WIDEST = Wide(256, 128, 4)
 HOPPER = (9, 0)
 
 
@@ -35,9 +37,10 @@ def table(*entries, device="This GPU", shape=SHAPE, ordered=True):
 
 
 def test_an_entry_counts_up_to_its_own_rows():
-    found = Choices([table((16, NARROW), (1, WIDE), (64, Library()))])
+    found = Choices([table((16, NARROW), (1, WIDE), (64, Library()), (256, WIDEST))])
     assert [found(SHAPE, rows) for rows in (1, 2, 16, 17, 64)] == [WIDE, NARROW, NARROW, Library(), Library()]
-    assert found(SHAPE, 65) == rule(SHAPE, 65)
+    assert found(SHAPE, 65) == found(SHAPE, 256) == WIDEST
+    assert found(SHAPE, 257) == rule(SHAPE, 257)
     assert found(SHAPE._replace(bias=True), 16) == NARROW
     for other in (SHAPE._replace(gated=True), SHAPE._replace(inputs=1000), SHAPE._replace(dtype=torch.float32)):
         assert found(other, 64) == rule(other, 64) != Library()
@@ -91,12 +94,13 @@ def test_cublas_serves_many_rows_unless_outputs_are_few():
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):
-    written = table((16, NARROW), (64, Library(split=True)), device="NVIDIA H200 NVL")
+    written = table((16, NARROW), (64, Library(split=True)), (512, WIDEST), device="NVIDIA H200 NVL")
     path = place(tmp_path, written.device)
     assert path.name == "linear-maps-NVIDIA-H200-NVL.json"
     path.write_bytes(encode(written))
     assert read(path) == [written]
     assert path.read_text().count("\n") == len(written.entries) + 2
+    assert '"wide":{"outputs":256,"rows":128,"stages":4}}' in path.read_text()
 
 
 def test_a_table_that_cannot_be_read_is_told_and_done_without(tmp_path, caplog):

@@ -5,10 +5,10 @@ one rounding to the dtype. Gated: the first half of W's rows are gates, the seco
 output, then combined as :func:`preheat.ops.cuda.elementwise.silu_mul` says. So a row's bits do not depend on the number
 of rows, on tiles or on warps: those only say which program computes an output, never in which order.
 
-Two implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
-first operand of the matrix unit, whose other side may then be as narrow as the few rows are. The library is cuBLAS,
-best for many rows; as long as it does not cut the inputs into parts it mostly keeps the contract, which is for a proof
-to say.
+Three implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
+first operand of the matrix unit, whose other side may then be as narrow as the few rows are. Wide is a kernel for many
+rows on Hopper (:mod:`preheat.ops.cuda.linear_hopper`), which needs no second one for the gate. The library is cuBLAS,
+for many rows too; as long as it does not cut the inputs into parts it mostly keeps the contract, as a proof has to say.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from preheat.ops.cuda.activation import silu_and_mul
 from preheat.ops.cuda.elementwise import silu_mul
 from preheat.ops.cuda.launch import begin, options
-from preheat.ops.cuda.tuning import Choice, Choices, Shape, Tile
+from preheat.ops.cuda.linear_hopper import wide
+from preheat.ops.cuda.tuning import Choice, Choices, Library, Shape, Tile, Wide
 
 GROUP: tl.constexpr = tl.constexpr(8)
 """Programs that run together share this many tiles of weights, so that what they read of x stays in the L2 cache."""
@@ -113,19 +114,22 @@ def apply(
 
     All are contiguous.
     """
-    if isinstance(choice, Tile):
-        y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
+    if isinstance(choice, Library):
+        y = _by_library(x, weight, bias, choice.split, None if gated else out)
+        if not gated:
+            return y
+        y = silu_and_mul(y)
+        return y if out is None else out.copy_(y)
+    y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
+    if isinstance(choice, Wide):
+        wide(choice, x, weight, bias, gated, y)
+    else:
         blocks = triton.cdiv(y.shape[1], choice.outputs) * triton.cdiv(len(x), choice.rows)
-        in_order[(blocks,)](*arguments(choice, x, weight, bias, y), **keywords(choice, weight.shape[1], gated))
-        return y
-    y = _by_library(x, weight, bias, choice.split, None if gated else out)
-    if not gated:
-        return y
-    y = silu_and_mul(y)
-    return y if out is None else out.copy_(y)
+        in_order[(blocks,)](*_arguments(choice, x, weight, bias, y), **_keywords(choice, weight.shape[1], gated))
+    return y
 
 
-def arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
+def _arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
     """Of a launch of ``in_order`` with ``tile``, in order."""
     tiles: tuple[Any, Any] = (None, None)
     if tile.bulk:
@@ -136,7 +140,7 @@ def arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Ten
     return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1])
 
 
-def keywords(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
+def _keywords(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
     """Of that launch."""
     return options(
         OUTPUTS=tile.outputs,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from preheat.ops.cuda.launch import compiling
-from preheat.ops.cuda.linear import CudaLinear, apply, arguments, in_order, keywords
-from preheat.ops.cuda.tuning import REFERENCE, Choice, Choices, Shape, Tile
+from preheat.ops.cuda.linear import CudaLinear, apply
+from preheat.ops.cuda.tuning import REFERENCE, Choice, Choices, Library, Shape
 from preheat.ops.proof import signed_pairs
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def settle(
     sizes[head.shape] = tuple(dict.fromkeys((*sizes.get(head.shape, ()), *head_rows)))
     used = [(shape, choices(shape, size)) for shape, numbers in sizes.items() for size in numbers]
     used += [(shape, REFERENCE[shape.dtype]) for shape in sizes]
-    compile_tiles((shape, choice) for shape, choice in used if isinstance(choice, Tile))
+    compile_kernels(used)
     proven: dict[tuple[Shape, int], bool] = {}
     if choices.invariant:
         for shape, numbers in sizes.items():
@@ -47,12 +47,13 @@ def settle(
     return proven
 
 
-def compile_tiles(tiles: Iterable[tuple[Shape, Tile]], *, ignore_errors: bool = False) -> None:
-    """Compile what is not compiled yet, side by side."""
+def compile_kernels(used: Iterable[tuple[Shape, Choice]], *, ignore_errors: bool = False) -> None:
+    """Compile what is not compiled yet of our kernels among ``used``, side by side."""
     with compiling(os.cpu_count() or 1, ignore_errors=ignore_errors):
-        for shape, tile in dict.fromkeys(tiles):
-            x, weight, bias, y = _operands(shape, tile.rows)
-            in_order[1,](*arguments(tile, x, weight, bias, y), **keywords(tile, shape.inputs, shape.gated))
+        for shape, choice in dict.fromkeys(used):
+            if not isinstance(choice, Library):
+                x, weight, bias, y = _operands(shape, choice.rows)
+                apply(choice, x, weight, bias, shape.gated, y)
 
 
 def prove(choices: Choices, shapes: Iterable[Shape], rows: Sequence[int]) -> dict[tuple[Shape, int], bool]:

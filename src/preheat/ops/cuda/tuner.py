@@ -14,8 +14,9 @@ import torch
 from triton.runtime.errors import TritonError
 
 from preheat.ops.cuda.linear import apply
-from preheat.ops.cuda.prove import compile_tiles, differing
-from preheat.ops.cuda.tuning import SHARED_BYTES, Choice, Entry, Library, Shape, Tile
+from preheat.ops.cuda.linear_hopper import fits
+from preheat.ops.cuda.prove import compile_kernels, differing
+from preheat.ops.cuda.tuning import SHARED_BYTES, Choice, Entry, Library, Shape, Tile, Wide
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 COPIED_BYTES = 200 << 20
@@ -28,13 +29,16 @@ cuBLAS. Half of what that gained in a chain of kernels."""
 
 NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
 MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
-WIDE = [(64, 64), (128, 64), (256, 64)]
+BROAD = [(64, 64), (128, 64), (256, 64)]
+WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6)]
 
 
 def candidates(shape: Shape, rows: int) -> Iterator[Choice]:
     """Everything worth trying for ``rows`` rows of ``shape``."""
     yield Library()
     yield Library(split=True)
+    if rows >= 128 and fits(shape):
+        yield from WIDE
     if rows > 2048 or shape.dtype == torch.float32:
         return
     for height, (outputs, inputs), stages, bulk in product(*_sizes(rows), (False, True)):
@@ -49,8 +53,8 @@ def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequenc
     if rows <= 64:
         return [max(16, _power(rows))], NARROW if rows <= 16 else MIDDLE, (3, 4, 6, 8)
     if rows <= 384:
-        return [height for height in (64, 128, 256) if height < 2 * rows], WIDE, (3, 4)
-    return [128, 256], WIDE[1:], (3, 4)
+        return [height for height in (64, 128, 256) if height < 2 * rows], BROAD, (3, 4)
+    return [128, 256], BROAD[1:], (3, 4)
 
 
 def _power(rows: int) -> int:
@@ -143,7 +147,7 @@ def _times(shape: Shape, rows: Sequence[int], end: float, report: Report) -> dic
         if time.monotonic() > end:
             break
         choices = list(candidates(shape, size))
-        compile_tiles(((shape, choice) for choice in choices if isinstance(choice, Tile)), ignore_errors=True)
+        compile_kernels(((shape, choice) for choice in choices), ignore_errors=True)
         first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
         ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
         finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if isinstance(choice, Library)]
@@ -179,8 +183,8 @@ def _best(taken: dict[Choice, float], some: list[Choice]) -> Choice | None:
     """Of ``some`` the one that costs least where it runs among kernels of ours."""
 
     def cost(choice: Choice) -> float:
-        if isinstance(choice, Tile):
-            return taken[choice]
-        return (taken[choice] + ALONE) * (SPLIT_GAIN if choice.split else 1)
+        if isinstance(choice, Library):
+            return (taken[choice] + ALONE) * (SPLIT_GAIN if choice.split else 1)
+        return taken[choice]
 
     return min(some, key=cost, default=None)

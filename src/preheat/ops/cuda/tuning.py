@@ -57,20 +57,31 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     bulk: bool = False
 
 
+class Wide(msgspec.Struct, frozen=True):
+    """The kernel for many rows on Hopper, :mod:`preheat.ops.cuda.linear_hopper`, with tiles of ``outputs`` x ``rows``.
+
+    ``outputs`` are rows of W: gates and ups both count. At most 128 for 256 rows, 256 for 128.
+    """
+
+    outputs: int
+    rows: int
+    stages: int
+
+
 class Library(msgspec.Struct, frozen=True):
     """cuBLAS. With ``split`` it may cut the inputs into parts, and so change the bits."""
 
     split: bool = False
 
 
-Choice = Tile | Library
+Choice = Tile | Wide | Library
 
 REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
 """The plain kernel, whose bits are the contract's."""
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fastest implementation of a map up to ``rows``: ``tile``, or cuBLAS where there is none.
+    """The fastest implementation of a map up to ``rows``: ``tile`` or ``wide``, or cuBLAS where there is neither.
 
     ``ordered``: the fastest of those that keep the contract's order. The fastest of all has an entry of its own where
     it is another one.
@@ -85,10 +96,11 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     ordered: bool = True
     split: bool = False
     tile: Tile | None = None
+    wide: Wide | None = None
 
     @property
     def choice(self) -> Choice:
-        return self.tile or Library(self.split)
+        return self.tile or self.wide or Library(self.split)
 
     @property
     def shape(self) -> Shape:
@@ -107,6 +119,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             ordered=ordered,
             split=isinstance(choice, Library) and choice.split,
             tile=choice if isinstance(choice, Tile) else None,
+            wide=choice if isinstance(choice, Wide) else None,
         )
 
 
