@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,6 +34,9 @@ from preheat.settings import OPTIONS, Settings
 
 if TYPE_CHECKING:
     from preheat.outputs import RequestOutput
+
+SERVED_MIXED_TOKENS = 512
+"""Tokens of a server's mixed steps: about as many as a large GPU computes in the time of a few decoding steps."""
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -199,8 +203,15 @@ def _load(values: dict[str, Any]) -> Settings:
     return Settings.load(values)
 
 
+def served(settings: Settings) -> Settings:
+    """``settings`` for a server: unless they say otherwise, nobody who reads a long prompt holds up the others."""
+    if settings.max_num_mixed_tokens is not None:
+        return settings
+    return replace(settings, max_num_mixed_tokens=SERVED_MIXED_TOKENS)
+
+
 def _serve(values: dict[str, Any]) -> int:
-    settings = _load(values)
+    settings = served(_load(values))
     from preheat.server.app import run_server
 
     def on_ready(opened: Settings) -> None:

@@ -83,6 +83,11 @@ class Settings:
 
     max_num_seqs: int = _schedule(256, "Most sequences in one step.", low=1)
     max_num_batched_tokens: int = _schedule(2048, "Most tokens in one step, padding included.", low=1)
+    max_num_mixed_tokens: int | None = _schedule(
+        None,
+        "Most tokens in a step in which some decode and others read prompts, or twice those rows if that is more.",
+        low=1, default_text="512 for `preheat serve`, else as in any step",
+    )  # fmt: skip
     max_num_prefill_seqs: int | None = _schedule(
         None, "Most sequences in one step that still read their prompt.", low=1
     )

@@ -184,6 +184,7 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         mixed_steps=unified,
+        mixed_tokens=settings.max_num_mixed_tokens,
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if unified else None,
     )

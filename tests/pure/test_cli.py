@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat import __version__
-from preheat.cli import SAMPLING_HELP, _bias, _parser, _read_prompts, curl, main
+from preheat.cli import SAMPLING_HELP, _bias, _parser, _read_prompts, curl, main, served
 from preheat.core import SamplingParams
 from preheat.errors import SettingsError
 from preheat.settings import Settings
@@ -178,3 +178,9 @@ def test_version(capsys):
 def test_the_curl_fits_the_settings(settings, expected):
     assert expected in curl(settings)
     assert "secret" not in curl(settings)
+
+
+@pytest.mark.parametrize(("given", "tokens"), [({}, 512), ({"max_num_mixed_tokens": 2048}, 2048)])
+def test_a_server_bounds_its_mixed_steps_unless_told_otherwise(given, tokens):
+    assert served(Settings.load(given)).max_num_mixed_tokens == tokens
+    assert Settings.load({}).max_num_mixed_tokens is None

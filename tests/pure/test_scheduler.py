@@ -61,6 +61,7 @@ class Anything(RuleBasedStateMachine):
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
             mixed_steps=data.draw(st.booleans()),
+            mixed_tokens=data.draw(st.sampled_from([None, 1, 6])),
             overlap=data.draw(st.booleans()),
             padded=padded,
             defrag_threshold=data.draw(st.sampled_from([None, 0, 2])),
@@ -227,6 +228,28 @@ def test_at_most_so_many_prompts_in_a_step() -> None:
     harness.add(*(request(number, [number, 1, 2]) for number in range(4)))
     rows = [harness.step() for _ in range(4)]
     assert [row.rows - row.num_decode for row in rows if row] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("mixed_tokens", "chunks"), [(None, [12]), (8, [7, 5]), (1, [2] * 6)])
+def test_who_decodes_is_not_held_up_for_long(mixed_tokens, chunks) -> None:
+    harness = Harness(limits(max_num_batched_tokens=16), mixed_tokens=mixed_tokens)
+    harness.add(request(0, [1] * 12, 20))
+    assert harness.step().extend.tolist() == [12], "nobody decodes yet"
+    harness.add(request(1, [2] * 12, 1))
+    seen = [harness.step().extend.tolist() for _ in chunks]
+    assert seen == [[1, chunk] for chunk in chunks]
+
+
+def test_a_bound_on_mixed_steps_starves_nobody() -> None:
+    """Twice the rows that decode, and what a prompt's first token is padded to, may always run."""
+    harness = Harness(limits(max_num_batched_tokens=64, max_num_seqs=8), mixed_tokens=2, padded=to_eights)
+    harness.add(*(request(number, [number], 30) for number in range(6)))
+    harness.step()
+    harness.add(request(6, [7] * 30, 1))
+    steps = [harness.step() for _ in range(20)]
+    assert max(step.tokens for step in steps) == 8, "not 16, which is more than twice six"
+    assert 6 in harness.outcomes
+    assert harness.outcomes[6].finish is not None
 
 
 def test_the_budget_counts_padded_tokens() -> None:

@@ -82,8 +82,9 @@ class Scheduler:
     :meth:`fail`. Several may be: the device runs them in order, and in order they are settled. Requests come and go at
     any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
 
-    ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). Without
-    ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
+    ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). A step
+    in which others decode has ``mixed_tokens`` at most, so that these do not wait for long; without ``mixed_steps`` it
+    either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
     Raises SettingsError, naming the options, for limits under which some sequence could never run.
     """
 
@@ -94,12 +95,13 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         mixed_steps: bool = True,
+        mixed_tokens: int | None = None,
         padded: Padded = unpadded,
         defrag_threshold: int | None = None,
     ) -> None:
         _check_limits(limits, padded)
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
-        self.mixed_steps = mixed_steps
+        self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching)
@@ -320,7 +322,7 @@ class Scheduler:
 
     def _chunk(self, step: _Step, wanted: int) -> int:
         """The most tokens, up to ``wanted``, that one more row may have within the budget."""
-        budget = self.limits.max_num_batched_tokens
+        budget = self._budget(len(step.decode))
         if self.padded(*step.with_row(wanted)) <= budget:
             return wanted
         fits, too_many = 0, wanted
@@ -331,6 +333,13 @@ class Scheduler:
             else:
                 too_many = middle
         return fits
+
+    def _budget(self, decoding: int) -> int:
+        """The most tokens of a step in which so many rows decode: never so few that nobody else could join them."""
+        most = self.limits.max_num_batched_tokens
+        if self._mixed_tokens is None or not decoding or not self.chunked:
+            return most
+        return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
 
     def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether all that is known of ``sequence`` has a place besides what the running ones still need.
