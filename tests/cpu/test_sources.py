@@ -165,6 +165,19 @@ def test_a_hook_keeps_the_count_when_words_run_out():
     assert source.taken() == ()
 
 
+def test_what_is_dear_to_read_is_read_seldom_and_nothing_is_lost():
+    tally, reads = Tally(), []
+    source = Counted("x", lambda: reads.append(1) or tally.read(), tally.last, every=4)
+    said = []
+    for step in range(12):
+        if step in (1, 2, 9):
+            tally.add(str(step))
+        said.append(list(source.taken()))
+    assert [step for step, words in enumerate(said) if words] == [3, 11]
+    assert said[3] + said[11] == ["1", "2", "9"]
+    assert len(reads) == 1 + 12 // 4
+
+
 def triton_event(knobs: Any, **how: Any) -> None:
     knobs.compilation.listener(
         src=SimpleNamespace(name="add_kernel"), metadata={}, metadata_group={}, times=None, **how

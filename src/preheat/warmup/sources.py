@@ -26,14 +26,26 @@ STEP = ("preheat.schedule.", "preheat.batch.", "preheat.execute.")
 """The packages that the loop calls in a step: everything that a step runs has one of them among its callers."""
 
 
-class Counted:
-    """A source over ``read``, a number that grows with each event; ``describe(n)`` puts the last n of them in words."""
+SELDOM = 8
+"""Steps after which a number is looked at that takes tens of microseconds to read."""
 
-    def __init__(self, name: str, read: Callable[[], int], describe: Callable[[int], Sequence[str]]) -> None:
+
+class Counted:
+    """A source over ``read``, a number that grows with each event; ``describe(n)`` puts the last n of them in words.
+
+    It is read each ``every``-th time; what happened in between is told then.
+    """
+
+    def __init__(
+        self, name: str, read: Callable[[], int], describe: Callable[[int], Sequence[str]], *, every: int = 1
+    ) -> None:
         self.name, self._read, self._describe = name, read, describe
-        self._seen = read()
+        self._seen, self._every, self._asked = read(), every, 0
 
     def taken(self) -> Sequence[str]:
+        self._asked += 1
+        if self._asked % self._every:
+            return ()
         count = self._read()
         if count == self._seen:
             return ()
@@ -181,7 +193,7 @@ def allocator() -> Source:
         reserved = stats()["reserved_bytes"]["all"]["current"]
         return [f"{number} times the allocator asked CUDA for memory; it holds {reserved:,} bytes"]
 
-    return Counted("allocator", lambda: stats()["num_device_alloc"], grown)
+    return Counted("allocator", lambda: stats()["num_device_alloc"], grown, every=SELDOM)
 
 
 @dataclass(frozen=True)
@@ -232,7 +244,7 @@ SOURCES: tuple[Origin, ...] = (
         "the memory pool grows",
         {
             "cpu": Watch("none", "torch keeps no pool on a CPU: every tensor comes from the C library"),
-            "cuda": Watch("counter", "`num_device_alloc` of torch's caching allocator", allocator),
+            "cuda": Watch("counter", "`num_device_alloc` of torch's caching allocator, every eighth step", allocator),
         },
     ),
     Origin(
