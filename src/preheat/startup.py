@@ -19,6 +19,7 @@ from preheat.device.early import wake_gpu
 from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import ProcessMailbox
 from preheat.errors import NotInvariant
+from preheat.heap import keep_imports, settle
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config, weight_files
@@ -106,6 +107,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
         from preheat.warmup.store import Store, cache_root, fingerprint
+    keep_imports()
 
     platform = pick_platform(settings.device)
     check_varying(settings, platform)
@@ -234,23 +236,21 @@ def _ready(record: Record, limits: Limits, bytes_per_block: int, seconds: float)
     return Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), held)
 
 
-def _settle_heap() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-
-
 def run_engine(settings: Settings, address: str) -> None:
     """The engine's process: boot, say so, run until drained. A fatal error is told to the front door, then raised.
 
-    Nearly all that a boot makes stays. So the garbage collector looks at it once, at the end, and never again: it would
-    hold up a step.
+    Nearly all that a boot makes stays: the garbage collector looks at it once, at the end, and never again.
     """
+
+    def before_ready() -> None:
+        settle()
+        gc.enable()
+
     gc.disable()
     set_up_logging(settings.log_level)
     mailbox = ProcessMailbox(address)
     try:
-        boot_engine(settings, mailbox, before_ready=_settle_heap).run()
+        boot_engine(settings, mailbox, before_ready).run()
     except BaseException as error:
         mailbox.put(Died(f"{type(error).__name__}: {error}"))
         raise

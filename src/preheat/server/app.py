@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 from preheat.core import FromEngine, Ready
 from preheat.engine.bootbar import BootBar
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.heap import settle
 from preheat.metrics import set_up_logging
 from preheat.server import chat, completions, openapi, status
 from preheat.server.guard import Guard, error_response
@@ -59,8 +60,10 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
     def on_message(message: FromEngine) -> None:
         bar.show(message)
-        if isinstance(message, Ready) and not message.held and on_ready is not None:
-            on_ready(settings)
+        if isinstance(message, Ready):
+            settle()
+            if not message.held and on_ready is not None:
+                on_ready(settings)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, entry, listener, on_message))

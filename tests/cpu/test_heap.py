@@ -1,0 +1,26 @@
+"""What the garbage collector is spared, and what it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import gc, weakref
+from preheat import LLM
+options = dict(device="cpu", skip_warmup=True, max_num_seqs=2, max_num_batched_tokens=64, boot_check="off")
+llm = LLM(**options)
+kept = gc.get_freeze_count()
+assert kept > 50_000, kept  # torch
+gone = weakref.ref(llm.loop)
+del llm
+gc.collect()
+assert gone() is None  # an engine is no part of it
+llm = LLM(**options)
+assert gc.get_freeze_count() <= kept  # the second one freezes nothing
+"""
+
+
+def test_imports_are_frozen_once_and_engines_never():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-800:]
