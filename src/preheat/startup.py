@@ -98,7 +98,9 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
     with trace.span("Importing torch"):
         from preheat.device.base import check_varying, pick_platform, works_ahead
         from preheat.engine.loop import Loop
+        from preheat.engine.mailbox import InlineMailbox
         from preheat.engine.observe import trace_steps, with_step_log
+        from preheat.engine.rehearsal import Unwatched, rehearse
         from preheat.execute.compile import compile_seconds
         from preheat.proof.boot import BootCheck
         from preheat.proof.lab import Lab
@@ -132,7 +134,8 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
         check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name).run
         warm = WarmUp(plan, packer, executor, platform, record, check)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
-        guard = _heat(settings, warm, model, split=split, store=store, steps=steps)
+        stage = Loop(InlineMailbox(), scheduler, packer, executor, Unwatched(), overlap=ahead)
+        guard = _heat(settings, warm, model, partial(rehearse, stage), split=split, store=store, steps=steps)
     loop = Loop(mailbox, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     _judge(settings, record)
@@ -192,8 +195,17 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
     )
 
 
-def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit, store: Store, steps: Steps) -> Guard:
-    """Warm up, capture graphs, leave the record to the next boot; from then on the guard watches."""
+def _heat(
+    settings: Settings,
+    warm: WarmUp,
+    model: Model,
+    rehearsal: Callable[[], None],
+    *,
+    split: MemorySplit,
+    store: Store,
+    steps: Steps,
+) -> Guard:
+    """Warm up, capture graphs, rehearse, leave the record to the next boot; from then on the guard watches."""
     from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
     from preheat.warmup.guard import Guard
     from preheat.warmup.sources import sources_for
@@ -211,6 +223,8 @@ def _heat(settings: Settings, warm: WarmUp, model: Model, *, split: MemorySplit,
     else:
         with steps("warm-up"):
             warm.run()
+        with steps("Rehearsing requests"):
+            rehearsal()
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)

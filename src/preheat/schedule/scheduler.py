@@ -110,10 +110,14 @@ class Scheduler:
         self._defrag_threshold = defrag_threshold
         self._watermark = int(WATERMARK * self.pool.num_usable)
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
-        self._totals = Stats(blocks_total=self.pool.num_usable)
+        self.forget()
         self._in_flight: deque[Schedule] = deque()
         self._line_up: LineUp | None = None
         self._line_ups = ALONE
+
+    def forget(self) -> None:
+        """Count from zero again."""
+        self._totals = Stats(blocks_total=self.pool.num_usable)
 
     @property
     def idle(self) -> bool:

@@ -1,0 +1,30 @@
+"""Requests of nobody's go through the loop, and nothing of them stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from preheat.engine.rehearsal import ROUNDS, rehearse
+from preheat.schedule.scheduler import Scheduler
+from tests.pure.paper import Harness, limits, request
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_scheduler_is_as_new_after_a_rehearsal(overlap) -> None:
+    harness = Harness(limits(), overlap=overlap)
+    rehearse(harness.loop)
+    assert harness.device.rows_run > 2 * ROUNDS
+    harness.mailbox.receive()
+    scheduler, new = harness.scheduler, Scheduler(limits())
+    assert scheduler.idle
+    assert scheduler.stats() == new.stats()
+    assert (scheduler.slots.num_free, scheduler.pool.num_used) == (new.slots.num_free, 0)
+    harness.add(request(0, [1, 2, 4], 9))
+    harness.run()
+    harness.verify()
+
+
+def test_a_model_of_one_token_has_nothing_to_rehearse() -> None:
+    harness = Harness(limits(max_model_len=1))
+    rehearse(harness.loop)
+    assert harness.device.rows_run == 0
