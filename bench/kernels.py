@@ -38,7 +38,7 @@ KINDS = {
     "norm": ("norm",),
     "rope and cache": ("rope", "rotary"),
     "embedding": ("embed", "index_select"),
-    "linear": ("in_order", "linear", "gemm", "matmul", "nvjet", "cutlass", "sm90_", "splitk"),
+    "linear": ("in_order", "_wide", "linear", "gemm", "matmul", "nvjet", "cutlass", "sm90_", "splitk"),
 }
 """A kernel is of the first kind one of whose words is in its name."""
 
