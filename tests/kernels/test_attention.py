@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from preheat.ops.cuda.attention import How
+from preheat.ops.cuda import attention_hopper
+from preheat.ops.cuda.attention import How, prefill_how
 from tests.kernels.paged import Pages, Shape, relative_error
 
 SPLIT = 128  # more splits in short sequences
@@ -59,3 +60,9 @@ def test_another_split_gives_other_bits():
     """What shows that the tests above could fail."""
     made = pages(Shape())
     assert not torch.equal(made.decode([(2, 199)], 64), made.decode([(2, 199)], SPLIT))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_both_kernels_for_prompts_take_the_same_tiles(dim):
+    """The packer cuts prompts for the one; where it fits, the other gets them."""
+    assert prefill_how(dim, torch.bfloat16).rows == 2 * attention_hopper.ROWS.value
