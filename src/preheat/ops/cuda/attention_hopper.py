@@ -8,7 +8,6 @@ uses. What is computed, and in which order, is what the other kernels compute: t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from preheat.ops.cuda.hopper import barriers, descriptor, is_hopper, processors, ring
 from preheat.ops.cuda.launch import begin, options
 
 ROWS = gl.constexpr(64)
@@ -69,12 +68,6 @@ def _start(position, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _ring(at, STAGES: gl.constexpr):
-    """The place in a ring of the ``at``-th that went in, and its phase."""
-    return at % STAGES, at // STAGES & 1
-
-
-@gluon.jit
 def _load(
     q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, keys, values, full, empty,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr,
@@ -91,7 +84,7 @@ def _load(
         start = _start(position, WINDOW)
         pages = table + gl.load(slots + token).to(gl.int64) * max_blocks
         block = gl.load(pages + start // BLOCK)
-        place, phase = _ring(turn, 2)
+        place, phase = ring(turn, 2)
         mbarrier.wait(q_empty.index(place), phase ^ 1)
         mbarrier.expect(q_full.index(place), 2 * q.block_type.nbytes)
         for half in gl.static_range(2):
@@ -100,7 +93,7 @@ def _load(
             )
         end = position + count
         for key in range(start, end, TILE):
-            place, phase = _ring(at, keys.shape[0])
+            place, phase = ring(at, keys.shape[0])
             mbarrier.wait(k_empty.index(place), phase ^ 1)
             mbarrier.expect(k_full.index(place), cache.block_type.nbytes)
             inside = key % BLOCK
@@ -186,7 +179,7 @@ def _store(out, result, query, token, count, kv_head, half: gl.constexpr, HEADS:
 @gluon.jit
 def _score(query, keys, full, at):
     """Begin to multiply the query with the ``at``-th tile of keys, once it is there."""
-    place, phase = _ring(at, keys.shape[0])
+    place, phase = ring(at, keys.shape[0])
     mbarrier.wait(full.index(place), phase)
     k = keys.index(place).reshape([TILE, query.shape[1]]).permute([1, 0])
     nothing = gl.zeros([ROWS, TILE], gl.float32, SCORES)
@@ -217,7 +210,7 @@ def _attend_unit(
     acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
 
     s = warpgroup_mma_wait(0, [_score(query, keys, k_full, at)])
-    place, phase = _ring(at, STAGES)
+    place, phase = ring(at, STAGES)
     mbarrier.arrive(k_empty.index(place))
     top, p, fade = _softmax(s, tops, start, seen_to, True, scale, values.dtype, WINDOW)
     p = gl.convert_layout(p, weights)
@@ -226,7 +219,7 @@ def _attend_unit(
     for key in range(start + TILE, end, TILE):
         before = place
         at += 1
-        place, phase = _ring(at, STAGES)
+        place, phase = ring(at, STAGES)
         s = _score(query, keys, k_full, at)
         acc = warpgroup_mma(p, values.index(before).reshape([TILE, DIM]), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s])
@@ -267,7 +260,7 @@ def _attend(
     position = gl.load(positions + token)
     for turn in range(turns):
         next_token, next_count, next_head = _unit(turn + 1, turns, tiles, KV_HEADS)  # read long before it is of use
-        place, phase = _ring(turn, 2)
+        place, phase = ring(turn, 2)
         query = queries.index(place * 2 + half)
         mbarrier.wait(full[0].index(place), phase)
         result, at = _attend_unit(
@@ -281,17 +274,9 @@ def _attend(
 
 
 @gluon.jit
-def _buffers(PLACES: gl.constexpr, descriptor):
-    shape: gl.constexpr = [PLACES] + descriptor.block_shape  # noqa: RUF005  # all that the language can do
-    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-
-
-@gluon.jit
-def _barriers(PLACES: gl.constexpr, count: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(PLACES):
-        mbarrier.init(made.index(place), count=count)
-    return made
+def _buffers(PLACES: gl.constexpr, source):
+    shape: gl.constexpr = [PLACES] + source.block_shape  # noqa: RUF005  # all that the language can do
+    return gl.allocate_shared_memory(source.dtype, shape, source.layout)
 
 
 @gluon.jit(do_not_specialize=["max_blocks"])
@@ -303,8 +288,8 @@ def _prefill(
     queries = _buffers(4, q)
     keys = _buffers(STAGES, cache)
     values = _buffers(STAGES, cache)
-    full = (_barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 1))
-    empty = (_barriers(2, 2), _barriers(STAGES, 2), _barriers(STAGES, 2))
+    full = (barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1))
+    empty = (barriers(2, 2), barriers(STAGES, 2), barriers(STAGES, 2))
     begin(overlap)
     gl.warp_specialize(
         [
@@ -330,18 +315,13 @@ def fits(q: Tensor, cache: Tensor) -> bool:
     kv_heads, block = cache.shape[2:4]
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q.device)
         and q.element_size() == 2
         and dim in (64, 128)
         and block % TILE.value == 0
         and triton.next_power_of_2(heads // kv_heads) <= ROWS.value
         and all(stride % 8 == 0 for stride in (*q.stride()[:2], *cache.stride()[:3]))  # of 16 bytes, for TMA
     )
-
-
-def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor.from_tensor(tensor, list(block), layout)
 
 
 def prefill_attention(
@@ -363,9 +343,8 @@ def prefill_attention(
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     members = triton.next_power_of_2(heads // kv_heads)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _prefill[(min(len(tiles) * kv_heads, processors),)](
-        _descriptor(q, ROWS.value // members, members, dim), _descriptor(cache, 1, 1, 1, TILE.value, dim),
+    _prefill[(min(len(tiles) * kv_heads, processors(q.device)),)](
+        descriptor(q, ROWS.value // members, members, dim), descriptor(cache, 1, 1, 1, TILE.value, dim),
         table, slots, positions, tiles, num_tiles, out, scale, table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=split, WINDOW=window or 0, STAGES=STAGES,
         **options(num_warps=4, num_stages=1, maxnreg=168),

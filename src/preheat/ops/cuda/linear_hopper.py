@@ -11,7 +11,6 @@ thread then has both halves of a pair in its registers.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from preheat.ops.cuda.elementwise import silu_mul
+from preheat.ops.cuda.hopper import barriers, descriptor, is_hopper, processors, ring
 from preheat.ops.cuda.launch import begin, options
 from preheat.ops.cuda.tuning import Shape, Wide
 
@@ -36,12 +35,6 @@ INPUTS = gl.constexpr(64)
 GROUP = gl.constexpr(2048)
 """Rows of x that are gone through together, so that those, and the weights that are being read, stay in the L2 cache;
 about as many rows of W meet them in the tiles that are computed at a time."""
-
-
-@gluon.jit
-def _ring(at, STAGES: gl.constexpr):
-    """The place in a ring of the ``at``-th that went in, and its phase."""
-    return at % STAGES, at // STAGES & 1
 
 
 @gluon.jit
@@ -70,7 +63,7 @@ def _load(x, weight, y, xs, weights, full, empty, WIDTH: gl.constexpr):
     for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
         row, first = _place(tile, down, across, 2 * ROWS, WIDTH)
         for k in range(0, x.shape[1], INPUTS):
-            place, phase = _ring(at, STAGES)
+            place, phase = ring(at, STAGES)
             mbarrier.wait(empty.index(place), phase ^ 1)
             ready = full.index(place)
             mbarrier.expect(ready, 2 * x.block_type.nbytes + weight.block_type.nbytes)
@@ -118,7 +111,7 @@ def _multiply(
         acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
         before = 0
         for k in range(0, x.shape[1], INPUTS):
-            place, phase = _ring(at, STAGES)
+            place, phase = ring(at, STAGES)
             mbarrier.wait(full.index(place), phase)
             w = weights.index(place).reshape([OUTPUTS, INPUTS]).permute([1, 0])
             acc = warpgroup_mma(xs.index(place * 2 + half), w, acc, is_async=True)
@@ -142,19 +135,11 @@ def _multiply(
 
 
 @gluon.jit
-def _barriers(PLACES: gl.constexpr, count: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(PLACES):
-        mbarrier.init(made.index(place), count=count)
-    return made
-
-
-@gluon.jit
 def _wide(x, weight, y, bias, gated: gl.constexpr, STAGES: gl.constexpr, overlap: gl.constexpr):
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     memory = gl.allocate_shared_memory(x.dtype, [2] + y.block_shape, y.layout)  # noqa: RUF005
-    full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     WIDTH: gl.constexpr = y.block_shape[1] if gated else 2 * y.block_shape[1]
     begin(overlap)
     gl.warp_specialize(
@@ -171,17 +156,10 @@ def _wide(x, weight, y, bias, gated: gl.constexpr, STAGES: gl.constexpr, overlap
 def fits(shape: Shape) -> bool:
     """Whether this kernel does for a map, on this device."""
     return (
-        torch.cuda.get_device_capability()[0] == 9
+        is_hopper()
         and shape.dtype.itemsize == 2
         and shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
     )
-
-
-def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, block[-1] * tensor.element_size()), element_bitwidth=16, rank=len(block)
-    )
-    return TensorDescriptor.from_tensor(tensor, list(block), layout)
 
 
 def wide(choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor) -> None:
@@ -192,11 +170,10 @@ def wide(choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bo
     halves = weight.view(2, -1, weight.shape[1]) if gated else weight.view(1, *weight.shape)
     group = choice.rows // 2
     tiles = triton.cdiv(len(x), choice.rows) * triton.cdiv(len(weight), choice.outputs)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _wide[(min(tiles, processors),)](
-        _descriptor(x, group, INPUTS.value),
-        _descriptor(halves, len(halves), choice.outputs // len(halves), INPUTS.value),
-        _descriptor(y, group, choice.outputs // 2),
+    _wide[(min(tiles, processors(x.device)),)](
+        descriptor(x, group, INPUTS.value),
+        descriptor(halves, len(halves), choice.outputs // len(halves), INPUTS.value),
+        descriptor(y, group, choice.outputs // 2),
         bias,
         gated=gated,
         STAGES=choice.stages,

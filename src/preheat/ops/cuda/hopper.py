@@ -1,0 +1,44 @@
+"""What kernels written for Hopper share: rings in shared memory, filled by one warp and emptied by others, and the
+descriptors from which the copy engine (TMA) fills them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+@gluon.jit
+def ring(at, STAGES: gl.constexpr):
+    """The place in a ring of the ``at``-th that went in, and its phase."""
+    return at % STAGES, at // STAGES & 1
+
+
+@gluon.jit
+def barriers(PLACES: gl.constexpr, count: gl.constexpr):
+    """One for each place of a ring, for so many who arrive."""
+    made = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(PLACES):
+        mbarrier.init(made.index(place), count=count)
+    return made
+
+
+def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    """Of ``tensor``, numbers of two bytes, which is copied in pieces of the shape ``block``."""
+    width = min(128, block[-1] * tensor.element_size())
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=len(block))
+    return TensorDescriptor.from_tensor(tensor, list(block), layout)
+
+
+def is_hopper(device: torch.device | None = None) -> bool:
+    """Whether ``device``, by default the current one, is of compute capability 9."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def processors(device: torch.device) -> int:
+    """Its multiprocessors: so many programs of a persistent grid run at a time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
