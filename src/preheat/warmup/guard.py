@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from preheat.batch.pack import Batch
@@ -34,11 +35,20 @@ class Source(Protocol):
         """What happened since the last call, in words; empty when nothing did. Called after every step."""
 
 
+@dataclass(slots=True)
+class _Tally:
+    """How often steps of a kind have run whose programs are warm, since that was booked in the items' ``entries``."""
+
+    entries: list[Entry]
+    steps: int = 0
+
+
 class Guard:
     """The loop's observer. ``on_cold``: off, count, warn or raise (see docs/warm-up.md)."""
 
     def __init__(self, record: Record, plan: Plan, on_cold: str, sources: Sequence[Source] = ()) -> None:
-        self.record, self.on_cold, self._sources = record, on_cold, sources
+        self._record, self.on_cold, self._sources = record, on_cold, sources
+        self._tallies: dict[object, _Tally] = {}
         entries = {entry.name: entry for entry in record.entries}
         self._entries: dict[object, list[Entry]] = defaultdict(list)
         for item in plan.items:
@@ -53,14 +63,37 @@ class Guard:
         """
         if self.on_cold == "off":
             return
-        events = [cold for program in _programs(event) for cold in self._hit(program)]
+        kind = _kind(event)
+        tally = self._tallies.get(kind)
+        events = []
+        if tally is not None:
+            tally.steps += 1
+        else:
+            events += self._first(kind, _programs(event))
         for source in self._sources:
-            events += [(source.name, detail) for detail in source.taken()]
+            if taken := source.taken():
+                events += [(source.name, detail) for detail in taken]
         if events:
             self._tell(events)
 
+    @property
+    def record(self) -> Record:
+        """The record, with everything booked that was seen until now."""
+        for tally in self._tallies.values():
+            for entry in tally.entries:
+                entry.hits += tally.steps
+            tally.steps = 0
+        return self._record
+
     def report(self) -> bytes:
         return self.record.to_json()
+
+    def _first(self, kind: object, programs: list[object]) -> list[tuple[str, str]]:
+        """The first step of its kind, or one that nobody planned. Those that follow are only counted."""
+        events = [cold for program in programs for cold in self._hit(program)]
+        if all(self._entries[program] for program in programs):
+            self._tallies[kind] = _Tally([entry for program in programs for entry in self._entries[program]])
+        return events
 
     def _hit(self, program: object) -> list[tuple[str, str]]:
         entries = self._entries[program]
@@ -72,7 +105,7 @@ class Guard:
         return [(FIRST_RUN, str(program))] if cold else []
 
     def _tell(self, events: list[tuple[str, str]]) -> None:
-        record = self.record
+        record = self._record
         for source, detail in events:
             record.cold[source] = record.cold.get(source, 0) + 1
             if len(record.events) < MAX_EVENTS:
@@ -82,6 +115,13 @@ class Guard:
             logger.warning("Cold after ready: %s", said)
             if self.on_cold == "raise":
                 raise ColdStep(f"The step ran something cold ({said})")
+
+
+def _kind(event: Batch | Swaps) -> object:
+    """What tells steps apart that run different programs."""
+    if isinstance(event, Swaps):
+        return event.size
+    return event.shape, event.sampling_size if len(event.sampled_rows) else 0, event.sampling.level
 
 
 def _programs(event: Batch | Swaps) -> list[object]:
