@@ -131,7 +131,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
             packer, executor = RUNNERS[platform.name](
                 settings, model, plan, scheduler.slots, mode=mode, store=store.folder
             )
-        check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name).run
+        check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name)
         warm = WarmUp(plan, packer, executor, platform, record, check)
         warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
         stage = Loop(InlineMailbox(), scheduler, packer, executor, Unwatched(), overlap=ahead)

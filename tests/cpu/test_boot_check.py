@@ -19,7 +19,7 @@ from preheat.proof.identity import differences, read_proof
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.warmup.record import Record
-from tests.cpu.planted import PLANTS
+from tests.cpu.planted import PLANTS, first_run
 
 SMALL = {
     "max_num_seqs": 4, "max_num_batched_tokens": 96, "max_model_len": 64, "block_size": 16, "skip_warmup": False,
@@ -75,6 +75,14 @@ def test_nothing_stays_behind(booted):
     assert not scheduler.slots.block_table.any()
     assert scheduler.stats().prefix_hits == 0
     assert sum(record.misses.values()) == sum(entry.fallback for entry in record.entries)  # warm-up's own
+
+
+def test_a_first_run_that_differs_is_seen(monkeypatch):
+    """Although all of warm-up comes between it and the check."""
+    first_run(monkeypatch)
+    ready, record, _ = boot()
+    assert checks(record)["later run"][0] == "failed"
+    assert "later run: " in ready.held
 
 
 @pytest.mark.parametrize("policy", ["unified", "split"])

@@ -57,6 +57,16 @@ class StepExecutor(Protocol):
     def swap(self, swaps: Swaps) -> None: ...
 
 
+class Check(Protocol):
+    """The cross-check (:class:`preheat.proof.boot.BootCheck`)."""
+
+    def begin(self) -> None:
+        """What everything is compared with: the first run of the process."""
+
+    def run(self, name: str) -> None:
+        """The check of this name; raises NotInvariant, or NothingToRun."""
+
+
 class StepPacker(Protocol):
     """Its packer."""
 
@@ -70,8 +80,8 @@ class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
     process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
     has compiled. ``capture`` makes graphs once all shapes have run, before what runs last; where it does, ``prepare``
-    is what a forward item runs until then, in place of the executor's whole step. ``check`` runs the cross-check of a
-    name.
+    is what a forward item runs until then, in place of the executor's whole step. ``check`` is the cross-check, which
+    begins before anything has run.
     """
 
     plan: Plan
@@ -79,7 +89,7 @@ class WarmUp:
     executor: StepExecutor
     platform: Platform
     record: Record
-    check: Callable[[str], None]
+    check: Check
     say: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
@@ -103,6 +113,8 @@ class WarmUp:
         kinds: dict[str, list[Item]] = {}
         for item in self.plan.items:
             kinds.setdefault(item.kind, []).append(item)
+        if "check" in kinds:
+            self._begin_check()
         done, captured = 0, False
         for kind, items in kinds.items():
             if items[0].stage == "last" and not captured:
@@ -123,6 +135,12 @@ class WarmUp:
         self.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.platform.used_memory() - memory))
+
+    def _begin_check(self) -> None:
+        try:
+            self.check.begin()
+        except Exception:
+            logger.exception("The first run for the cross-check failed; its items say whether later ones do")
 
     def _kind(self, kind: str, turns: Sequence[Callable[[], None]]) -> None:
         """Every turn; what one raises is booked already."""
@@ -184,7 +202,7 @@ class WarmUp:
             case _ if item.kind == "determinism":
                 self.forward(self.plan.determinism_shape)
             case str() as name:
-                self.check(name)
+                self.check.run(name)
 
     def forward(self, shape: Shape, run: Callable[[Any], Any] | None = None) -> Any:
         """A step of ``shape``, through the packer; ``run`` takes the batch in the executor's place. What it returns."""
