@@ -25,6 +25,7 @@ from preheat.core import Ready, SamplingParams
 from preheat.engine.frontdoor import check_params
 from preheat.engine.mailbox import InlineMailbox
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.limits import mixes
 from preheat.metrics import set_up_logging
 from preheat.options import add_flags, did_you_mean
 from preheat.plan import commands as plan_commands
@@ -205,7 +206,7 @@ def _load(values: dict[str, Any]) -> Settings:
 
 def served(settings: Settings) -> Settings:
     """``settings`` for a server: unless they say otherwise, nobody who reads a long prompt holds up the others."""
-    if settings.max_num_mixed_tokens is not None:
+    if settings.max_num_mixed_tokens is not None or not mixes(settings):
         return settings
     return replace(settings, max_num_mixed_tokens=SERVED_MIXED_TOKENS)
 

@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
+OWN_ID = -2
+"""The first id of requests of preheat's own, counted downwards: no client's, and not the sampler's "nobody"."""
+
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """How the tokens of one request are chosen; names and meanings are those of vLLM and of the OpenAI API.

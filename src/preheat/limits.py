@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from preheat.settings import Settings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -19,3 +21,8 @@ class Limits:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+
+def mixes(settings: Settings) -> bool:
+    """Whether prompts are cut to share steps with those who decode."""
+    return settings.bucketing_policy == "unified" and settings.enable_chunked_prefill

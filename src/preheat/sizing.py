@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from preheat.errors import SettingsError
-from preheat.limits import Limits
+from preheat.limits import Limits, mixes
 from preheat.model.spec import ModelSpec
 from preheat.ops.tiles import SPLIT
 from preheat.settings import Settings
@@ -34,6 +34,12 @@ def resolve_limits(
             f"contiguous_pa reads whole blocks of {SPLIT} tokens, and block_size is {settings.block_size}: set "
             f"block_size to {SPLIT}, or contiguous_pa to false",
             param="contiguous_pa",
+        )
+    if settings.max_num_mixed_tokens is not None and not mixes(settings):
+        raise SettingsError(
+            "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
+            "bucketing policy with enable_chunked_prefill",
+            param="max_num_mixed_tokens",
         )
     if settings.defrag_with_graphs:
         why = "there are no graphs on a CPU" if platform.name == "cpu" else "blocks are swapped operation by operation"

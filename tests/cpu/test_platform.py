@@ -128,6 +128,14 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
     assert len({str(tokens) for tokens in (first, drawn(seed=4), unseeded, drawn())}) == 4
 
 
+@pytest.mark.parametrize("more", [{"bucketing_policy": "split"}, {"enable_chunked_prefill": False}])
+def test_a_bound_on_mixed_steps_is_refused_where_there_are_none(more):
+    spec = SimpleNamespace(max_position_embeddings=64)
+    with pytest.raises(SettingsError, match="max_num_mixed_tokens bounds"):
+        resolve_limits(Settings(max_num_mixed_tokens=64, **more), spec, pick_platform("cpu"), 1024, 1 << 20)
+    resolve_limits(Settings(max_num_mixed_tokens=64), spec, pick_platform("cpu"), 1024, 1 << 20)
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [("contiguous_pa", "reads every block where it lies"), ("defrag_with_graphs", "swapped operation by operation")],

@@ -180,7 +180,15 @@ def test_the_curl_fits_the_settings(settings, expected):
     assert "secret" not in curl(settings)
 
 
-@pytest.mark.parametrize(("given", "tokens"), [({}, 512), ({"max_num_mixed_tokens": 2048}, 2048)])
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({}, 512),
+        ({"max_num_mixed_tokens": 2048}, 2048),
+        ({"bucketing_policy": "split"}, None),
+        ({"enable_chunked_prefill": False}, None),
+    ],
+)
 def test_a_server_bounds_its_mixed_steps_unless_told_otherwise(given, tokens):
     assert served(Settings.load(given)).max_num_mixed_tokens == tokens
     assert Settings.load({}).max_num_mixed_tokens is None

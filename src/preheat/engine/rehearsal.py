@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from preheat.core import Request, SamplingParams
+from preheat.core import OWN_ID, Request, SamplingParams
 from preheat.engine.loop import Loop
 
 ROUNDS = 8
@@ -17,7 +17,6 @@ ROUNDS = 8
 
 TOKENS = 3
 _GREEDY, _RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-_FIRST_ID = -2  # no client's, and not "nobody"
 
 
 class Unwatched:
@@ -36,6 +35,6 @@ def rehearse(loop: Loop) -> None:
     tokens = min(TOKENS, scheduler.limits.max_model_len - 1)
     for number in range(ROUNDS if tokens > 0 else 0):
         for params in (_GREEDY, _RANDOM):
-            scheduler.add(Request(_FIRST_ID - number, [0], params, seed=number, max_tokens=tokens))
+            scheduler.add(Request(OWN_ID - number, [0], params, seed=number, max_tokens=tokens))
             loop.finish()
     scheduler.forget()

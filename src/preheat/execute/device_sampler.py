@@ -189,9 +189,9 @@ class DeviceSampler:
         )  # fmt: skip
 
     def launch_rest(self, logits: Tensor) -> None:
-        """What no program launches, once: the report of logprobs, and the count of a sequence from its beginning."""
+        """What no program launches, to be compiled: reports of logprobs, and the count of a whole sequence."""
         self.launch_logprobs(self.settings, logits, self.tokens, 1)
-        self.counts.launch(torch.zeros_like(self.settings[:_ALIGNED]), 1)
+        self.counts.launch(self.settings, 1)
 
     def launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor, rows: int) -> None:
         """Log-probabilities of ``chosen`` (int32 [rows]) and the most likely tokens, of raw ``logits`` [rows, vocab].

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from preheat.batch.pack import Packer
-from preheat.core import Request, Schedule, Swaps
+from preheat.core import OWN_ID, Request, Schedule, Swaps
 from preheat.execute.executor import Executor
 from preheat.plan.items import SWAP_SIZES
 from preheat.plan.plan import Plan
@@ -23,7 +23,7 @@ from preheat.plan.shape import Need, Shape
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import padded_size
 from preheat.schedule.slots import Slots
-from preheat.warmup.feed import FIRST_ID, GREEDY
+from preheat.warmup.feed import GREEDY
 
 
 class Row(NamedTuple):
@@ -89,7 +89,7 @@ class Lab:
 
     def _take(self, tokens: np.ndarray, cached: int, number: int) -> int:
         slots = self.slots
-        request = Request(FIRST_ID - number, tokens.tolist(), GREEDY, 0, slots.max_model_len - len(tokens))
+        request = Request(OWN_ID - number, tokens.tolist(), GREEDY, 0, slots.max_model_len - len(tokens))
         slot = slots.take(request, tokens)
         slots.cached_len[slot] = cached
         slots.num_blocks[slot] = -(-len(tokens) // slots.block_size)

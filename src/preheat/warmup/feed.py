@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from preheat.core import Request, SamplingParams, Schedule
+from preheat.core import OWN_ID, Request, SamplingParams, Schedule
 from preheat.limits import Limits
 from preheat.plan.shape import Need
 from preheat.schedule.slots import Slots
@@ -20,7 +20,6 @@ from preheat.schedule.slots import Slots
 PROMPT_TOKENS = 10
 """Placeholder tokens that a sampled row pretends to have read (source: the sampler warm-up of vLLM on Gaudi)."""
 
-FIRST_ID = -2  # neither a client's request nor, for the sampler, nobody
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -94,7 +93,7 @@ class Feed:
         """One whose id no client's can be, and whose prompt ends where ``row`` does; all have ``room`` to go on."""
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
         return Request(
-            id=FIRST_ID - number,
+            id=OWN_ID - number,
             prompt=prompt.tolist(),
             params=params,
             seed=number if params.seed is None else params.seed,

@@ -139,8 +139,9 @@ class WarmUp:
     def _begin_check(self) -> None:
         try:
             self.check.begin()
-        except Exception:
-            logger.exception("The first run for the cross-check failed; its items say whether later ones do")
+        except Exception as error:
+            logger.exception("The first run, with which others are compared, failed; a later one takes its place")
+            self.record.notes.append(f"the checks saw no first run, which failed: {type(error).__name__}: {error}")
 
     def _kind(self, kind: str, turns: Sequence[Callable[[], None]]) -> None:
         """Every turn; what one raises is booked already."""

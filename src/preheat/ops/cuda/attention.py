@@ -24,7 +24,7 @@ from torch import Tensor
 
 from preheat.ops.cuda import attention_hopper as hopper
 from preheat.ops.cuda.attention_tile import absorb, blocks_of, merge, nothing
-from preheat.ops.cuda.launch import begin, options
+from preheat.ops.cuda.launch import begin, options, processors
 from preheat.ops.cuda.work import SPLIT
 
 TILE = 64
@@ -300,7 +300,7 @@ def decode_attention(
     kv_heads, block = cache.shape[2:4]
     units = len(work) * kv_heads
     how = how or decode_how(rows, dim, q.dtype)
-    programs = min(units, max(how.programs * _processors(q.device), rows * kv_heads)) if how.programs else units
+    programs = min(units, max(how.programs * processors(q.device), rows * kv_heads)) if how.programs else units
     _decode[(programs,)](
         q, cache, table, slots, positions, work, num_work, out,
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
@@ -350,7 +350,3 @@ def prefill_attention(
         BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0,
         **options(num_warps=how.warps, num_stages=how.stages),
     )  # fmt: skip
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from preheat.ops.cuda.hopper import barriers, descriptor, is_hopper, processors, ring
-from preheat.ops.cuda.launch import begin, options
+from preheat.ops.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.ops.cuda.launch import begin, options, processors
 
 ROWS = gl.constexpr(64)
 """Query rows of a group of warps, of which there are two."""

@@ -37,8 +37,3 @@ def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 def is_hopper(device: torch.device | None = None) -> bool:
     """Whether ``device``, by default the current one, is of compute capability 9."""
     return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def processors(device: torch.device) -> int:
-    """Its multiprocessors: so many programs of a persistent grid run at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -38,6 +38,11 @@ def options(**more: Any) -> dict[str, Any]:
     return {**more, "overlap": OVERLAP, **({"launch_pdl": True} if OVERLAP else {})}
 
 
+def processors(device: torch.device) -> int:
+    """Its multiprocessors, for persistent grids; 1 for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 class Loading(ThreadPoolExecutor):
     """Compiles a kernel, then builds its launcher and brings it to the device, which its first launch would do else."""
 

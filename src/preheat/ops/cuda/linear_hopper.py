@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from preheat.ops.cuda.elementwise import silu_mul
-from preheat.ops.cuda.hopper import barriers, descriptor, is_hopper, processors, ring
-from preheat.ops.cuda.launch import begin, options
+from preheat.ops.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.ops.cuda.launch import begin, options, processors
 from preheat.ops.cuda.tuning import Shape, Wide
 
 INPUTS = gl.constexpr(64)
