@@ -111,6 +111,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 TILE = 64  # of queries; no row here is as long
 CONTEXT = 128
 WARM = 8
+PROFILED = 50
 
 
 @contextmanager
@@ -156,55 +157,68 @@ def gaps(listed: Sequence[Span]) -> list[float]:
     return found
 
 
-def measure_engine(llm: LLM, vocabulary: int, rows: int, sampling: str, steps: int) -> dict[str, Any]:
-    """``rows`` sequences decode: ``steps`` steps by the clock, then as many under the profiler."""
-    door, chance, cuda = llm.frontdoor, random.Random(0), torch.cuda.is_available()
-    tokens = 2 * steps + 2 * rows + rows * CONTEXT // 2048 + 40
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **SAMPLING[sampling])
-    prompts = [[chance.randrange(vocabulary) for _ in range(CONTEXT)] for _ in range(rows)]
-    tickets = [door.prepare(prompt, params) for prompt in prompts]
-    door.start(tickets)
-    while len(tickets[-1].choices[0].token_ids) < WARM:
-        llm.advance()
+class Rows:
+    """``count`` sequences that all decode, for ``steps`` more steps at least."""
+
+    def __init__(self, llm: LLM, vocabulary: int, count: int, sampling: str, steps: int) -> None:
+        door, chance = llm.frontdoor, random.Random(0)
+        tokens = steps + 2 * count + count * CONTEXT // 2048 + 40
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **SAMPLING[sampling])
+        prompts = [[chance.randrange(vocabulary) for _ in range(CONTEXT)] for _ in range(count)]
+        self._llm, self._tickets = llm, [door.prepare(prompt, params) for prompt in prompts]
+        door.start(self._tickets)
+
+    def __enter__(self) -> None:
+        while len(self._tickets[-1].choices[0].token_ids) < WARM:
+            self._llm.advance()
+
+    def __exit__(self, *_: object) -> None:
+        for ticket in self._tickets:
+            self._llm.frontdoor.abort(ticket)
+        self._llm.loop.take(0)
+        self._llm.loop.finish()
+        self._llm.advance()
+
+
+def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
+    """Median microseconds of the parts of a step, and what a step takes."""
     with timed(llm) as spent:
         started = time.perf_counter()
         for _ in range(steps):
             llm.advance()
         step = (time.perf_counter() - started) / steps
-    idle: list[float] = []
-    if cuda:
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
-            for _ in range(min(steps, 50)):
-                llm.advance()
-            torch.cuda.synchronize()
-        idle = gaps(spans(found, cuda))
-    for ticket in tickets:
-        door.abort(ticket)
-    llm.loop.take(0)
-    llm.loop.finish()
-    llm.advance()
     parts = {name: round(statistics.median(times) * 1e6, 1) for name, times in spent.items()}
     host = sum(parts.values()) - parts["front door"]
-    return {
-        "rows": rows,
-        "sampling": sampling,
-        "step": round(step * 1e6, 1),
-        "host": round(host, 1),
-        **parts,
-        "idle": {"median": round(statistics.median(idle), 1), "worst": round(max(idle), 1)} if idle else None,
-    }
+    return {"step": round(step * 1e6, 1), "host": round(host, 1), **parts}
+
+
+def idle(llm: LLM, steps: int) -> dict[str, float]:
+    """Microseconds that a GPU waits between steps."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            llm.advance()
+        torch.cuda.synchronize()
+    waited = gaps(spans(found, True))
+    return {"median": round(statistics.median(waited), 1), "worst": round(max(waited), 1)}
 
 
 def engine_figures(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every number of rows with every kind of sampling."""
+    """Every number of rows with every kind of sampling. Whoever was profiled once launches more slowly from then on:
+    that comes last.
+    """
+    steps = min(args.steps, 200)
+    cases = [{"rows": rows, "sampling": sampling} for rows in args.engine_rows for sampling in SAMPLING]
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(**engine_options(args.shape, args.options, Path(folder), tiny=False))
-        figures = []
-        for rows in args.engine_rows:
-            for sampling in SAMPLING:
-                figures.append(measure_engine(llm, vocabulary(args.shape), rows, sampling, min(args.steps, 200)))
-                print(json.dumps(figures[-1]), flush=True)
-    return figures
+        for case in cases:
+            with Rows(llm, vocabulary(args.shape), case["rows"], case["sampling"], steps):
+                case.update(by_the_clock(llm, steps))
+            print(json.dumps(case), flush=True)
+        for case in cases if torch.cuda.is_available() else ():
+            with Rows(llm, vocabulary(args.shape), case["rows"], case["sampling"], PROFILED):
+                case["idle"] = idle(llm, PROFILED)
+            print(json.dumps(case), flush=True)
+    return cases
 
 
 def main() -> None:

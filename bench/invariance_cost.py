@@ -2,8 +2,9 @@
 
     python bench/invariance_cost.py --shape llama-3.1-8b --seconds 120
 
-runs `preheat bench latency` twice, each time in a process of its own and for so many seconds at most. The table goes
-into docs/determinism.md (`python -m tools.performance_doc`). A CPU has nothing faster to choose and says so.
+runs `preheat bench latency` with and without in turns, each time in a process of its own and for so many seconds at
+most, and takes the best figure of each: who goes first finds a cooler card. The table goes into docs/determinism.md
+(`python -m tools.performance_doc`). A CPU has nothing faster to choose and says so.
 """
 
 import argparse
@@ -23,10 +24,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--seconds", type=float, default=600.0, help="of each engine; what does not fit is left out")
+    parser.add_argument("--turns", type=int, default=2, help="of each engine")
     parser.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
     own = parser.parse_args()
-    varying = measure(own, "--no-batch-invariant")
-    invariant = measure(own, "--batch-invariant")
+    flags = ["--no-batch-invariant", "--batch-invariant"]
+    runs: dict[str, list[dict[str, float]]] = {flag: [] for flag in flags}
+    for turn in range(own.turns):
+        for flag in flags if turn % 2 == 0 else reversed(flags):
+            runs[flag].append(measure(own, flag))
+    varying, invariant = map(best, runs.values())
     rows = beside(invariant, varying)
     for row in rows:
         print(
@@ -45,12 +51,23 @@ def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
         return flat(read_parts(Path(folder) / f"{own.shape}.json"))
 
 
+def best(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of each figure that all of the ``runs`` have."""
+    shared = [what for what in runs[0] if all(what in run for run in runs)]
+    return {what: (max if is_rate(what) else min)(run[what] for run in runs) for what in shared}
+
+
+def is_rate(what: str) -> bool:
+    """Whether more is better."""
+    return "tokens/s" in what
+
+
 def beside(invariant: dict[str, float], varying: dict[str, float]) -> list[dict]:
     """What both engines measured, and by how many percent invariance takes longer."""
     rows = []
     for what, ours in invariant.items():
         if theirs := varying.get(what):
-            slower = theirs / ours if "tokens/s" in what else ours / theirs
+            slower = theirs / ours if is_rate(what) else ours / theirs
             rows.append(
                 {"what": what, "invariant": ours, "varying": theirs, "cost_percent": round(100 * (slower - 1), 1)}
             )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from preheat import bytecode
 from preheat.core import Died, Ready, ToEngine
 from preheat.device.early import wake_gpu
 from preheat.engine.frontdoor import FrontDoor
@@ -39,6 +40,7 @@ from preheat.sizing import resolve_limits
 from preheat.text.template import ChatTemplate
 from preheat.text.tokenizer import NoTokenizer, Tokenizer
 from preheat.trace import open_trace
+from preheat.warmup.store import cache_root
 
 if TYPE_CHECKING:
     from preheat.device.base import Platform
@@ -95,7 +97,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
     trace = open_trace(settings.profiler_enabled)
     if settings.device != "cpu":
         wake_gpu()
-    with trace.span("Importing torch"):
+    with trace.span("Importing torch"), bytecode.kept(cache_root(settings)):
         from preheat.device.base import check_varying, pick_platform, works_ahead
         from preheat.engine.loop import Loop
         from preheat.engine.mailbox import InlineMailbox
@@ -108,7 +110,7 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
-        from preheat.warmup.store import Store, cache_root, fingerprint
+        from preheat.warmup.store import Store, fingerprint
     keep_imports()
 
     platform = pick_platform(settings.device)

@@ -27,6 +27,7 @@ from preheat.ops.cuda.work import SPLIT
 from preheat.schedule.running import Running
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup.record import Record
+from preheat.warmup.sources import sources_for
 from tests.cpu.test_compaction import forgets_tables, move_everything
 from tests.cpu.test_random_requests import DRAWS, VOCAB, draw, run
 from tests.tokenizers import byte_level
@@ -105,8 +106,7 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Bits:
     """Tokens, texts, ends and exact log-probabilities; nothing is left behind, nothing cold where it matters."""
-    for source in llm.loop.observer._sources:  # what other engines of this process have built is no news
-        source.taken()
+    llm.loop.observer._sources = sources_for("cuda")  # what other engines of this process have built is no news
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0

@@ -12,7 +12,7 @@ import pytest
 from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 
 # These belong to nobody: every part may use them, and they may use only each other.
-BASE = {"core", "settings", "options", "limits", "errors", "metrics", "outputs", "trace", "heap"}
+BASE = {"core", "settings", "options", "limits", "errors", "metrics", "outputs", "trace", "heap", "bytecode"}
 
 # Every part, and the parts that it may import.
 RULE = {
