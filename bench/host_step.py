@@ -2,14 +2,13 @@
 
     python bench/host_step.py [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256] [--options JSON]
 
-Medians in microseconds. First without a model: schedule, pack, settle, send, with the packer of a CPU and with that of
-a GPU. Half of the rows are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at
-different steps.
+Medians in microseconds. First, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing
+at random among filtered tokens. ``host`` adds up its parts; waiting for the device is none of them, but on a CPU
+launching is running. ``idle`` is what a profile shows between the last that the device does of a step, which is to send
+the tokens, and the first of the next one.
 
-Then, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing at random among filtered
-tokens. ``host`` adds up its parts; waiting for the device is none of them, but on a CPU launching is running. ``idle``
-is what a profile shows between the last that the device does of a step, which is to send the tokens, and the first of
-the next one.
+Then without a model: schedule, pack, settle, send, with the packer of a CPU and with that of a GPU. Half of the rows
+are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
 """
 
 from __future__ import annotations
@@ -229,12 +228,12 @@ def main() -> None:
     parser.add_argument("--engine-rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     figures: dict[str, Any] = {"rows": args.rows, "steps": args.steps}
-    figures["microseconds"] = {packer: measure(args.rows, args.steps, packer) for packer in PACKERS}
-    print(json.dumps(figures), flush=True)
     if args.shape:
         figures |= {"shape": args.shape, "engine": engine_figures(args)}
+    torch.set_num_threads(1)
+    figures["microseconds"] = {packer: measure(args.rows, args.steps, packer) for packer in PACKERS}
+    print(json.dumps(figures["microseconds"]), flush=True)
     report("host_step", figures)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -9,7 +10,9 @@ from tqdm import tqdm
 
 from preheat.core import SamplingParams
 from preheat.engine.bootbar import BootBar
+from preheat.engine.frontdoor import FrontDoor
 from preheat.engine.mailbox import InlineMailbox
+from preheat.engine.rehearsal import unwatched
 from preheat.engine.ticket import Ticket
 from preheat.errors import InvalidRequest
 from preheat.outputs import RequestOutput
@@ -20,6 +23,8 @@ Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` as in vLLM."""
 
 Messages = list[dict[str, Any]]
+
+FRONT_ROUNDS = 3
 
 
 class LLM:
@@ -37,6 +42,8 @@ class LLM:
         self._mailbox = mailbox
         self._receive()
         self.frontdoor.check_held()
+        if not self.settings.skip_warmup:
+            self._rehearse()
 
     def generate(
         self,
@@ -92,6 +99,17 @@ class LLM:
         return self.frontdoor.prepare(
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
         )
+
+    def _rehearse(self) -> None:
+        """Answer requests of nobody's, as the server does before it serves: the first one of a process is slower."""
+        stage = copy.copy(self)
+        stage.loop = unwatched(self.loop)
+        stage.frontdoor = FrontDoor(self.frontdoor.tokenizer, self._mailbox.send)
+        stage.frontdoor.ready = self.frontdoor.ready
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        for _ in range(FRONT_ROUNDS):
+            stage.generate([[0]], params, use_tqdm=False)
+        self.loop.scheduler.forget()
 
     def _run(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:
         with tqdm(total=len(tickets), desc="Generating", disable=None if use_tqdm else True) as bar:

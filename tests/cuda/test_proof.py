@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from preheat.bench.shapes import SHAPES
 from preheat.core import Ready
 from preheat.engine.mailbox import InlineMailbox
+from preheat.ops.cuda.tuning import Choices, Library
 from preheat.ops.digest import row_digests
 from preheat.proof.prompts import Size, make_prompts
 from preheat.proof.verify import Verification
@@ -103,11 +107,11 @@ def test_a_graph_that_differs_from_eager_is_named(monkeypatch):
     assert checks(record)["eager"][0] == "failed"
 
 
-def verification() -> Verification:
+def verification(**options) -> Verification:
     def prompts(engine):
         return make_prompts(SIZE, engine.vocab_size, engine.ready.max_model_len)
 
-    return Verification(boot_engine, Settings.load(OPTIONS), prompts, SIZE)
+    return Verification(boot_engine, Settings.load(OPTIONS | options), prompts, SIZE)
 
 
 def test_verify_finds_nothing():
@@ -120,3 +124,18 @@ def test_verify_finds_a_planted_kernel(monkeypatch):
     layout_of_the_batch(monkeypatch)
     run = verification()
     assert not run.verdict(list(run.results())).ok
+
+
+@pytest.mark.parametrize("left_to_itself", [False, True])
+def test_cublas_left_to_itself_is_found_at_the_sizes_of_8b(left_to_itself, monkeypatch, tmp_path):
+    """What turning invariance off would mean if nothing faster kept the order: cuBLAS cuts the inputs into parts for a
+    few rows, and the same request differs between batches. Two layers are enough.
+    """
+    if left_to_itself:
+        monkeypatch.setattr(Choices, "_find", lambda self, shape, rows: Library(split=True))
+    config = SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024}
+    run = verification(**options, batch_invariant=not left_to_itself)
+    results = list(run.results())
+    assert run.verdict(results).ok != left_to_itself, [str(result.first) for result in results]

@@ -166,7 +166,10 @@ def _entries(shape: Shape, times: dict[tuple[int, Choice], float]) -> list[Entry
 def entries_of(
     shape: Shape, times: dict[tuple[int, Choice], float], wrong: Collection[tuple[int, Choice]]
 ) -> list[Entry]:
-    """As the tuner writes them, from microseconds of implementations at numbers of rows; ``wrong`` have other bits."""
+    """As the tuner writes them, from microseconds of implementations at numbers of rows; ``wrong`` have other bits.
+
+    What is faster yet has the same bits, as cuBLAS that may cut the inputs and does not, is so by chance.
+    """
     entries = []
     for rows in sorted({rows for rows, _ in times}):
         taken = {choice: time for (size, choice), time in times.items() if size == rows}
@@ -174,7 +177,7 @@ def entries_of(
         ordered, fastest = _best(taken, right), _best(taken, list(taken))
         if ordered is not None:
             entries.append(Entry.of(shape, rows, ordered, taken[ordered], True))
-        if fastest is not None and fastest != ordered:
+        if fastest is not None and fastest != ordered and (rows, fastest) in wrong:
             entries.append(Entry.of(shape, rows, fastest, taken[fastest], False))
     return entries
 
