@@ -4,13 +4,16 @@
 
 Microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds;
 medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens. Reading: PROMPTSxTOKENS, causal.
+``by_block_us``: the same with a cache in which a block's layers, not a layer's blocks, lie side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,13 +49,16 @@ class Heads:
 
 
 class Pages:
-    """Random keys and values of sequences of ``lengths`` in shuffled blocks, of ``layers`` layers."""
+    """Random keys and values of sequences of ``lengths`` in shuffled blocks, of several ``layers``; ``by_block`` says
+    how these lie.
+    """
 
-    def __init__(self, lengths: Sequence[int], heads: Heads) -> None:
+    def __init__(self, lengths: Sequence[int], heads: Heads, by_block: bool) -> None:
         counts = [-(-length // heads.block_size) for length in lengths]
-        size = (sum(counts), 2, heads.kv_heads, heads.block_size, heads.dim)
         copies = 1 + COPIED_BYTES // (sum(counts) * heads.block_size * heads.token_bytes)
-        self.layers = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
+        outer = (sum(counts), copies) if by_block else (copies, sum(counts))
+        inner = (2, heads.kv_heads, heads.block_size, heads.dim)
+        self.layers = torch.randn(*outer, *inner, dtype=torch.bfloat16, device="cuda").unbind(int(by_block))
         blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
         self.table = pad_sequence(list(blocks), batch_first=True).cuda()
 
@@ -62,9 +68,9 @@ def whole_numbers(values: Any) -> Tensor:
     return torch.as_tensor(np.asarray(values, np.int32), device="cuda")
 
 
-def decoding(lengths: Sequence[int], heads: Heads) -> float:
+def decoding(lengths: Sequence[int], heads: Heads, by_block: bool) -> float:
     """Microseconds of a layer in which every sequence has one token."""
-    rows, pages, positions = len(lengths), Pages(lengths, heads), np.asarray(lengths) - 1
+    rows, pages, positions = len(lengths), Pages(lengths, heads, by_block), np.asarray(lengths) - 1
     work = decode_work(np.arange(rows), positions, SPLIT, None)
     where = [whole_numbers(each) for each in (range(rows), positions, work, [len(work)])]
     q = heads.queries(rows)
@@ -78,9 +84,9 @@ def decoding(lengths: Sequence[int], heads: Heads) -> float:
     return graph_microseconds(step, 9) / len(pages.layers)
 
 
-def reading(prompts: int, length: int, heads: Heads) -> float:
+def reading(prompts: int, length: int, heads: Heads, by_block: bool) -> float:
     """Microseconds of a layer that reads whole prompts."""
-    pages, tile = Pages([length] * prompts, heads), prefill_how(heads.dim, torch.bfloat16)
+    pages, tile = Pages([length] * prompts, heads, by_block), prefill_how(heads.dim, torch.bfloat16)
     first, count = np.arange(prompts) * length, np.full(prompts, length)
     tiles = prefill_tiles(first, count, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))
     slots, positions = np.repeat(np.arange(prompts), length), np.tile(np.arange(length), prompts)
@@ -98,20 +104,21 @@ def reading(prompts: int, length: int, heads: Heads) -> float:
 
 def measure(heads: Heads) -> list[dict[str, Any]]:
     chance, lines = np.random.default_rng(0), []
-    cases: list[tuple[str, str, Callable[[], float], float]] = []
+    cases: list[tuple[str, str, Callable[[bool], float], float]] = []
     for name in DECODING:
         rows, context = name.split("x", 1)
         lengths = chance.integers(100, 2048, int(rows)) if context == "ragged" else [int(context)] * int(rows)
         size = sum(int(each) for each in lengths) * heads.token_bytes
-        cases.append((name, "tb_s", lambda lengths=lengths: decoding(list(lengths), heads), size))
+        cases.append((name, "tb_s", partial(decoding, list(lengths), heads), size))
     for name in READING:
         prompts, length = map(int, name.split("x"))
         operations = 2 * prompts * heads.heads * heads.dim * length**2
-        cases.append((name, "tflop_s", lambda at=(prompts, length): reading(*at, heads), operations))
+        cases.append((name, "tflop_s", partial(reading, prompts, length, heads), operations))
     for name, unit, run, work in cases:
-        taken = run()
-        lines.append({"case": name, "us": round(taken, 1), unit: round(work / taken / 1e6, 2)})
-        print(*lines[-1].values(), unit, flush=True)
+        taken = run(False)
+        found = {"us": round(taken, 1), unit: round(work / taken / 1e6, 2), "by_block_us": round(run(True), 1)}
+        lines.append({"case": name, **found})
+        print(json.dumps(lines[-1]), flush=True)
     return lines
 
 
