@@ -146,3 +146,9 @@ def test_all_parts_run_in_order_each_group_by_itself(tmp_path, monkeypatch):
 
 def test_a_clock_runs_down():
     assert Clock(10).left <= 10 < Clock(100).left
+
+
+def test_a_client_practises_elsewhere():
+    """Nobody listens at the port that it will ask."""
+    client = asyncio.run(Client.practised(1, 4096))
+    assert client.prompt(3) == Client(1, 4096).prompt(3)

@@ -25,10 +25,11 @@ def serve(report: Report, options: dict[str, Any], sizes: Sizes, vocabulary: int
     started = time.monotonic()
     with serving(options, clock) as port:
         report.put(round(time.monotonic() - started, 2), "ready_s")
-        asyncio.run(_load(Client(port, vocabulary), report, sizes, clock))
+        asyncio.run(_load(port, vocabulary, report, sizes, clock))
 
 
-async def _load(client: Client, report: Report, sizes: Sizes, clock: Clock) -> None:
+async def _load(port: int, vocabulary: int, report: Report, sizes: Sizes, clock: Clock) -> None:
+    client = await Client.practised(port, vocabulary)
     await _first(client, report, sizes, clock)
     if clock.left > 5:
         report.put(await client.streams(sizes.streams, sizes.context, sizes.steps), "streams")
