@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from preheat.errors import SettingsError
@@ -152,6 +154,16 @@ def test_unified_has_one_key_for_all_contexts():
     assert plan.fit(Need("decode", 3, 3, longest=2000)) == plan.fit(Need("decode", 3, 3, longest=4)) == Shape.decode(4)
     assert plan.fit(Need("mixed", 2, 20)) == Shape.mixed(24, 4)
     assert all(part.fallback is None for part in plan.table.phases.values())
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 3, 32, 100, 255, 256, 1000])
+def test_powers_of_two_and_the_most_rows_are_never_padded_in_unified(seqs):
+    """There the tiles of kernels end, so that a step beyond one does the work of twice the rows."""
+    limits = replace(LIMITS, max_num_seqs=seqs, num_blocks=17 * seqs)
+    plan = make_plan(limits, PlanOptions())
+    sizes = [rows for rows in {1 << n for n in range(11)} | {seqs} if rows <= seqs]
+    assert [plan.fit(Need("decode", rows, rows)).rows for rows in sizes] == sizes
+    assert [plan.fit(Need("mixed", 1, tokens)).tokens for tokens in (64, 256, 1024, 2048)] == [64, 256, 1024, 2048]
 
 
 @pytest.mark.parametrize(

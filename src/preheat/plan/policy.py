@@ -21,9 +21,11 @@ from preheat.plan.needs import DecodeByBlocks, DecodeByLength, DecodeNeeds, Mixe
 from preheat.plan.options import PlanOptions
 from preheat.plan.shape import Phase, Shape
 
-GROWTH = {"prompt_seq": 1.085, "prompt_bs": 2.0, "decode_bs": 1.17}
-"""Ratio of neighbours in the unified policy's exponential ladders: a mixed step pays for every token that pads, a
-decoding one hardly. Mean padding stays under 5 and 10 %."""
+PER_DOUBLING = {"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 5}
+"""Values from one doubling to the next in the unified policy's exponential ladders: a mixed step pays for every token
+that pads, a decoding one hardly. Mean padding stays under 5 and 10 %. Powers of two are always among them, for there
+the tiles of kernels end: a step of 32 rows that is padded to 34 does the work of 64.
+"""
 
 MAX_CANDIDATES = 1_000_000
 
@@ -159,12 +161,14 @@ def _dimension(region: Region, field: str) -> tuple[str, str]:
 
 def _values(options: PlanOptions, phase: Phase, name: str, span: tuple[int, int, int]) -> tuple[int, ...]:
     strategy, (low, step, high) = options.bucketing_strategy, span
-    count = None
-    if strategy == "exponential" and options.bucketing_policy == "unified":
-        start = low if low > 1 else min(step, high)
-        count = math.ceil(math.log(high / start, GROWTH[name])) + 1 if high > start else 1 + (low < high)
     pads = {"pad_max": options.bucket_pad_max, "pad_percent": options.bucket_pad_percent}
-    return ladder(strategy, low, step, high, count=count, **pads)
+    if strategy != "exponential" or options.bucketing_policy != "unified":
+        return ladder(strategy, low, step, high, **pads)
+    start = low if low > 1 else min(step, high)
+    doublings = math.ceil(math.log2(high / start))
+    count = max(doublings * PER_DOUBLING[name], int(low < high)) + 1
+    values = ladder(strategy, low, step, start << doublings, count=count, **pads)
+    return *(value for value in values if value < high), high
 
 
 def _defaults(limits: Limits, options: PlanOptions, region: Region, name: str) -> tuple[int, int, int]:
