@@ -1,0 +1,51 @@
+"""What `preheat verify` says of an engine whose linear maps are left to cuBLAS: the negative control, at the 8B shape.
+
+    python bench/left_to_cublas.py [--layers 2] [--prompts 300]
+
+On a GPU. cuBLAS may cut the inputs of a map into parts, as torch lets it by default, and does so for a few rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from preheat.bench.shapes import SHAPES
+from preheat.ops.cuda.tuning import Choices, Library
+from preheat.proof.compare import header, line
+from preheat.proof.drive import Engine
+from preheat.proof.prompts import Prompt, Size, make_prompts
+from preheat.proof.verify import Verification
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+
+OPTIONS = {
+    "device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "batch_invariant": False,
+    "max_model_len": 1024, "kv_cache_memory_bytes": 8 << 30, "log_level": "error",
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=300)
+    args = parser.parse_args()
+    size = Size(prompts=args.prompts, runs=2, outputs=24, longest=700)
+
+    def prompts(engine: Engine) -> list[Prompt]:
+        return make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
+
+    Choices._find = lambda *_: Library(split=True)  # type: ignore[method-assign,assignment]
+    with tempfile.TemporaryDirectory() as folder:
+        config = SHAPES["llama-3.1-8b"] | {"num_hidden_layers": args.layers}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        settings = Settings.load(OPTIONS | {"model": folder})
+        print(header())
+        for result in Verification(boot_engine, settings, prompts, size).results():
+            print(line(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
