@@ -42,7 +42,7 @@ class LLM:
         self._mailbox = mailbox
         self._receive()
         self.frontdoor.check_held()
-        if not self.settings.skip_warmup:
+        if not self.settings.skip_warmup and self.loop.scheduler.limits.max_model_len > 1:
             self._rehearse()
 
     def generate(

@@ -18,6 +18,7 @@ from preheat.execute.logprobs import token_logprobs
 from preheat.model.files import BUNDLED_PATH
 from preheat.ops import activation
 from preheat.outputs import RequestOutput
+from preheat.warmup.record import Record
 
 THREADS = (1, 2)
 
@@ -227,3 +228,15 @@ def test_the_best_known_function() -> None:
     out = LLM().generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
     assert out.text.strip() == "return a + b"
     assert out.finish_reason == "stop"
+
+
+def test_the_rehearsal_leaves_nothing_behind():
+    llm = LLM(max_num_seqs=2, max_num_batched_tokens=32)
+    stats, metrics = llm.loop.scheduler.stats(), llm.frontdoor.metrics
+    assert (stats.steps, stats.prompt_tokens, stats.generation_tokens, stats.running, stats.blocks_used) == (0,) * 5
+    assert (metrics.prompt_tokens, metrics.generation_tokens, sum(metrics.finished.values())) == (0, 0, 0)
+    assert not any(entry.hits for entry in Record.from_json(llm.loop.observer.report()).entries)
+
+
+def test_a_context_that_leaves_no_room_for_an_answer_can_be_booted():
+    assert LLM(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=8, boot_check="off").loop.scheduler.idle

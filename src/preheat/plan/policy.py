@@ -144,7 +144,7 @@ def _axis(limits: Limits, options: PlanOptions, region: Region, field: str, boun
         # What the range asks for is checked as it stands; then no value above what a step can need is any use.
         ladder("linear", low, step, high)
         low, high = min(low, bound), min(high, bound)
-        values = _values(options, region.phase, name, (low, step, high))
+        values = _values(options, name, (low, step, high))
     except SettingsError as error:
         raise SettingsError(f"VLLM_{name.upper()}_BUCKET_{{MIN,STEP,MAX}}: {error.message}") from None
     return Axis(label, f"VLLM_{name.upper()}_BUCKET", low, step, high, values)
@@ -159,7 +159,7 @@ def _dimension(region: Region, field: str) -> tuple[str, str]:
     return names[field]
 
 
-def _values(options: PlanOptions, phase: Phase, name: str, span: tuple[int, int, int]) -> tuple[int, ...]:
+def _values(options: PlanOptions, name: str, span: tuple[int, int, int]) -> tuple[int, ...]:
     strategy, (low, step, high) = options.bucketing_strategy, span
     pads = {"pad_max": options.bucket_pad_max, "pad_percent": options.bucket_pad_percent}
     if strategy != "exponential" or options.bucketing_policy != "unified":
