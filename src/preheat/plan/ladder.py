@@ -24,6 +24,7 @@ def ladder(
     max: int,  # noqa: A002
     *,
     count: int | None = None,
+    per_doubling: int | None = None,
     pad_max: int | None = None,
     pad_percent: int | None = None,
 ) -> tuple[int, ...]:
@@ -31,7 +32,8 @@ def ladder(
 
     ``linear``: ``min`` doubles up to ``step``, then multiples of ``step``.
     ``exponential``: ``count`` points of equal ratio, each rounded up to a multiple of ``step``; a ``min`` of 0 or 1 is
-    kept and the ratio counted from ``step``. By default as many points as doubling takes.
+    kept and the ratio counted from ``step``. By default as many points as doubling takes. With ``per_doubling`` the
+    points are so many from each doubling of the first one to the next, as far as ``max``, and doublings among them.
     ``padding_aware``: ``min`` doubles up to ``step``; then a multiple of ``step`` is kept where leaving it out would
     pad the next one by more than ``pad_percent`` (default 25) or by more than ``pad_max`` (default: a quarter of
     ``max``; 0 is no limit), and at every multiple of ``pad_max``.
@@ -39,11 +41,13 @@ def ladder(
     Raises SettingsError, saying what to change, for a range or an argument that makes no sense.
     """
     _check_range(min, step, max)
-    _check_strategy(strategy, count, pad_max, pad_percent)
+    _check_strategy(strategy, per_doubling if count is None else count, pad_max, pad_percent)
     if (count or 0 if strategy == "exponential" else max // step) > MAX_VALUES:
         raise SettingsError(f"{strategy} from {min} to {max} by {step} has over {MAX_VALUES:,} values: raise step")
     if strategy == "linear":
         values = _linear(min, step, max)
+    elif strategy == "exponential" and per_doubling is not None:
+        values = _doubling(min, step, max, per_doubling)
     elif strategy == "exponential":
         values = _exponential(min, step, max, default_count(max) if count is None else count)
     else:
@@ -91,13 +95,25 @@ def _linear(low: int, step: int, high: int) -> list[int]:
 
 
 def _exponential(low: int, step: int, high: int, count: int) -> list[int]:
-    start = low if low > 1 else min(step, high)
-    values = [low] if low <= 1 < count else []
-    for point in range(count - 1):
-        value = start * (high / start) ** (point / (count - 1))
-        # Powers that should come out whole are a hair off in floating point, and must not be rounded a step up.
-        values.append(math.ceil(value / step - 1e-9) * step)
-    return values
+    start = _start(low, step, high)
+    points = [start * (high / start) ** (point / (count - 1)) for point in range(count - 1)]
+    return ([low] if low <= 1 < count else []) + _rounded_up(points, step)
+
+
+def _doubling(low: int, step: int, high: int, per: int) -> list[int]:
+    start = _start(low, step, high)
+    points = [start * 2 ** (point / per) for point in range(math.ceil(math.log2(high / start)) * per)]
+    return ([low] if low <= 1 else []) + _rounded_up(points, step)
+
+
+def _start(low: int, step: int, high: int) -> int:
+    """From where ratios are counted."""
+    return low if low > 1 else min(step, high)
+
+
+def _rounded_up(points: list[float], step: int) -> list[int]:
+    """Powers that should come out whole are a hair off in floating point, and must not be rounded a step up."""
+    return [math.ceil(point / step - 1e-9) * step for point in points]
 
 
 def _padding_aware(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:

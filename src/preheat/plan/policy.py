@@ -160,15 +160,16 @@ def _dimension(region: Region, field: str) -> tuple[str, str]:
 
 
 def _values(options: PlanOptions, name: str, span: tuple[int, int, int]) -> tuple[int, ...]:
-    strategy, (low, step, high) = options.bucketing_strategy, span
-    pads = {"pad_max": options.bucket_pad_max, "pad_percent": options.bucket_pad_percent}
-    if strategy != "exponential" or options.bucketing_policy != "unified":
-        return ladder(strategy, low, step, high, **pads)
-    start = low if low > 1 else min(step, high)
-    doublings = math.ceil(math.log2(high / start))
-    count = max(doublings * PER_DOUBLING[name], int(low < high)) + 1
-    values = ladder(strategy, low, step, start << doublings, count=count, **pads)
-    return *(value for value in values if value < high), high
+    """The ladder over ``span``: (min, step, max)."""
+    strategy = options.bucketing_strategy
+    dense = strategy == "exponential" and options.bucketing_policy == "unified"
+    return ladder(
+        strategy,
+        *span,
+        per_doubling=PER_DOUBLING[name] if dense else None,
+        pad_max=options.bucket_pad_max,
+        pad_percent=options.bucket_pad_percent,
+    )
 
 
 def _defaults(limits: Limits, options: PlanOptions, region: Region, name: str) -> tuple[int, int, int]:
