@@ -22,6 +22,11 @@ class Limits:
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
+    @property
+    def answers(self) -> bool:
+        """Whether a prompt, of one token at least, leaves room for one more."""
+        return self.max_model_len > 1
+
 
 def mixes(settings: Settings) -> bool:
     """Whether prompts are cut to share steps with those who decode."""

@@ -25,6 +25,7 @@ Prompt = str | Sequence[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 FRONT_ROUNDS = 3
+"""Of the rehearsal: the loop has had its own, and what is left is mostly what a first call costs."""
 
 
 class LLM:
@@ -42,7 +43,7 @@ class LLM:
         self._mailbox = mailbox
         self._receive()
         self.frontdoor.check_held()
-        if not self.settings.skip_warmup and self.loop.scheduler.limits.max_model_len > 1:
+        if not self.settings.skip_warmup and self.loop.scheduler.limits.answers:
             self._rehearse()
 
     def generate(

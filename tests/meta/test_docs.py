@@ -61,18 +61,19 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "python")], ids=lambda path: path.name)
 def test_python_examples_run(path, tmp_path):
-    run([sys.executable, "-c", blocks(path, "python")], tmp_path)
+    done = run([sys.executable, "-c", blocks(path, "python")], tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "sh")], ids=lambda path: path.name)
 def test_shell_examples_run(path, tmp_path):
-    run(["sh", "-eu", "-c", blocks(path, "sh")], tmp_path)
+    done = run(["sh", "-eu", "-c", blocks(path, "sh")], tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
-def run(command: list[str], folder: Path) -> None:
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         command, check=False, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr

@@ -78,7 +78,6 @@ class FrontDoor:
         self._random = random.Random(seed)
         self._ids = itertools.count(1)
         self._choices: dict[int, Choice] = {}
-        check_params({})  # msgspec takes a millisecond to learn a type, which the first request would pay
 
     # ------------------------------------------------------------------------------------------------------- in
 

@@ -38,7 +38,7 @@ def rehearse(loop: Loop) -> None:
     """Run requests through ``loop``, whose mailbox nobody reads. Its scheduler is idle, and as new afterwards."""
     scheduler = loop.scheduler
     tokens = min(TOKENS, scheduler.limits.max_model_len - 1)
-    for number in range(ROUNDS if tokens > 0 else 0):
+    for number in range(ROUNDS if scheduler.limits.answers else 0):
         for params in (_GREEDY, _RANDOM):
             scheduler.add(Request(OWN_ID - number, [0], params, seed=number, max_tokens=tokens))
             loop.finish()

@@ -44,7 +44,6 @@ def settle(
     if choices.invariant:
         for shape, numbers in sizes.items():
             proven |= prove(choices, [shape], numbers)
-        torch.cuda.empty_cache()  # what comes is not laid into the gaps that this leaves
     return proven
 
 
