@@ -22,6 +22,7 @@ from _common import report
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from preheat.device.base import pick_platform
 from preheat.ops.cuda.attention import Workspace, decode_attention, prefill_attention, prefill_how, query_tile
 from preheat.ops.cuda.tuner import COPIED_BYTES, graph_microseconds
 from preheat.ops.cuda.work import SPLIT, decode_work, prefill_tiles
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=64)
     heads = Heads(**vars(parser.parse_args()))
+    pick_platform("cuda").prepare(None)
     report("attention", {"sizes": asdict(heads), "cases": measure(heads)})
 
 

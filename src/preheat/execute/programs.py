@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
 from preheat.batch.sampling import Level
+from preheat.ops.cuda.graph import capture
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.shape import Shape
 
@@ -59,17 +61,8 @@ class Programs(Generic[Key]):
             graph.replay()
 
     def capture(self, key: Key) -> None:
-        """Record ``key`` as a graph; its first run will take it to the device.
-
-        Everything that it launches must have run before, so that all is compiled and every library has its workspace.
-        """
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            self._body(key)
-        finally:
-            graph.capture_end()
-        self._graphs[key] = graph
+        """Record ``key``, all of whose kernels have run, as a graph."""
+        self._graphs[key] = capture(partial(self._body, key), self._pool)
 
     def forget(self, key: Key) -> None:
         """Give up the graph of ``key``, if there is one."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from preheat.ops.cuda.graph import capture
 from preheat.ops.cuda.launch import compiling
 from preheat.ops.cuda.linear import CudaLinear, apply
 from preheat.ops.cuda.tuning import REFERENCE, Choice, Choices, Library, Shape
@@ -86,10 +88,7 @@ def differing(shape: Shape, chosen: Sequence[tuple[int, Choice]], seeds: int = S
         apply(REFERENCE[shape.dtype], x, weight, bias, shape.gated, expected)
         compare(differs[0])
         if graph is None:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                compare(differs[1])
+            graph = capture(partial(compare, differs[1]))
         graph.replay()
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from triton.runtime.errors import TritonError
 
+from preheat.ops.cuda.graph import capture
 from preheat.ops.cuda.linear import apply
 from preheat.ops.cuda.linear_hopper import fits
 from preheat.ops.cuda.prove import compile_kernels, differing
@@ -101,10 +102,8 @@ class Bench:
 
 def graph_microseconds(work: Callable[[], object], replays: int) -> float:
     """Median time of a replay of ``work``, captured."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
+    kept: list[object] = []
+    graph = capture(lambda: kept.append(work()))
     graph.replay()
     times: list[float] = []
     for _ in range(replays):
@@ -114,7 +113,6 @@ def graph_microseconds(work: Callable[[], object], replays: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    del kept
     return sorted(times)[len(times) // 2]
 
 
