@@ -55,7 +55,7 @@ def measure(executors: dict[str, Executor], batch: Batch, steps: int) -> dict[st
             spent[mode]["step"].append(time.perf_counter() - begin)
             with torch.inference_mode():
                 begin = time.perf_counter()
-                executor.decoder.forward(batch.tokens, batch.positions, executor._attention(batch))
+                executor.decoder.finish(executor.forward(batch))
                 spent[mode]["forward"].append(time.perf_counter() - begin)
     return {
         mode: {part: round(statistics.median(times) * 1e6) for part, times in parts.items()}

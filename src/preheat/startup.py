@@ -219,7 +219,8 @@ def _heat(
         executor = cast("DeviceExecutor", warm.executor)
         with steps("Compiling kernels"):
             executor.compile(plan, os.cpu_count() or 1)
-        warm.prepare, warm.capture = executor.prepare, partial(capture_programs, warm, executor, settings, budget)
+        warm.prepare, warm.keep = executor.prepare, executor.capture_sampling
+        warm.capture = partial(capture_programs, warm, executor, settings, budget)
     if settings.skip_warmup:
         warm.capture()  # as in the source, which captures without having run anything
     else:

@@ -45,7 +45,7 @@ def compiled(eager: Decoder) -> Decoder:
 
 @torch.inference_mode()
 def hidden(decoder: Decoder, tokens: Tensor) -> Tensor:
-    return decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec))
+    return decoder.finish(decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec)))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", torch.bfloat16), ("llama with biases", torch.float32)])

@@ -40,8 +40,8 @@ def dense_attention(spec: ModelSpec) -> Attention:
 
 @torch.inference_mode()
 def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
-    hidden = decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec))
-    return decoder.logits(hidden)
+    attended = decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec))
+    return decoder.logits(decoder.finish(attended))
 
 
 def error_at_each_position(got: Tensor, right: Tensor) -> Tensor:

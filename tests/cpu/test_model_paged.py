@@ -69,15 +69,15 @@ class Steps:
     @torch.inference_mode()
     def run(self, extends: list[tuple[int, ...]]) -> list[Tensor]:
         """The logits of every token of every sequence; step i computes ``extends[i][s]`` tokens of sequence s."""
-        found: list[list[Tensor]] = [[] for _ in LENGTHS]
+        decoder, found = self.executor.decoder, list[list[Tensor]]([] for _ in LENGTHS)
         for step in extends:
             rows = sorted((s for s in range(len(LENGTHS)) if step[s]), key=lambda s: step[s] != 1)
             extend = np.array([step[s] for s in rows], np.int32)
             first = self.slots.cached_len[rows]
             schedule = Schedule(np.array(rows, np.int32), first, extend, extend > 0, int((extend == 1).sum()))
             batch = self.packer.pack(schedule)
-            hidden = self.executor.decoder.forward(batch.tokens, batch.positions, self.executor._attention(batch))
-            logits = self.executor.decoder.logits(hidden)[: schedule.tokens]
+            attended = self.executor.forward(batch)
+            logits = decoder.logits(decoder.finish(attended))[: schedule.tokens]
             for s, part in zip(rows, logits.split(extend.tolist()), strict=True):
                 found[s].append(part)
                 self.slots.cached_len[s] += len(part)
@@ -119,3 +119,19 @@ def test_the_comparison_of_bits_can_fail(tmp_path):
     decoder.weights.embedding[row, 0] *= 1.01
     after = Steps(decoder).run(WAYS["at once"])
     assert not torch.equal(before[0], after[0])
+
+
+def test_tokens_that_go_on_alone_have_the_bits_that_they_have_among_all(tmp_path):
+    """Behind the last attention only what is asked for is computed."""
+    save_checkpoint(MODELS["qwen3"], tmp_path)
+    steps = Steps(open_decoder(tmp_path))
+    decoder, slots = steps.executor.decoder, np.arange(len(LENGTHS), dtype=np.int32)
+    extend = np.array(LENGTHS, np.int32)
+    schedule = Schedule(slots, np.zeros_like(extend), extend, extend > 0, 0)
+    with torch.inference_mode():
+        attended = steps.executor.forward(steps.packer.pack(schedule))
+        some = torch.tensor([7, 0, 30])
+        alone = decoder.finish(attended.take(some))
+        assert torch.equal(alone, decoder.finish(attended.take(torch.arange(len(attended.out))))[some])
+        others = attended._replace(residual=attended.residual.flip(0))
+        assert not torch.equal(alone, decoder.finish(others.take(some)))

@@ -191,7 +191,7 @@ def behaviour(decoder: Decoder) -> tuple[float, float, float]:
 
     tokens = torch.randint(spec.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        logits = decoder.logits(decoder.forward(tokens, torch.arange(200), attend))
+        logits = decoder.logits(decoder.finish(decoder.forward(tokens, torch.arange(200), attend)))
     entropy = float(torch.stack(entropies).mean() / torch.tensor(200.0).log())
     return entropy, float(logits.std(dim=-1).mean()), len(logits.argmax(-1).unique()) / 200
 

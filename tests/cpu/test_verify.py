@@ -76,9 +76,10 @@ def test_only_the_first_run_differing_is_found(monkeypatch):
 
     right, calls = Executor._sample, []
 
-    def first_is_off(self, hidden, batch):
+    def first_is_off(self, attended, batch):
         calls.append(1)
-        return right(self, hidden * (1 + 2**-7) if len(calls) == 3 else hidden, batch)
+        off = attended._replace(out=attended.out * (1 + 2**-7))
+        return right(self, off if len(calls) == 3 else attended, batch)
 
     monkeypatch.setattr(Executor, "_sample", first_is_off)
     run = verification(TINY)

@@ -100,7 +100,7 @@ def test_a_graph_that_differs_from_eager_is_named(monkeypatch):
     def forward(self, shape, layers, tap=None):
         right(self, shape, layers, tap)
         if tap is not None:
-            self._hidden.mul_(1 + 2**-6)
+            self._attended.mul_(1 + 2**-6)
 
     monkeypatch.setattr(DeviceExecutor, "_forward", forward)
     _, record = boot()

@@ -50,17 +50,18 @@ def engine(made, **options):
     return packer, executor, Feed(slots, LIMITS, 48)
 
 
-def hidden(made, shape, **options):
+def attended(made, shape, **options):
+    """Attention's output and the residual stream, side by side."""
     packer, executor, feed = engine(made, **options)
     with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
-        return executor.forward(packer.pack(schedule)).clone(), executor
+        return torch.cat(executor.forward(packer.pack(schedule)), dim=1)
 
 
 @pytest.mark.parametrize(("shape", "layers"), [(Shape.decode(2), 1), (Shape.mixed(4, 2), 2)], ids=str)
 def test_parts_have_the_bits_of_the_whole(made, shape, layers):
-    whole, _ = hidden(made, shape)
+    whole = attended(made, shape)
     assert whole.abs().sum() > 0
-    assert torch.equal(hidden(made, shape, config_hidden_layers=layers)[0], whole)
+    assert torch.equal(attended(made, shape, config_hidden_layers=layers), whole)
 
 
 @pytest.mark.parametrize(("layers", "parts"), [(None, [3]), (1, [1, 1, 1]), (2, [2, 1]), (99, [3])])
@@ -72,7 +73,7 @@ def test_layers_are_divided(made, layers, parts):
 def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
     """The control: with a stream of its own for each part, the bits are others."""
     shape = Shape.decode(2)
-    whole, _ = hidden(made, shape)
+    whole = attended(made, shape)
     forward = device_executor.DeviceExecutor._forward
 
     def forgetful(self, shape, layers, tap=None):
@@ -80,8 +81,8 @@ def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
         forward(self, shape, layers, tap)
 
     monkeypatch.setattr(device_executor.DeviceExecutor, "_forward", forgetful)
-    assert torch.equal(hidden(made, shape)[0], whole)
-    assert not torch.equal(hidden(made, shape, config_hidden_layers=2)[0], whole)
+    assert torch.equal(attended(made, shape), whole)
+    assert not torch.equal(attended(made, shape, config_hidden_layers=2), whole)
 
 
 def told(made, monkeypatch, params) -> list[int]:

@@ -1,8 +1,9 @@
 """The executor of a device that runs asynchronously: two programs a step, over static buffers, back to back.
 
-``forward(shape)`` computes hidden states and the cache's new keys and values, ``sample(size, level)`` draws tokens. The
-first may be cut into parts of a few layers, which hand the hidden states on in static buffers. The device keeps the
-tokens that it drew, so that the next step may be launched before anyone has seen them.
+``forward(shape)`` runs all tokens up to the last attention and writes the cache's new keys and values, ``sample(size,
+level)`` takes those that are sampled through the rest and draws. The first may be cut into parts of a few layers, which
+hand on what the next one begins with in static buffers. The device keeps the tokens that it drew, so that the next step
+may be launched before anyone has seen them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.device_sampler import DeviceSampler, read_report
 from preheat.execute.kv_cache import KVCache
 from preheat.execute.programs import Part, Programs, SampleKey
-from preheat.model.decoder import Attention, Decoder, Tap
+from preheat.model.decoder import Attended, Attention, Decoder, Tap
 from preheat.ops.cuda.attention import Workspace, decode_attention, prefill_attention
 from preheat.ops.cuda.embedding import embed, take_rows
 from preheat.ops.cuda.launch import compiling
@@ -101,8 +102,9 @@ class DeviceExecutor:
         spec, limits = decoder.spec, buffers.limits
         self._device = device = decoder.weights.embedding.device
         tokens, rows = max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
-        self._hidden = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
-        self._residual = torch.zeros_like(self._hidden)
+        self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._normed = torch.zeros_like(self._residual)
+        self._attended = torch.zeros(tokens, spec.q_size, dtype=decoder.dtype, device=device)
         self._logits = torch.zeros(rows, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._workspace = Workspace(rows * buffers.max_splits, tokens, spec.num_heads, spec.head_dim, device)
         self._scale = spec.head_dim**-0.5
@@ -141,16 +143,17 @@ class DeviceExecutor:
         return self._draw(batch)
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch, *, eager: bool = False) -> Tensor:
-        """Hidden states [T, hidden], which the next step overwrites; keys and values are in the cache."""
+    def forward(self, batch: FlatBatch, *, eager: bool = False) -> Attended:
+        """Where all T tokens stand, until the next step; keys and values are in the cache."""
         self._run(batch, eager=eager)
-        return self._hidden[: batch.shape.tokens]
+        return Attended(self._attended[: batch.shape.tokens], self._residual[: batch.shape.tokens])
 
     @torch.inference_mode()
-    def finish(self, hidden: Tensor, batch: FlatBatch) -> StepResult:
-        """What the rows of ``batch`` want to know of ``hidden`` [T, hidden]."""
+    def finish(self, attended: Attended, batch: FlatBatch) -> StepResult:
+        """What the rows of ``batch`` want to know of its T tokens."""
         self.buffers.send(batch.turn, batch.pieces)
-        self._hidden[: len(hidden)].copy_(hidden)
+        for static, given in zip((self._attended, self._residual), attended, strict=True):
+            static[: len(given)].copy_(given)
         return self._draw(batch).result()
 
     @torch.inference_mode()
@@ -164,6 +167,7 @@ class DeviceExecutor:
         else:
             self.buffers.send(batch.turn, batch.pieces)
             self._forward(batch.shape, self._layers, tap)
+            self._hidden(batch.sampling_size, tap)
         self._draw(batch, eager=eager).result()
         return self._logits[: len(batch.sampled_rows)].float()
 
@@ -208,14 +212,15 @@ class DeviceExecutor:
             raise
 
     @torch.inference_mode()
-    def capture_sampling(self, key: SampleKey) -> None:
-        """Make a graph, if there is none, of the program ``key``, and run it on padding."""
-        if key not in self.samples:
-            self.samples.capture(key)
+    def capture_sampling(self, key: SamplerKey) -> None:
+        """Make a graph, if there is none, of the program that ``key`` runs, and run it on padding."""
+        program = SampleKey.of(key)
+        if program not in self.samples:
+            self.samples.capture(program)
             self.buffers.clear()
             self.sampler.settings.zero_()
             self._described = None
-            self.samples.run(key)
+            self.samples.run(program)
 
     def _run(self, batch: FlatBatch, *, eager: bool = False) -> None:
         self.buffers.send(batch.turn, batch.pieces)
@@ -272,11 +277,13 @@ class DeviceExecutor:
     def _forward(self, shape: Shape, layers: Sequence[int], tap: Tap | None = None) -> None:
         """Run ``layers`` of a step: from its tokens, or from where the layers before them left it."""
         decoder, inputs, begins = self.decoder, self.buffers.inputs(shape), layers[0] == 0
-        residual, hidden = self._residual[: shape.tokens], self._hidden[: shape.tokens]
+        residual, normed = self._residual[: shape.tokens], self._normed[: shape.tokens]
         if begins:
             embed(inputs.tokens, inputs.slots, self.sampler.last_token, decoder.weights.embedding, residual)
-        attention, normed = self._attention(inputs), None if begins else hidden
-        hidden.copy_(decoder.layers(residual, None, attention, layers, normed=normed, eager=tap is not None, tap=tap))
+        attention, before = self._attention(inputs), None if begins else normed
+        after = decoder.layers(residual, None, attention, layers, normed=before, eager=tap is not None, tap=tap)
+        if layers[-1] != self._layers[-1]:
+            normed.copy_(after)
 
     def _sample(self, key: SampleKey) -> None:
         self._head(key.size)
@@ -284,8 +291,13 @@ class DeviceExecutor:
 
     def _head(self, size: int) -> None:
         """Logits of the first ``size`` sampled tokens."""
-        rows = take_rows(self._hidden, self.buffers.sampled[:size])
-        self._head_map(rows, out=self._logits[:size])
+        self._head_map(self._hidden(size), out=self._logits[:size])
+
+    def _hidden(self, size: int, tap: Tap | None = None) -> Tensor:
+        """Hidden states of the first ``size`` sampled tokens."""
+        index = self.buffers.sampled[:size]
+        sampled = Attended(take_rows(self._attended, index), take_rows(self._residual, index))
+        return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
 
     def _attention(self, inputs: Inputs) -> Attention:
         """What the decoder calls in each layer: norm and turn, write the step's keys and values, then attend."""
@@ -297,7 +309,7 @@ class DeviceExecutor:
             window, kv, norm = spec.layer_windows[layer], cache.layers[layer], layers[layer].qk_norm
             weight = None if norm is None else norm.weight
             rope_and_write(qkv, rope, slots, positions, table, kv, heads, kv_heads, weight, spec.rms_norm_eps)
-            out, query = qkv.new_empty(len(qkv), spec.q_size), qkv[:, :heads]
+            out, query = self._attended[: len(qkv)], qkv[:, :heads]
             if len(inputs.tiles):
                 prefill_attention(
                     query, kv, table, slots, positions, inputs.tiles, inputs.num_tiles, out, self._scale, window

@@ -14,7 +14,7 @@ from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execute.kv_cache import KVCache
 from preheat.execute.logprobs import token_logprobs
 from preheat.execute.sampler import Sampler
-from preheat.model.decoder import Attention, Decoder, Tap
+from preheat.model.decoder import Attended, Attention, Decoder, Tap
 from preheat.schedule.defrag import pad_pairs
 from preheat.schedule.slots import NO_LOGPROBS
 
@@ -56,8 +56,8 @@ class Executor:
         return self.finish(self.forward(batch), batch)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, hidden]; keys and values are in the cache."""
+    def forward(self, batch: Batch) -> Attended:
+        """Where all T tokens stand; keys and values are in the cache."""
         return self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
 
     @torch.inference_mode()
@@ -66,15 +66,17 @@ class Executor:
         and values are in the cache. ``eager`` runs operation by operation in its place; ``tap``, which needs that, is
         told of every layer.
         """
-        hidden = self.decoder.forward(batch.tokens, batch.positions, self._attention(batch), eager=eager, tap=tap)
-        return self.decoder.logits(hidden.index_select(0, batch.sampled))[: len(batch.sampled_rows)]
+        decoder = self.decoder
+        attended = decoder.forward(batch.tokens, batch.positions, self._attention(batch), eager=eager, tap=tap)
+        hidden = decoder.finish(attended.take(batch.sampled), eager=eager, tap=tap)
+        return decoder.logits(hidden)[: len(batch.sampled_rows)]
 
     @torch.inference_mode()
-    def finish(self, hidden: Tensor, batch: Batch) -> StepResult:
-        """What the rows of ``batch`` want to know of ``hidden`` [T, hidden]."""
-        result = self._sample(hidden.index_select(0, batch.sampled), batch)
+    def finish(self, attended: Attended, batch: Batch) -> StepResult:
+        """What the rows of ``batch`` want to know of its T tokens."""
+        result = self._sample(attended, batch)
         for row in batch.prompt_rows:
-            result.prompt_logprobs[row.row] = self._prompt_logprobs(hidden, row)
+            result.prompt_logprobs[row.row] = self._prompt_logprobs(attended, row)
         return result
 
     @torch.inference_mode()
@@ -83,12 +85,12 @@ class Executor:
         pairs = pad_pairs(swaps.pairs, swaps.size)
         self.cache.swap(torch.from_numpy(pairs).to(torch.int64))
 
-    def _sample(self, hidden: Tensor, batch: Batch) -> StepResult:
-        """One token for each sampling row, from ``hidden`` [sampling_size, hidden], of which the last rows may pad."""
+    def _sample(self, attended: Attended, batch: Batch) -> StepResult:
+        """One token for each sampling row; sampling_size of them are computed, of which the last may pad."""
         rows = len(batch.sampled_rows)
         if not rows:
             return StepResult(tokens=np.empty(0, np.int64))
-        logits = self.decoder.logits(hidden)[:rows]
+        logits = self._logits(attended, batch.sampled)[:rows]
         if self._watch is not None:
             self._watch(logits, batch)
         wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
@@ -116,10 +118,13 @@ class Executor:
 
         return attend
 
-    def _prompt_logprobs(self, hidden: Tensor, row: PromptRow) -> list[TokenLogprobs]:
-        """One entry for each successor, from the hidden state [tokens, hidden] of the token before it."""
+    def _logits(self, attended: Attended, tokens: Tensor) -> Tensor:
+        return self.decoder.logits(self.decoder.finish(attended.take(tokens)))
+
+    def _prompt_logprobs(self, attended: Attended, row: PromptRow) -> list[TokenLogprobs]:
+        """One entry for each successor, from the token before it."""
         entries: list[TokenLogprobs] = []
         for before, part in row.parts:
-            logits = self.decoder.logits(hidden.index_select(0, before))[: len(part)]
+            logits = self._logits(attended, before)[: len(part)]
             entries += token_logprobs(logits, part, np.full(len(part), row.alternatives))
         return entries

@@ -19,7 +19,8 @@ Attention = Callable[[int, Tensor], Tensor]
 queries, return [tokens, heads * dim]."""
 
 Tap = Callable[[int, Tensor], None]
-"""``tap(layer, residual)``: look at the residual stream [tokens, hidden] after a layer; the next one changes it."""
+"""``tap(layer, residual)``: look at the residual stream [tokens, hidden] after a layer; the next one changes it. After
+the last layer it is that of the tokens that went on."""
 
 Region = Callable[..., Tensor]
 """A part of a layer: a function of its hidden states [tokens, ...], the layer's weights and more, without a state."""
@@ -27,6 +28,19 @@ Region = Callable[..., Tensor]
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines [tokens, 1, dim] that turn the step's queries and keys."""
+
+
+class Attended(NamedTuple):
+    """Where a step stands behind its last attention: what that gave, ``out`` [tokens, heads * dim], and the stream
+    ``residual`` [tokens, hidden]. No token needs another from here on, so only those that are asked for go on.
+    """
+
+    out: Tensor
+    residual: Tensor
+
+    def take(self, tokens: Tensor) -> Attended:
+        """Copies of those of ``tokens``, int64 [rows]."""
+        return Attended(self.out.index_select(0, tokens), self.residual.index_select(0, tokens))
 
 
 class Heads(NamedTuple):
@@ -70,7 +84,8 @@ class Decoder:
     """Runs ``weights`` as ``spec`` says, for positions below ``max_model_len``. Call it under inference mode.
 
     A layer is two regions around attention: ``before`` and the rest, each as ``build`` makes it. ``rope``
-    [max_model_len, 2, 1, dim] are the cosines and sines of each position.
+    [max_model_len, 2, 1, dim] are the cosines and sines of each position. The rest of the last layer is run by
+    :meth:`finish`, for tokens that somebody wants to know of: of a prompt that is one.
     """
 
     def __init__(
@@ -84,7 +99,7 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype
         self.rope = rope_table(spec.rope, spec.head_dim, max_model_len, self.dtype).to(weights.embedding.device)
-        self._norms_after = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        self._last = len(weights.layers) - 1
         turned = spec.num_heads + spec.num_kv_heads
         self._heads = Heads(turned, turned + spec.num_kv_heads, spec.head_dim)
         self._eager = before, after_attention
@@ -92,13 +107,14 @@ class Decoder:
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: Attention, *, eager: bool = False, tap: Tap | None = None
-    ) -> Tensor:
-        """Hidden states [tokens, hidden] after the final norm, for int64 ``tokens`` and ``positions`` [tokens].
+    ) -> Attended:
+        """All that tokens need one another for, for int64 ``tokens`` and ``positions`` [tokens].
 
-        ``eager`` runs the regions as they are written; ``tap`` is told of every layer.
+        ``eager`` runs the regions as they are written; ``tap`` is told of every layer but the last.
         """
         cos, sin = self.rope.index_select(0, positions).unbind(1)
-        return self.layers(embed(tokens, self.weights.embedding), (cos, sin), attention, eager=eager, tap=tap)
+        residual = embed(tokens, self.weights.embedding)
+        return Attended(self.layers(residual, (cos, sin), attention, eager=eager, tap=tap), residual)
 
     def layers(
         self,
@@ -111,21 +127,35 @@ class Decoder:
         eager: bool = False,
         tap: Tap | None = None,
     ) -> Tensor:
-        """As :meth:`forward`, from the tokens' embeddings ``residual`` [tokens, hidden], which are overwritten.
+        """What the last layer's attention gave, from the tokens' embeddings ``residual`` [tokens, hidden], which are
+        overwritten.
 
-        ``only`` runs some of the layers, ascending: those of one kind run the same programs. ``normed`` is what the
-        layers before them gave, where there are such, and ``residual`` then the stream that they left.
+        ``only`` runs some of the layers, ascending: those of one kind run the same programs. Where the last layer is
+        not among them, what the next one begins with is returned: it is given back as ``normed``, with ``residual``.
         """
         before, after = self._eager if eager else self._built
+        weights = self.weights.layers
         if normed is None:
-            normed = self.weights.layers[0].input_norm(residual)
-        for index in range(len(self.weights.layers)) if only is None else only:
-            layer = self.weights.layers[index]
-            qkv = before(normed, layer, rope, self._heads)
-            normed = after(attention(index, qkv), residual, layer, self._norms_after[index])
+            normed = weights[0].input_norm(residual)
+        for index in range(len(weights)) if only is None else only:
+            attended = attention(index, before(normed, weights[index], rope, self._heads))
+            if index == self._last:
+                return attended
+            normed = after(attended, residual, weights[index], weights[index + 1].input_norm)
             if tap is not None:
                 tap(index, residual)
         return normed
+
+    def finish(self, attended: Attended, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
+        """Hidden states [tokens, hidden] after the final norm; the residual stream is overwritten.
+
+        ``eager`` and ``tap`` as in :meth:`forward`: it is told of the last layer.
+        """
+        _, after = self._eager if eager else self._built
+        hidden = after(attended.out, attended.residual, self.weights.layers[self._last], self.weights.final_norm)
+        if tap is not None:
+            tap(self._last, attended.residual)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [rows, vocab] for ``hidden`` [rows, hidden]."""

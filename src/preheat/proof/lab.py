@@ -140,10 +140,10 @@ class Lab:
         """The logits of the step, whose layers are kept of ``row``."""
         batch = self.packer.pack(schedule)
         self.shape, self.layers = batch.shape, []
-        last = int(schedule.extend[: row + 1].sum()) - 1
+        token, final = int(schedule.extend[: row + 1].sum()) - 1, self.executor.decoder.spec.num_layers - 1
 
-        def tap(_: int, residual: Tensor) -> None:
-            self.layers.append(residual[last].cpu())
+        def tap(layer: int, residual: Tensor) -> None:
+            self.layers.append(residual[row if layer == final else token].cpu())
 
         tapped = self.eager and bool(schedule.samples.all())
         logits = self.executor.logits(batch, eager=self.eager, tap=tap if tapped else None)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from preheat.execute.programs import SampleKey
 from preheat.plan import lines
 from preheat.plan.budget import (
     MemorySplit,
@@ -143,8 +142,8 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
     """`capture` of the programs of a device, with the bytes that they really take. Each graph runs once, on work that
     ``warm`` feeds, while the next one is captured.
 
-    All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then the sampler's, few
-    and small, for which every item of theirs is marked; the rest is divided by the budget's rules.
+    All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then what is missing of
+    the sampler's, few and small, for which every item of theirs is marked; the rest is divided by the budget's rules.
     """
     plan, record, free = warm.plan, warm.record, warm.platform.free_memory
     pool, before = budget.pool(free()), free()
@@ -175,7 +174,7 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
     for item in items:
         if isinstance(item.key, SamplerKey) and item.key.rows:
             entries[item.name].graph = True
-            executor.capture_sampling(SampleKey.of(item.key))
+            executor.capture_sampling(item.key)
     left = max(pool - (before - free()), 0)
     done = capture(plan, record, settings, pool=left, capture_one=capture_one, free=free)
     settle()

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from preheat.core import Progress, Schedule, StepResult, Swaps
 from preheat.device.base import Platform
 from preheat.errors import NotInvariant
 from preheat.execute.kv_cache import KVCache
-from preheat.model.decoder import Decoder
+from preheat.model.decoder import Attended, Decoder
 from preheat.plan import lines
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
 from preheat.plan.plan import Plan
@@ -52,7 +51,7 @@ class StepExecutor(Protocol):
 
     def execute(self, batch: Any) -> StepResult: ...
 
-    def finish(self, hidden: Tensor, batch: Any) -> StepResult: ...
+    def finish(self, attended: Attended, batch: Any) -> StepResult: ...
 
     def swap(self, swaps: Swaps) -> None: ...
 
@@ -80,8 +79,8 @@ class WarmUp:
     """One warm-up. ``say`` is told of progress; ``compiled`` gives the seconds spent compiling since the start of the
     process, ``span`` puts an item into the trace; ``reused`` are items that an earlier boot with the same fingerprint
     has compiled. ``capture`` makes graphs once all shapes have run, before what runs last; where it does, ``prepare``
-    is what a forward item runs until then, in place of the executor's whole step. ``check`` is the cross-check, which
-    begins before anything has run.
+    is what a forward item runs until then, in place of the executor's whole step, and ``keep`` makes a graph of what a
+    sampler item has run, which others run too. ``check`` is the cross-check, which begins before anything has run.
     """
 
     plan: Plan
@@ -95,6 +94,7 @@ class WarmUp:
     span: Span = no_span
     reused: frozenset[str] = frozenset()
     prepare: Callable[[Any], object] | None = None
+    keep: Callable[[SamplerKey], object] = lambda _: None
     capture: Callable[[], object] = lambda: None
     _started: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
@@ -103,7 +103,7 @@ class WarmUp:
     def __post_init__(self) -> None:
         self._swaps = SwapRuns(self.executor)
         self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
-        self._states = torch.empty(0, 0)
+        self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
 
     def run(self) -> None:
         """Run every item, in the plan's order; what becomes of each is in the record."""
@@ -216,25 +216,27 @@ class WarmUp:
             return run(batch)
 
     def _sample(self, key: SamplerKey) -> None:
-        """Hidden states to tokens; the second time, what the sampler keeps of the rows is theirs already."""
+        """Tokens from where rows stand; the second time, what the sampler keeps of the rows is theirs already."""
         params = SAMPLER_SETTINGS[key.setting]
         with self._feed.work(self._feed.sampled(key.rows, params), params) as schedule:
             if not schedule.rows:
                 return
             batch = self.packer.pack(schedule)
-            hidden = self._hidden(batch.padded_tokens)
+            attended = self._attended(batch.padded_tokens)
             for _ in range(1 if key.batch_changed else 2):
-                self.executor.finish(hidden, batch)
+                self.executor.finish(attended, batch)
+        self.keep(key)
 
-    def _hidden(self, tokens: int) -> Tensor:
-        """Random hidden states [tokens, hidden], with randomness of their own; the same ones for all who ask."""
-        if len(self._states) < tokens:
+    def _attended(self, tokens: int) -> Attended:
+        """Random states of ``tokens``, with randomness of their own; the same ones for all who ask."""
+        if len(self._states.out) < tokens:
             decoder, device = self.executor.decoder, self.platform.device
             chance = torch.Generator(device).manual_seed(0)
             count = max(tokens, 2 * self.plan.sampler_sizes[-1])
-            states = torch.randn(count, decoder.spec.hidden_size, generator=chance, device=device)
-            self._states = states.to(decoder.dtype)
-        return self._states[:tokens]
+            widths = decoder.spec.q_size, decoder.spec.hidden_size
+            random = (torch.randn(count, width, generator=chance, device=device) for width in widths)
+            self._states = Attended(*(states.to(decoder.dtype) for states in random))
+        return Attended(*(states[:tokens] for states in self._states))
 
     def _begin(self, kind: str, items: Sequence[Item]) -> None:
         if kind == "swap":
