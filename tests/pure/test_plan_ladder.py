@@ -44,6 +44,19 @@ def test_exponential_rounds_points_of_equal_ratio_up_to_the_step(span, count, va
 
 
 @pytest.mark.parametrize(
+    ("span", "parts", "values"),
+    [
+        ((1, 2, 70), 4, (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 70)),
+        ((8, 8, 256), 8, (*range(8, 129, 8), *range(144, 257, 16))),
+        ((12, 4, 100), 2, (12, 20, 24, 36, 48, 72, 96, 100)),
+        ((5, 2, 5), 4, (5,)),
+    ],
+)
+def test_exponential_may_cut_each_doubling_into_equal_parts(span, parts, values):
+    assert ladder("exponential", *span, per_doubling=parts) == values
+
+
+@pytest.mark.parametrize(
     ("span", "pad_max", "pad_percent", "values"),
     [
         ((0, 8, 64), 64, 0, (0, 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
@@ -84,6 +97,17 @@ def test_padding_aware_keeps_its_promise_above_the_step(span, percent, pad_max):
 @given(spans, st.integers(2, 60))
 def test_exponential_has_at_most_the_points_asked_for_and_the_smallest(span, count):
     assert len(ladder("exponential", *span, count=count)) <= count + 1
+
+
+@given(spans, st.integers(1, 12))
+def test_a_doubling_in_parts_holds_the_doublings_and_pads_by_less_than_a_part(span, parts):
+    low, step, high = span
+    values = ladder("exponential", *span, per_doubling=parts)
+    start = low if low > 1 else min(step, high)
+    doublings = {start << number for number in range(high.bit_length()) if start << number < high}
+    assert {-(-doubling // step) * step for doubling in doublings if -(-doubling // step) * step < high} <= set(values)
+    for below, value in itertools.pairwise(value for value in values if value >= start):
+        assert value - below <= below / parts + step
 
 
 @pytest.mark.parametrize(

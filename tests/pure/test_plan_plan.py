@@ -160,7 +160,7 @@ def test_the_plan_as_json():
 def test_the_plan_for_people():
     text = commands.plan(settings(), LLAMA_8B, 8192, device="cuda")
     assert "unified policy, exponential ladders" in text
-    assert "padding of decode: 6.5%" in text
+    assert "padding of decode: 8.2%" in text
     assert "(decode, 1) ... (decode, 256)" in text
     assert "fallback (mixed, 8192, 256)" in commands.plan(settings(bucketing_policy="split"), LLAMA_8B, 8192)
 

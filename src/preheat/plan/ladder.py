@@ -32,8 +32,8 @@ def ladder(
 
     ``linear``: ``min`` doubles up to ``step``, then multiples of ``step``.
     ``exponential``: ``count`` points of equal ratio, each rounded up to a multiple of ``step``; a ``min`` of 0 or 1 is
-    kept and the ratio counted from ``step``. By default as many points as doubling takes. With ``per_doubling`` the
-    points are so many from each doubling of the first one to the next, as far as ``max``, and doublings among them.
+    kept and the ratio counted from ``step``. By default as many points as doubling takes. With ``per_doubling`` it is
+    the first value that doubles, as far as ``max``, and each doubling is cut into so many equal parts.
     ``padding_aware``: ``min`` doubles up to ``step``; then a multiple of ``step`` is kept where leaving it out would
     pad the next one by more than ``pad_percent`` (default 25) or by more than ``pad_max`` (default: a quarter of
     ``max``; 0 is no limit), and at every multiple of ``pad_max``.
@@ -101,9 +101,11 @@ def _exponential(low: int, step: int, high: int, count: int) -> list[int]:
 
 
 def _doubling(low: int, step: int, high: int, per: int) -> list[int]:
-    start = _start(low, step, high)
-    points = [start * 2 ** (point / per) for point in range(math.ceil(math.log2(high / start)) * per)]
-    return ([low] if low <= 1 else []) + _rounded_up(points, step)
+    values, base = [low] if low <= 1 else [], _start(low, step, high)
+    while base < high:
+        values += [-(-base * (per + part) // (per * step)) * step for part in range(per)]
+        base *= 2
+    return values
 
 
 def _start(low: int, step: int, high: int) -> int:

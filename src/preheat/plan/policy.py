@@ -21,10 +21,10 @@ from preheat.plan.needs import DecodeByBlocks, DecodeByLength, DecodeNeeds, Mixe
 from preheat.plan.options import PlanOptions
 from preheat.plan.shape import Phase, Shape
 
-PER_DOUBLING = {"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 5}
+PER_DOUBLING = {"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 4}
 """Values from one doubling to the next in the unified policy's exponential ladders: a mixed step pays for every token
-that pads, a decoding one hardly. Mean padding stays under 5 and 10 %. Powers of two are always among them, for there
-the tiles of kernels end: a step of 32 rows that is padded to 34 does the work of 64.
+that pads, a decoding one hardly. Mean padding stays under 5 and 10 %. They lie where tiles of kernels end, at powers of
+two and their halves and quarters: 32 rows that are padded to 34 do the work of 64, 190 padded to 196 that of 256.
 """
 
 MAX_CANDIDATES = 1_000_000
