@@ -136,6 +136,16 @@ def test_the_check_for_warm_names_can_fail():
     assert warm_names("def run(self, warmup_mode=False): self.is_warm = 1") == {"warmup_mode", "is_warm"}
 
 
+# What makes a CUDA graph.
+CAPTURES = re.compile(r"\bCUDAGraph\(|\bcuda\.graph\(")
+
+
+def test_graphs_are_captured_in_one_place():
+    """On the stream that serves: one capture on another, as `torch.cuda.graph` does it, slows down all later graphs."""
+    assert [name_of(path) for path in MODULES if CAPTURES.search(path.read_text())] == ["ops.cuda.graph"]
+    assert CAPTURES.search("with torch.cuda.graph(g): ...")
+
+
 def test_imported_packages_are_declared_and_nothing_else():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {_normal(dependency) for dependency in project["dependencies"]}
