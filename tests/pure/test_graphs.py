@@ -1,6 +1,7 @@
 """Graph capture at boot: the logged run comes out line by line, and the twin on a CPU counts."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.shape import Shape
 from preheat.settings import Settings
-from preheat.warmup.graphs import Budget, Twin, capture, capture_twin, divide_memory, graph_bytes
+from preheat.warmup.graphs import Budget, Twin, capture, capture_programs, capture_twin, divide_memory, graph_bytes
 from preheat.warmup.record import Record
 
 GIB, MIB = 2**30, 2**20
@@ -247,3 +248,31 @@ def test_the_twin_accounts_for_every_shape(pool, ratio):
     assert sum(entry.bytes for entry in forward) == done.used == pool - twin.free()
     assert twin.free() >= 0
     assert done.used == sum(graph_bytes(s, sizes, 16) for phase in done.phases.values() for s in phase.captured)
+
+
+@pytest.mark.parametrize("early", [0, 3 * MIB])
+def test_what_the_sampler_took_before_counts_against_the_pool(early):
+    """The sampler's graphs take four mebibytes, of which its items have taken ``early``; all others take nothing."""
+    split = divide_memory(SETTINGS, "graphs", FREE, BLOCK)
+    plan = make_plan(LIMITS, LOGGED, COSTS)
+    record, free, captured = Record.of(plan), [round(55.43 * GIB)], []
+    reserved = graph_pool(split, BLOCK, free[0])
+    items = [item for item in plan.items if item.kind == "sampler" and item.key.rows]
+    entries = {entry.name: entry for entry in record.entries}
+    for entry in record.entries:
+        entry.outcome = "ready"
+    entries[items[0].name].bytes = early
+    free[0] -= early
+
+    def capture_sampling(key):
+        if not captured:
+            free[0] -= 4 * MIB - early
+        captured.append(key)
+
+    executor = SimpleNamespace(
+        is_captured=lambda shape: True, capture_sampling=capture_sampling, sampler=SimpleNamespace(forget=lambda: None)
+    )
+    warm = SimpleNamespace(plan=plan, record=record, platform=SimpleNamespace(free_memory=lambda: free[0]))
+    done = capture_programs(warm, executor, SETTINGS, Budget(split, BLOCK))
+    assert len(captured) == len(items)
+    assert done.pool == reserved - 4 * MIB

@@ -97,7 +97,8 @@ def _linear(low: int, step: int, high: int) -> list[int]:
 def _exponential(low: int, step: int, high: int, count: int) -> list[int]:
     start = _start(low, step, high)
     points = [start * (high / start) ** (point / (count - 1)) for point in range(count - 1)]
-    return ([low] if low <= 1 < count else []) + _rounded_up(points, step)
+    # powers that should come out whole are a hair off in floating point, and must not be rounded a step up
+    return ([low] if low <= 1 < count else []) + [math.ceil(point / step - 1e-9) * step for point in points]
 
 
 def _doubling(low: int, step: int, high: int, per: int) -> list[int]:
@@ -111,11 +112,6 @@ def _doubling(low: int, step: int, high: int, per: int) -> list[int]:
 def _start(low: int, step: int, high: int) -> int:
     """From where ratios are counted."""
     return low if low > 1 else min(step, high)
-
-
-def _rounded_up(points: list[float], step: int) -> list[int]:
-    """Powers that should come out whole are a hair off in floating point, and must not be rounded a step up."""
-    return [math.ceil(point / step - 1e-9) * step for point in points]
 
 
 def _padding_aware(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:

@@ -143,12 +143,14 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
     ``warm`` feeds, while the next one is captured.
 
     All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then what is missing of
-    the sampler's, few and small, for which every item of theirs is marked; the rest is divided by the budget's rules.
+    the sampler's, few and small, for which every item of theirs is marked; what their items took counts. The rest is
+    divided by the budget's rules.
     """
     plan, record, free = warm.plan, warm.record, warm.platform.free_memory
-    pool, before = budget.pool(free()), free()
     entries = {entry.name: entry for entry in record.entries}
     items = [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
+    before = free() + sum(entries[item.name].bytes for item in items if isinstance(item.key, SamplerKey))
+    pool = budget.pool(before)
     running: list[Running] = []
 
     def settle() -> None:
