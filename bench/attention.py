@@ -22,10 +22,10 @@ from _common import report
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from preheat.device.base import pick_platform
-from preheat.ops.cuda.attention import Workspace, decode_attention, prefill_attention, prefill_how, query_tile
-from preheat.ops.cuda.tuner import COPIED_BYTES, graph_microseconds
-from preheat.ops.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.backends.base import pick_platform
+from preheat.backends.cuda.attention import Workspace, decode_attention, prefill_attention, prefill_how, query_tile
+from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
+from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
 
 DECODING = ("1x128", "32x128", "256x128", "256x1000", "64xragged", "256xragged", "32x8192", "4x32768")
 READING = ("1x2048", "4x2048", "8x1024", "1x16384")

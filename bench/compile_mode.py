@@ -18,9 +18,9 @@ import torch
 from _common import report
 
 from preheat import LLM, SamplingParams
-from preheat.batch.pack import Batch
-from preheat.execute.compile import compilations, compile_seconds
-from preheat.execute.executor import Executor
+from preheat.backends.cpu.compile import compilations, compile_seconds
+from preheat.execution.executor import Executor
+from preheat.execution.pack import Batch
 
 ROWS = (1, 8, 32)
 CONTEXT = 64

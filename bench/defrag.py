@@ -51,7 +51,7 @@ def make(args: argparse.Namespace, reads: dict[str, Any]) -> LLM:
         max_num_batched_tokens=1 << 17, max_model_len=args.longest + args.steps + 16, num_threads=args.threads,
         skip_warmup=True, on_cold="off", **reads,
     )  # fmt: skip
-    llm.loop.mailbox = Nowhere()
+    llm.loop.transport = Nowhere()
     llm.loop.executor.cache.data.normal_()
     return llm
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from _common import report
 
-from preheat.device.base import pick_platform
+from preheat.backends.base import pick_platform
+from preheat.backends.cuda.prove import prove
+from preheat.backends.cuda.tuner import Bench
+from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, choices
 from preheat.model.files import find_checkpoint, read_config
-from preheat.model.spec import read_spec
-from preheat.ops.cuda.prove import prove
-from preheat.ops.cuda.tuner import Bench
-from preheat.ops.cuda.tuning import Choices, Library, Shape, choices
-from preheat.tune import shapes
+from preheat.model.specs import read_spec
+from preheat.warmup.tune import shapes
 
 
 def measure(
-    shape: Shape, rows: list[int], found: Choices, replays: int, bandwidth: float | None
+    shape: LinearShape, rows: list[int], found: KernelConfigs, replays: int, bandwidth: float | None
 ) -> list[dict[str, Any]]:
     """One line for each number of rows."""
     proven, bench, lines = prove(found, [shape], rows), Bench(shape, max(rows)), []

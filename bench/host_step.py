@@ -33,15 +33,15 @@ from kernels import Span, spans
 from torch.profiler import ProfilerActivity, profile
 
 from preheat import LLM
-from preheat.batch.buffers import StepBuffers
-from preheat.batch.flat import FlatPacker
-from preheat.batch.pack import Packer
+from preheat.backends.cuda.work import SPLIT
 from preheat.bench.shapes import CHOICES, engine_options, vocabulary
 from preheat.core import Request, SamplingParams, StepResult
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.flat import FlatPacker
+from preheat.execution.pack import Packer
 from preheat.limits import Limits
 from preheat.model.files import BUNDLED_PATH, read_config
-from preheat.model.spec import read_spec
-from preheat.ops.cuda.work import SPLIT
+from preheat.model.specs import read_spec
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.defrag import THRESHOLD
@@ -121,7 +121,7 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
         "schedule": (loop.scheduler, "schedule"),
         "pack": (loop.packer, "pack"),
         "launch": (loop.executor, "launch"),
-        "observe": (loop.observer, "step"),
+        "observe": (loop.listener, "step"),
         "settle": (loop.scheduler, "settle"),
         "front door": (llm.frontdoor, "handle"),
     }

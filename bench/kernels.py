@@ -30,7 +30,7 @@ from preheat.bench.offline import Offline, greedy
 from preheat.bench.report import Clock
 from preheat.bench.shapes import CHOICES, FULL, engine_options, vocabulary
 from preheat.model.layout import num_parameters
-from preheat.model.spec import ModelSpec
+from preheat.model.specs import ModelSpec
 
 KINDS = {
     "attention": ("_decode", "_prefill", "attention"),

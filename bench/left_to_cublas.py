@@ -12,14 +12,14 @@ import json
 import tempfile
 from pathlib import Path
 
+from preheat.backends.cuda.tuning import KernelConfigs, Library
 from preheat.bench.shapes import SHAPES
-from preheat.ops.cuda.tuning import Choices, Library
-from preheat.proof.compare import header, line
-from preheat.proof.drive import Engine
-from preheat.proof.prompts import Prompt, Size, make_prompts
-from preheat.proof.verify import Verification
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.verify.compare import header, line
+from preheat.verify.drive import Engine
+from preheat.verify.prompts import Prompt, Size, make_prompts
+from preheat.verify.verification import Verification
 
 OPTIONS = {
     "device": "cuda", "load_format": "dummy", "skip_tokenizer_init": True, "batch_invariant": False,
@@ -37,7 +37,7 @@ def main() -> None:
     def prompts(engine: Engine) -> list[Prompt]:
         return make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
 
-    Choices._find = lambda *_: Library(split=True)  # type: ignore[method-assign,assignment]
+    KernelConfigs._find = lambda *_: Library(split=True)  # type: ignore[method-assign,assignment]
     with tempfile.TemporaryDirectory() as folder:
         config = SHAPES["llama-3.1-8b"] | {"num_hidden_layers": args.layers}
         (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -24,7 +24,7 @@ from preheat import LLM
 from preheat.bench.offline import Offline, nanobench
 from preheat.bench.report import Clock
 from preheat.bench.shapes import CHOICES, FULL, TINY, engine_options, vocabulary
-from preheat.plan.shape import Shape
+from preheat.plan.buckets import Bucket
 
 Moment = torch.cuda.Event | float
 
@@ -32,7 +32,7 @@ Moment = torch.cuda.Event | float
 class Step(NamedTuple):
     """A step that was padded to ``shape``, of whose rows ``sampled`` had a token drawn."""
 
-    shape: Shape
+    shape: Bucket
     sampled: int
     begin: Moment
     end: Moment
@@ -70,7 +70,7 @@ def milliseconds(begin: Moment, end: Moment) -> float:
 
 def by_size(steps: list[Step]) -> list[dict[str, Any]]:
     """A line for each shape, in the order of its tokens."""
-    found: dict[Shape, list[Step]] = defaultdict(list)
+    found: dict[Bucket, list[Step]] = defaultdict(list)
     for step in steps:
         found[step.shape].append(step)
     lines = []

@@ -15,9 +15,9 @@ import timeit
 from pathlib import Path
 
 from preheat.limits import Limits
+from preheat.plan.buckets import StepSize
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.shape import Need
 
 CALLS = 100_000
 
@@ -54,9 +54,9 @@ def _command() -> None:
 def _one(limits: Limits, options: PlanOptions) -> None:
     seconds = _best(lambda: make_plan(limits, options), 5)
     plan = make_plan(limits, options)
-    need = Need("decode", 200, 200, longest=900, blocks=3000)
+    need = StepSize("decode", 200, 200, longest=900, blocks=3000)
     fit = _best(lambda: plan.fit(need), CALLS)
-    both = _best(lambda: plan.fit(Need("decode", 200, 200, 900, 3000)), CALLS)
+    both = _best(lambda: plan.fit(StepSize("decode", 200, 200, 900, 3000)), CALLS)
     print(
         f"{options.bucketing_policy:8} {options.bucketing_strategy:14} {len(plan.table.shapes):5} shapes"
         f"  plan {seconds * 1e3:6.1f} ms  fit {fit * 1e9:4.0f} ns  need + fit {both * 1e9:4.0f} ns"

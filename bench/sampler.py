@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from _common import report
 
-from preheat.batch.sampling import SamplingBatch
+from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.backends.cpu.sampler import Sampler
 from preheat.core import Request, SamplingParams
-from preheat.execute.logprobs import token_logprobs
-from preheat.execute.sampler import Sampler
+from preheat.execution.sampling import SamplingBatch
 from preheat.ops.philox import gumbel_rows
 from preheat.schedule.slots import Slots
 
@@ -91,7 +91,7 @@ def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
 
 def on_gpu(rows: int, vocab: int, repeats: int) -> dict[str, float]:
     """Microseconds that the kernels of each kind's step take."""
-    from preheat.execute.device_sampler import DeviceSampler
+    from preheat.backends.cuda.sampler import DeviceSampler
 
     chance, places = torch.Generator("cuda").manual_seed(0), np.arange(rows)
     logits = (torch.randn(rows, vocab, generator=chance, device="cuda") * 3).bfloat16()

@@ -30,7 +30,7 @@ def served() -> Record:
             for _ in prompts
         ]
         llm.generate(prompts, params)
-    return Record.from_json(llm.loop.observer.report())
+    return Record.from_json(llm.loop.listener.report())
 
 
 def main() -> None:

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from preheat.errors import ModelError as ModelError
     from preheat.errors import PreheatError as PreheatError
     from preheat.errors import SettingsError as SettingsError
+    from preheat.frontend.outputs import CompletionOutput as CompletionOutput
+    from preheat.frontend.outputs import RequestOutput as RequestOutput
     from preheat.llm import LLM as LLM
-    from preheat.outputs import CompletionOutput as CompletionOutput
-    from preheat.outputs import RequestOutput as RequestOutput
 
 _HOME = {
-    "CompletionOutput": "preheat.outputs",
+    "CompletionOutput": "preheat.frontend.outputs",
     "EngineDead": "preheat.errors",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
     "ModelError": "preheat.errors",
     "PreheatError": "preheat.errors",
-    "RequestOutput": "preheat.outputs",
+    "RequestOutput": "preheat.frontend.outputs",
     "SamplingParams": "preheat.core",
     "SettingsError": "preheat.errors",
 }

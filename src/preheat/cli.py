@@ -22,19 +22,19 @@ import msgspec
 from preheat import __version__
 from preheat.bench import commands as bench_commands
 from preheat.core import Ready, SamplingParams
-from preheat.engine.frontdoor import check_params
-from preheat.engine.mailbox import InlineMailbox
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.frontend.frontdoor import check_params
 from preheat.limits import mixes
 from preheat.metrics import set_up_logging
-from preheat.options import add_flags, did_you_mean
 from preheat.plan import commands as plan_commands
-from preheat.proof import command as verify_command
-from preheat.proof.command import Asked
 from preheat.settings import OPTIONS, Settings
+from preheat.transport import InlineTransport
+from preheat.utils.options import add_flags, did_you_mean
+from preheat.verify import command as verify_command
+from preheat.verify.command import Asked
 
 if TYPE_CHECKING:
-    from preheat.outputs import RequestOutput
+    from preheat.frontend.outputs import RequestOutput
 
 SERVED_MIXED_TOKENS = 512
 """Tokens of a server's mixed steps: about as many as a large GPU computes in the time of a few decoding steps."""
@@ -241,15 +241,15 @@ def _warm(values: dict[str, Any]) -> int:
     if html is not None and not Path(html).absolute().parent.is_dir():
         raise SettingsError(f"--html {html}: there is no such folder")
     set_up_logging(settings.log_level)
-    from preheat.engine.bootbar import BootBar
+    from preheat.engine.progress import ProgressBar
     from preheat.startup import boot_engine
     from preheat.warmup.page import render
     from preheat.warmup.record import Record
-    from preheat.warmup.text import describe
+    from preheat.warmup.report import describe
 
-    mailbox = InlineMailbox(BootBar().show)
-    boot_engine(settings, mailbox)
-    json_text = next(message.record for message in mailbox.receive() if isinstance(message, Ready))
+    transport = InlineTransport(ProgressBar().show)
+    boot_engine(settings, transport)
+    json_text = next(message.record for message in transport.receive() if isinstance(message, Ready))
     record = Record.from_json(json_text)
     print(json_text.decode() if as_json else describe(record))
     if html is not None:
@@ -283,7 +283,7 @@ def _tune(values: dict[str, Any]) -> int:
     output, seconds = values.pop("output"), values.pop("seconds")
     settings = _load(values)
     set_up_logging(settings.log_level)
-    from preheat.tune import tune_model
+    from preheat.warmup.tune import tune_model
 
     print(tune_model(settings, output, seconds))
     return 0

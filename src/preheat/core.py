@@ -1,7 +1,7 @@
 """The nouns that cross a border: one per hop of a request's life.
 
-``Request`` (front door to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it holds
-tensors and so lives in :mod:`preheat.batch`) -> ``StepResult`` (executor to settle) -> ``Delta`` (loop to front door).
+``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it holds tensors
+and so lives in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
 
 Everything that crosses a process is a :class:`msgspec.Struct`, so that it travels as msgpack and never as pickle.
 Nothing here imports torch or any other module of preheat.
@@ -241,8 +241,9 @@ class Schedule:
     ``samples[i]`` says whether a token is drawn from the row's last position: false for a chunk that does not reach
     the end of what is known of its sequence. All is as it was when the step was scheduled; the slots may be ahead.
 
-    Steps of one ``line_up`` have the same rows, all decoding, and differ in nothing but how far they are: whoever keeps
-    what follows from the rows need not work it out again. No step shares the line-up ``ALONE`` with another.
+    Steps of one ``persistent_batch`` have the same rows, all decoding, and differ in nothing but how far they are:
+    whoever keeps what follows from the rows need not work it out again. No step shares the line-up ``ALONE`` with
+    another.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -252,7 +253,7 @@ class Schedule:
     num_decode: int  # the first rows, all with extend == 1 and samples
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; none: nobody asked
     started: dict[int, int] = field(default_factory=dict)  # request id -> tokens found in the prefix cache
-    line_up: int = ALONE
+    persistent_batch: int = ALONE
     ends: np.ndarray = field(init=False)  # int32 [rows], after each row's last: where a sampling row puts its token
 
     def __post_init__(self) -> None:

@@ -9,15 +9,15 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from preheat.core import SamplingParams
-from preheat.engine.bootbar import BootBar
-from preheat.engine.frontdoor import FrontDoor
-from preheat.engine.mailbox import InlineMailbox
+from preheat.engine.progress import ProgressBar
 from preheat.engine.rehearsal import unwatched
-from preheat.engine.ticket import Ticket
 from preheat.errors import InvalidRequest
-from preheat.outputs import RequestOutput
+from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.outputs import RequestOutput
+from preheat.frontend.request_state import Ticket
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
+from preheat.transport import InlineTransport
 
 Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` as in vLLM."""
@@ -37,10 +37,10 @@ class LLM:
 
     def __init__(self, model: str = BUNDLED, **options: Any) -> None:
         self.settings = Settings.load({"model": model, **options})
-        mailbox = InlineMailbox(BootBar().show)
-        self.loop = boot_engine(self.settings, mailbox)
-        self.frontdoor, self.template = boot_front(self.settings, mailbox.send)
-        self._mailbox = mailbox
+        transport = InlineTransport(ProgressBar().show)
+        self.loop = boot_engine(self.settings, transport)
+        self.frontdoor, self.template = boot_front(self.settings, transport.send)
+        self._transport = transport
         self._receive()
         self.frontdoor.check_held()
         if not self.settings.skip_warmup and self.loop.scheduler.limits.answers:
@@ -105,7 +105,7 @@ class LLM:
         """Answer requests of nobody's, as the server does before it serves: the first one of a process is slower."""
         stage = copy.copy(self)
         stage.loop = unwatched(self.loop)
-        stage.frontdoor = FrontDoor(self.frontdoor.tokenizer, self._mailbox.send)
+        stage.frontdoor = FrontDoor(self.frontdoor.tokenizer, self._transport.send)
         stage.frontdoor.ready = self.frontdoor.ready
         params = SamplingParams(temperature=0.0, max_tokens=1)
         for _ in range(FRONT_ROUNDS):
@@ -140,7 +140,7 @@ class LLM:
         self._receive()
 
     def _receive(self) -> None:
-        for message in self._mailbox.receive():
+        for message in self._transport.receive():
             self.frontdoor.handle(message)
 
 

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from preheat.device.base import Platform
-from preheat.execute.compile import builder
-from preheat.execute.kv_cache import KVCache
+from preheat.backends.base import Platform
+from preheat.backends.cpu.compile import builder
+from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Decoder, project
 from preheat.model.files import find_checkpoint, read_config
-from preheat.model.spec import ModelSpec, read_spec, resolve_dtype
-from preheat.model.weights import MakeLinear, Weights, load_weights
+from preheat.model.loader import MakeLinear, Weights, load_weights
+from preheat.model.specs import ModelSpec, read_spec, resolve_dtype
+from preheat.plan.buckets import Bucket
 from preheat.plan.cost import ModelSizes
 from preheat.plan.modes import Mode
 from preheat.plan.plan import Plan
-from preheat.plan.shape import Shape
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
 
 if TYPE_CHECKING:
-    from preheat.batch.flat import FlatPacker
-    from preheat.batch.pack import Packer
-    from preheat.execute.device_executor import DeviceExecutor
-    from preheat.execute.executor import Executor
+    from preheat.execution.device_executor import DeviceExecutor
+    from preheat.execution.executor import Executor
+    from preheat.execution.flat import FlatPacker
+    from preheat.execution.pack import Packer
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ def load_model(settings: Settings, platform: Platform) -> Model:
 
 
 def _linear_on_device(settings: Settings) -> MakeLinear:
-    from preheat.ops.cuda.linear import CudaLinear
-    from preheat.ops.cuda.tuning import choices
+    from preheat.backends.cuda.linear import CudaLinear
+    from preheat.backends.cuda.tuning import choices
 
     device, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     chosen = choices(device, capability, cache_root(settings), invariant=settings.batch_invariant)
@@ -89,9 +89,9 @@ def on_host(
     settings: Settings, model: Model, plan: Plan, slots: Slots, *, mode: Mode, store: Path | None
 ) -> tuple[Packer, Executor]:
     """A CPU's packer and executor, which computes when it is called."""
-    from preheat.batch.pack import Packer
-    from preheat.execute.executor import Executor
-    from preheat.execute.sampler import Sampler
+    from preheat.backends.cpu.sampler import Sampler
+    from preheat.execution.executor import Executor
+    from preheat.execution.pack import Packer
 
     limits = plan.limits
     cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
@@ -105,12 +105,12 @@ def on_device(
     settings: Settings, model: Model, plan: Plan, slots: Slots, *, mode: Mode, store: Path | None
 ) -> tuple[FlatPacker, DeviceExecutor]:
     """Those of a device that works on while the host does, by programs over static buffers."""
-    from preheat.batch.buffers import StepBuffers
-    from preheat.batch.flat import FlatPacker
-    from preheat.execute.device_executor import DeviceExecutor
-    from preheat.execute.device_sampler import DeviceSampler
-    from preheat.ops.cuda.attention import prefill_how, query_tile
-    from preheat.ops.cuda.work import SPLIT
+    from preheat.backends.cuda.attention import prefill_how, query_tile
+    from preheat.backends.cuda.sampler import DeviceSampler
+    from preheat.backends.cuda.work import SPLIT
+    from preheat.execution.buffers import StepBuffers
+    from preheat.execution.device_executor import DeviceExecutor
+    from preheat.execution.flat import FlatPacker
 
     spec, limits = model.spec, plan.limits
     _settle_linear(model.weights, plan)
@@ -138,9 +138,9 @@ def _settle_linear(weights: Weights, plan: Plan) -> None:
     """
     if not weights.embedding.is_cuda:
         return
-    from preheat.ops.cuda.prove import settle
+    from preheat.backends.cuda.prove import settle
 
-    rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Shape)})
+    rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Bucket)})
     maps: list[Any] = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     head: Any = weights.head
     settle(maps, rows, head, [size for size in plan.sampler_sizes if size])

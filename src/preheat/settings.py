@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 from preheat.errors import SettingsError
-from preheat.options import Option, did_you_mean, option, registry
+from preheat.utils.options import Option, did_you_mean, option, registry
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from preheat.backends.cpu.tiles import SPLIT
 from preheat.errors import SettingsError
 from preheat.limits import Limits, mixes
-from preheat.model.spec import ModelSpec
-from preheat.ops.tiles import SPLIT
+from preheat.model.specs import ModelSpec
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
-    from preheat.device.base import Platform
+    from preheat.backends.base import Platform
 
 
 def resolve_limits(

@@ -14,40 +14,40 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from preheat import bytecode
+from preheat.backends.cuda.early import wake_gpu
 from preheat.core import Died, Ready, ToEngine
-from preheat.device.early import wake_gpu
-from preheat.engine.frontdoor import FrontDoor
-from preheat.engine.mailbox import ProcessMailbox
 from preheat.errors import NotInvariant
-from preheat.heap import keep_imports, settle
+from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.files import find_checkpoint, read_config, weight_files
-from preheat.model.spec import read_spec, resolve_dtype
+from preheat.model.specs import read_spec, resolve_dtype
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
 from preheat.plan.cost import MACHINES, Costs
+from preheat.plan.dispatcher import WarnOnce
 from preheat.plan.modes import Mode, resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
-from preheat.plan.table import WarnOnce
-from preheat.proof.identity import proof_of
-from preheat.proof.names import check_names, check_required
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits
-from preheat.text.template import ChatTemplate
-from preheat.text.tokenizer import NoTokenizer, Tokenizer
-from preheat.trace import open_trace
+from preheat.transport import EngineTransport
+from preheat.utils import pycache
+from preheat.utils.gc import keep_imports, settle
+from preheat.utils.trace import open_trace
+from preheat.verify.identity import proof_of
+from preheat.verify.names import check_names, check_required
 from preheat.warmup.store import cache_root
 
 if TYPE_CHECKING:
-    from preheat.device.base import Platform
+    from preheat.backends.base import Platform
     from preheat.engine.loop import EngineSide, Loop
-    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execution.device_executor import DeviceExecutor
     from preheat.runner import Model
-    from preheat.warmup.guard import Guard
+    from preheat.warmup.cold_monitor import ColdMonitor
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
     from preheat.warmup.steps import Steps
@@ -85,7 +85,7 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, device=device, as_json=as_json)
 
 
-def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
+def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
     """Device, weights, limits, plan, cache, warm-up, loop; then tell the mailbox that it can run, but first call
     ``before_ready``.
 
@@ -97,16 +97,16 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
     trace = open_trace(settings.profiler_enabled)
     if settings.device != "cpu":
         wake_gpu()
-    with trace.span("Importing torch"), bytecode.kept(cache_root(settings)):
-        from preheat.device.base import check_varying, pick_platform, works_ahead
+    with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
+        from preheat.backends.base import check_varying, pick_platform, works_ahead
+        from preheat.backends.cpu.compile import compile_seconds
+        from preheat.engine.listeners import trace_steps, with_step_log
         from preheat.engine.loop import Loop
-        from preheat.engine.mailbox import InlineMailbox
-        from preheat.engine.observe import trace_steps, with_step_log
         from preheat.engine.rehearsal import Unwatched, rehearse
-        from preheat.execute.compile import compile_seconds
-        from preheat.proof.boot import BootCheck
-        from preheat.proof.lab import Lab
         from preheat.runner import RUNNERS, load_model
+        from preheat.transport import InlineTransport
+        from preheat.verify.boot import BootCheck
+        from preheat.verify.check_runner import CheckRunner
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
@@ -133,16 +133,16 @@ def boot_engine(settings: Settings, mailbox: EngineSide, before_ready: Callable[
             packer, executor = RUNNERS[platform.name](
                 settings, model, plan, scheduler.slots, mode=mode, store=store.folder
             )
-        check = BootCheck(Lab(scheduler.pool, packer, executor), record, platform.name)
+        check = BootCheck(CheckRunner(scheduler.pool, packer, executor), record, platform.name)
         warm = WarmUp(plan, packer, executor, platform, record, check)
-        warm.say, warm.compiled, warm.span, warm.reused = mailbox.put, compile_seconds, trace.span, store.reused()
-        stage = Loop(InlineMailbox(), scheduler, packer, executor, Unwatched(), overlap=ahead)
+        warm.say, warm.compiled, warm.span, warm.reused = transport.put, compile_seconds, trace.span, store.reused()
+        stage = Loop(InlineTransport(), scheduler, packer, executor, Unwatched(), overlap=ahead)
         guard = _heat(settings, warm, model, partial(rehearse, stage), split=split, store=store, steps=steps)
-    loop = Loop(mailbox, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
+    loop = Loop(transport, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     _judge(settings, record)
     before_ready()
-    mailbox.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
+    transport.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
     return loop
 
 
@@ -206,11 +206,11 @@ def _heat(
     split: MemorySplit,
     store: Store,
     steps: Steps,
-) -> Guard:
+) -> ColdMonitor:
     """Warm up, capture graphs, rehearse, leave the record to the next boot; from then on the guard watches."""
+    from preheat.warmup.cold_monitor import ColdMonitor
+    from preheat.warmup.cold_sources import sources_for
     from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
-    from preheat.warmup.guard import Guard
-    from preheat.warmup.sources import sources_for
 
     plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
     if record.mode == GRAPHS and warm.platform.name == "cpu":
@@ -231,7 +231,7 @@ def _heat(
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
-    return Guard(record, plan, settings.on_cold, sources_for(warm.platform.name))
+    return ColdMonitor(record, plan, settings.on_cold, sources_for(warm.platform.name))
 
 
 def _judge(settings: Settings, record: Record) -> None:
@@ -265,11 +265,11 @@ def run_engine(settings: Settings, address: str) -> None:
 
     gc.disable()
     set_up_logging(settings.log_level)
-    mailbox = ProcessMailbox(address)
+    transport = EngineTransport(address)
     try:
-        boot_engine(settings, mailbox, before_ready).run()
+        boot_engine(settings, transport, before_ready).run()
     except BaseException as error:
-        mailbox.put(Died(f"{type(error).__name__}: {error}"))
+        transport.put(Died(f"{type(error).__name__}: {error}"))
         raise
     finally:
-        mailbox.close()
+        transport.close()

@@ -23,7 +23,7 @@ from tests.tokenizers import byte_level
 
 SERVE = """
 import json, sys
-from preheat.server import guard
+from preheat.server import auth as guard
 from preheat.server.app import run_server
 from preheat.settings import Settings
 

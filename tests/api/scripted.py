@@ -24,8 +24,8 @@ from preheat.core import (
     Stats,
     TokenLogprobs,
 )
-from preheat.engine.mailbox import ProcessMailbox
 from preheat.settings import Settings
+from preheat.transport import EngineTransport
 from tests import records
 
 HANG, FAIL = 3, 4
@@ -49,9 +49,9 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
 
 class ScriptedEngine:
     def __init__(
-        self, mailbox: ProcessMailbox, step_seconds: float = STEP_SECONDS, max_model_len: int = MAX_MODEL_LEN
+        self, transport: EngineTransport, step_seconds: float = STEP_SECONDS, max_model_len: int = MAX_MODEL_LEN
     ) -> None:
-        self.mailbox, self.step_seconds, self.max_model_len = mailbox, step_seconds, max_model_len
+        self.transport, self.step_seconds, self.max_model_len = transport, step_seconds, max_model_len
         self.running: dict[int, Sequence] = {}
         self.new: list[Request] = []
         self.draining = False
@@ -59,14 +59,14 @@ class ScriptedEngine:
         self.record.proof.digest = "d16e57"
 
     def run(self) -> None:
-        self.mailbox.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json()))
+        self.transport.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json()))
         while not (self.draining and not self.running):
             self.take(0 if self.running else None)
             if self.running:
-                self.mailbox.put(self.step())
+                self.transport.put(self.step())
 
     def take(self, timeout: float | None) -> None:
-        for message in self.mailbox.take(timeout):
+        for message in self.transport.take(timeout):
             match message:
                 case Request():
                     self.running[message.id] = Sequence(message)
@@ -74,9 +74,9 @@ class ScriptedEngine:
                 case Cancel():
                     self.running.pop(message.id, None)
                     if not self.running:
-                        self.mailbox.put(Delta(stats=self.stats()))
+                        self.transport.put(Delta(stats=self.stats()))
                 case Ask():
-                    self.mailbox.put(Report(self.record.to_json()))
+                    self.transport.put(Report(self.record.to_json()))
                 case Drain():
                     self.draining = True
                     if message.now:
@@ -124,60 +124,60 @@ class ScriptedEngine:
 
 
 def run_engine(settings: Settings, address: str) -> None:
-    mailbox = ProcessMailbox(address)
-    ScriptedEngine(mailbox).run()
-    mailbox.close()
+    transport = EngineTransport(address)
+    ScriptedEngine(transport).run()
+    transport.close()
 
 
 def run_paced_engine(settings: Settings, address: str) -> None:
     """Slow enough for a server to send each token in a write of its own."""
-    mailbox = ProcessMailbox(address)
-    ScriptedEngine(mailbox, step_seconds=0.03).run()
-    mailbox.close()
+    transport = EngineTransport(address)
+    ScriptedEngine(transport, step_seconds=0.03).run()
+    transport.close()
 
 
 def run_late_engine(settings: Settings, address: str) -> None:
     """Takes its time to become ready."""
-    mailbox = ProcessMailbox(address)
+    transport = EngineTransport(address)
     time.sleep(1.5)
-    ScriptedEngine(mailbox).run()
-    mailbox.close()
+    ScriptedEngine(transport).run()
+    transport.close()
 
 
 def run_held_engine(settings: Settings, address: str) -> None:
     """In the middle of its warm-up until the model's folder has a file named go."""
-    mailbox = ProcessMailbox(address)
-    mailbox.put(Progress(0, 40, "(mixed, 64, 8)"))
-    mailbox.put(Progress(12, 40, "(decode, 8)", 2.5))
+    transport = EngineTransport(address)
+    transport.put(Progress(0, 40, "(mixed, 64, 8)"))
+    transport.put(Progress(12, 40, "(decode, 8)", 2.5))
     while not Path(settings.model, "go").exists():
         time.sleep(0.02)
-    ScriptedEngine(mailbox).run()
-    mailbox.close()
+    ScriptedEngine(transport).run()
+    transport.close()
 
 
 def run_short_engine(settings: Settings, address: str) -> None:
     """Every answer is short."""
-    mailbox = ProcessMailbox(address)
-    ScriptedEngine(mailbox, step_seconds=0, max_model_len=48).run()
-    mailbox.close()
+    transport = EngineTransport(address)
+    ScriptedEngine(transport, step_seconds=0, max_model_len=48).run()
+    transport.close()
 
 
 def run_unproved_engine(settings: Settings, address: str) -> None:
     """Its check at boot failed."""
-    mailbox = ProcessMailbox(address)
-    engine = ScriptedEngine(mailbox)
+    transport = EngineTransport(address)
+    engine = ScriptedEngine(transport)
     engine.record.entries[0].outcome = "failed"
-    mailbox.put(Ready(MAX_MODEL_LEN, BLOCKS, 64, 0.0, engine.record.to_json(), "chunked: other bits"))
+    transport.put(Ready(MAX_MODEL_LEN, BLOCKS, 64, 0.0, engine.record.to_json(), "chunked: other bits"))
     while not engine.draining:
         engine.take(None)
-    mailbox.close()
+    transport.close()
 
 
 def run_changing_engine(settings: Settings, address: str) -> None:
     """Beside two others or more, a sequence ends with another token."""
-    mailbox = ProcessMailbox(address)
-    ChangingEngine(mailbox).run()
-    mailbox.close()
+    transport = EngineTransport(address)
+    ChangingEngine(transport).run()
+    transport.close()
 
 
 class ChangingEngine(ScriptedEngine):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat.core import Cancel, Delta, Died, Finish, Ready, Request, SamplingParams, ToEngine, TokenLogprobs
-from preheat.engine.frontdoor import FrontDoor
-from preheat.engine.ticket import Ticket
 from preheat.errors import ContextTooLong, EngineDead, InvalidRequest, NotReady, PreheatError, TooManyRequests
-from preheat.text.tokenizer import Tokenizer
+from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.request_state import Ticket
+from preheat.frontend.tokenizer import Tokenizer
 from tests.api.conftest import write_model
 
 READY = Ready(max_model_len=64, num_blocks=10, block_size=16, seconds=0.0)

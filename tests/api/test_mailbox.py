@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from preheat.core import Cancel, Delta, Drain, Finish, Ready, Request, SamplingParams, Stats, TokenLogprobs
-from preheat.engine.mailbox import FrontMailbox, InlineMailbox, ProcessMailbox
+from preheat.transport import EngineTransport, FrontendTransport, InlineTransport
 
 REQUEST = Request(
     7, [1, 2, 3], SamplingParams(stop=["x"], logit_bias={5: 1.0}, seed=2**64 - 1), 2**64 - 1, 9, 1, [0], "salt"
@@ -23,14 +23,14 @@ DELTA = Delta(
 
 @pytest.fixture
 def ends():
-    front = FrontMailbox()
-    engine = ProcessMailbox(front.address)
+    front = FrontendTransport()
+    engine = EngineTransport(front.address)
     yield front, engine
     engine.close()
     front.close()
 
 
-def received(front: FrontMailbox, count: int) -> list:
+def received(front: FrontendTransport, count: int) -> list:
     messages = []
     while len(messages) < count:
         assert select.select([front.fileno()], [], [], 5)[0], "nothing came"
@@ -80,16 +80,16 @@ def test_many_messages_keep_their_order(ends) -> None:
 
 
 def test_what_is_sent_early_waits_for_the_engine() -> None:
-    front = FrontMailbox()
+    front = FrontendTransport()
     front.send(REQUEST)
-    engine = ProcessMailbox(front.address)
+    engine = EngineTransport(front.address)
     assert engine.take(5) == [REQUEST]
     engine.close()
     front.close()
 
 
 def test_sending_to_nobody_does_not_block() -> None:
-    front = FrontMailbox()
+    front = FrontendTransport()
     front.send(REQUEST)
     assert front.untaken == 1 and front.receive() == []
     folder = Path(front.address.removeprefix("ipc://"))
@@ -99,7 +99,7 @@ def test_sending_to_nobody_does_not_block() -> None:
 
 
 def test_inline() -> None:
-    box = InlineMailbox()
+    box = InlineTransport()
     box.send(Cancel(1))
     box.put(DELTA)
     assert box.take(None) == [Cancel(1)] and box.take(0) == []

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from preheat.cli import main
-from preheat.proof import command
-from preheat.proof.prompts import Size
+from preheat.verify import command
+from preheat.verify.prompts import Size
 from preheat.warmup.record import Record
 from tests.api.conftest import Server, serving
 
@@ -43,7 +43,7 @@ def test_a_failed_check_keeps_requests_out(folder: Path) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "REDUCED", Size(prompts=8, runs=2, outputs=5, longest=20))
-    monkeypatch.setattr("preheat.proof.against.VOCAB_SIZE", 200)
+    monkeypatch.setattr("preheat.verify.against.VOCAB_SIZE", 200)
 
 
 def test_an_even_server_is_verified(few: None, scripted: Server, capsys: pytest.CaptureFixture[str]) -> None:

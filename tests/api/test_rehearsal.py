@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from preheat.server.app import build_app
-from preheat.server.rehearse import BODIES, ROUNDS, rehearse
+from preheat.server.frontend_warmup import BODIES, ROUNDS, rehearse
 from preheat.server.service import Service
 from preheat.settings import Settings
 from preheat.startup import boot_front

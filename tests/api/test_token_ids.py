@@ -10,8 +10,8 @@ import pytest
 
 from preheat import LLM, SamplingParams
 from preheat.errors import InvalidRequest, ModelError, SettingsError
+from preheat.frontend.tokenizer import NoTokenizer
 from preheat.settings import Settings
-from preheat.text.tokenizer import NoTokenizer
 from tests.api.conftest import Server, serving
 
 PROMPT = [300, 301, 302]

@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
+from preheat.backends.cpu.linear import Linear
 from preheat.ops import norm
-from preheat.ops.linear import Linear
 
 
 def split_by_batch(monkeypatch, rows: int = 8) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.ops import tiles
-from preheat.ops.attention import PagedAttention
-from preheat.ops.tiles import Rows, plan_tiles
+from preheat.backends.cpu import tiles
+from preheat.backends.cpu.attention import PagedAttention
+from preheat.backends.cpu.tiles import Rows, plan_tiles
 
 HEADS, KV_HEADS = 4, 2
 

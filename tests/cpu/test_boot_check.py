@@ -10,14 +10,14 @@ import sys
 import pytest
 
 from preheat import LLM, SamplingParams
+from preheat.backends.cpu.platform import CPU
 from preheat.core import Ready
-from preheat.device.cpu import CPU
-from preheat.engine.mailbox import InlineMailbox
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan
-from preheat.proof.identity import differences, read_proof
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.transport import InlineTransport
+from preheat.verify.identity import differences, read_proof
 from preheat.warmup.record import Record
 from tests.cpu.planted import PLANTS, first_run
 
@@ -38,9 +38,9 @@ def few_items():
 
 
 def boot(**options) -> tuple[Ready, Record, object]:
-    mailbox = InlineMailbox()
-    loop = boot_engine(Settings.load(SMALL | options), mailbox)
-    ready = next(message for message in mailbox.receive() if isinstance(message, Ready))
+    transport = InlineTransport()
+    loop = boot_engine(Settings.load(SMALL | options), transport)
+    ready = next(message for message in transport.receive() if isinstance(message, Ready))
     return ready, Record.from_json(ready.record), loop
 
 
@@ -97,7 +97,7 @@ def test_full_tries_every_bucket(policy):
 
 def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
     """Without a compiler: what stands in for one gets a bit wrong."""
-    from preheat.execute import compile as compiling
+    from preheat.backends.cpu import compile as compiling
 
     def wrong(region):
         return lambda x, *more: region(x, *more) * (1 + 2**-7)
@@ -179,9 +179,9 @@ def test_a_cpu_is_always_invariant(booted):
 
 
 def test_a_check_that_breaks_holds_the_engine_back(monkeypatch):
-    from preheat.proof import lab
+    from preheat.verify import check_runner as lab
 
-    monkeypatch.setattr(lab.Lab, "move", lambda *_: 1 / 0)
+    monkeypatch.setattr(lab.CheckRunner, "move", lambda *_: 1 / 0)
     with pytest.raises(PreheatError, match="ZeroDivisionError"):
         LLM(**SMALL)
 

@@ -25,8 +25,8 @@ def test_the_record_as_json_and_as_a_page(tmp_path, capsys):
 def play(monkeypatch, record):
     """The command alone: an engine that has left ``record``."""
 
-    def boot(settings, mailbox):
-        mailbox.put(Ready(256, 8, 64, 0.0, record.to_json()))
+    def boot(settings, transport):
+        transport.put(Ready(256, 8, 64, 0.0, record.to_json()))
 
     monkeypatch.setattr("preheat.startup.boot_engine", boot)
 

@@ -14,12 +14,12 @@ import torch
 from preheat import LLM, SamplingParams
 from preheat.core import Swaps
 from preheat.errors import PreheatError, SettingsError
-from preheat.execute.executor import Executor
+from preheat.execution.executor import Executor
 from preheat.plan.items import SWAP_SIZES
 from preheat.schedule.defrag import padded_size
 from preheat.schedule.running import Running
 from preheat.schedule.scheduler import Scheduler
-from preheat.warmup.guard import Guard
+from preheat.warmup.cold_monitor import ColdMonitor
 
 NEVER = 1_000_000
 TIGHT: dict[str, Any] = {
@@ -141,11 +141,11 @@ def test_a_swap_that_fails_ends_what_runs_and_leaves_nothing_to_find(
     assert bits(llm) == expected
 
 
-def watched(on_cold: str) -> tuple[LLM, Guard]:
+def watched(on_cold: str) -> tuple[LLM, ColdMonitor]:
     """An engine that believes that it has run everything but swaps."""
     llm = LLM(**TIGHT, defrag_threshold=0)
-    guard = llm.loop.observer
-    assert isinstance(guard, Guard)
+    guard = llm.loop.listener
+    assert isinstance(guard, ColdMonitor)
     guard.on_cold, guard._sources = on_cold, ()
     for entry in guard.record.entries:
         entry.outcome = "pending" if entry.kind == "swap" else "ready"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
+from preheat.backends.cpu.compile import Regional, builder, check_compiler, compilations, compile_seconds
 from preheat.errors import SettingsError
-from preheat.execute.compile import Regional, builder, check_compiler, compilations, compile_seconds
 from preheat.model import decoder as decoder_module
 from preheat.model.decoder import Decoder, after_attention, before_attention
 from preheat.ops import activation

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import preheat
 from preheat import LLM, SamplingParams
-from preheat.execute import executor
-from preheat.execute.logprobs import token_logprobs
+from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.execution import executor
+from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import BUNDLED_PATH
 from preheat.ops import activation
-from preheat.outputs import RequestOutput
 from preheat.warmup.record import Record
 
 THREADS = (1, 2)
@@ -235,7 +235,7 @@ def test_the_rehearsal_leaves_nothing_behind():
     stats, metrics = llm.loop.scheduler.stats(), llm.frontdoor.metrics
     assert (stats.steps, stats.prompt_tokens, stats.generation_tokens, stats.running, stats.blocks_used) == (0,) * 5
     assert (metrics.prompt_tokens, metrics.generation_tokens, sum(metrics.finished.values())) == (0, 0, 0)
-    assert not any(entry.hits for entry in Record.from_json(llm.loop.observer.report()).entries)
+    assert not any(entry.hits for entry in Record.from_json(llm.loop.listener.report()).entries)
 
 
 def test_a_context_that_leaves_no_room_for_an_answer_can_be_booted():

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preheat.batch import flat
-from preheat.batch.buffers import StepBuffers
-from preheat.batch.flat import FlatBatch, FlatPacker
-from preheat.batch.sampling import SamplingBatch
 from preheat.core import ALONE, Schedule, StepResult
+from preheat.execution import flat
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.flat import FlatBatch, FlatPacker
+from preheat.execution.sampling import SamplingBatch
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.scheduler import Scheduler
@@ -45,7 +45,7 @@ class Steps:
         if schedule is None:
             return None
         batch = self.packer.pack(schedule)
-        self.line_ups.append(schedule.line_up)
+        self.line_ups.append(schedule.persistent_batch)
         fresh = FlatPacker(self.scheduler.slots, self.plan, self.new_buffers()).pack(schedule)
         assert plain(batch) == plain(fresh)
         return schedule, batch, self.expected(schedule, batch)
@@ -196,7 +196,7 @@ def test_rows_of_another_line_up_are_noticed() -> None:
         steps.settle(schedule)
     schedule = steps.scheduler.schedule()
     slots, first = schedule.slots[::-1].copy(), schedule.first[::-1].copy()
-    liar = Schedule(slots, first, schedule.extend, schedule.samples, 2, line_up=schedule.line_up)
+    liar = Schedule(slots, first, schedule.extend, schedule.samples, 2, persistent_batch=schedule.persistent_batch)
     batch = steps.packer.pack(liar)
     assert steps.sent(liar, batch) != steps.expected(liar, batch)
 

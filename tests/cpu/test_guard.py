@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.batch.sampling import SamplingBatch
-from preheat.engine.ticket import Ticket
+from preheat.backends.cpu.sampler import Sampler
 from preheat.errors import PreheatError
-from preheat.execute.sampler import Sampler
-from preheat.warmup.guard import FIRST_RUN, Guard
+from preheat.execution.sampling import SamplingBatch
+from preheat.frontend.request_state import Ticket
+from preheat.warmup.cold_monitor import FIRST_RUN, ColdMonitor
+from preheat.warmup.cold_sources import sources_for
 from preheat.warmup.record import MAX_EVENTS, Record
-from preheat.warmup.sources import sources_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [5, 6, 7]
@@ -27,15 +27,15 @@ def llm() -> LLM:
     return LLM(max_num_seqs=2, max_model_len=64)
 
 
-def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> Guard:
+def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
     """A guard with every source of this platform, over a record in which every item has run (``hot``) or none."""
     plan = llm.loop.packer.plan
     record = Record.of(plan)
     for entry in record.entries:
         if hot and entry.outcome == "pending":
             entry.outcome = "ready"
-    guard = Guard(record, plan, on_cold, sources_for("cpu"))
-    llm.loop.observer = guard
+    guard = ColdMonitor(record, plan, on_cold, sources_for("cpu"))
+    llm.loop.listener = guard
     return guard
 
 

@@ -11,8 +11,8 @@ import torch
 
 from preheat import LLM
 from preheat.core import Swaps
-from preheat.execute.executor import Executor
-from preheat.execute.kv_cache import KVCache
+from preheat.execution.executor import Executor
+from preheat.execution.kv_cache import KVCache
 from preheat.plan.items import SWAP_SIZES
 from preheat.warmup.swaps import SwapRuns
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from preheat.backends.cpu.linear import Linear
 from preheat.model.rope import rope_table
-from preheat.model.spec import RopeSpec
+from preheat.model.specs import RopeSpec
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.embedding import embed
-from preheat.ops.linear import Linear
 from preheat.ops.norm import RMSNorm
 from preheat.ops.rotary import apply_rope_
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.batch.pack import Packer
+from preheat.backends.cpu.sampler import Sampler
 from preheat.core import Request, SamplingParams, Schedule
-from preheat.execute.executor import Executor
-from preheat.execute.kv_cache import KVCache
-from preheat.execute.sampler import Sampler
+from preheat.execution.executor import Executor
+from preheat.execution.kv_cache import KVCache
+from preheat.execution.pack import Packer
 from preheat.limits import Limits
 from preheat.model.decoder import Decoder
 from preheat.plan.options import PlanOptions

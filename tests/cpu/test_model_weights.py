@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.layout import expected_tensors
-from preheat.model.spec import ModelSpec, read_spec
-from preheat.model.upload import Upload
-from preheat.model.weights import DummyTensors, SafetensorsFiles, check_tensors, load_weights
+from preheat.model.loader import DummyTensors, SafetensorsFiles, check_tensors, load_weights
+from preheat.model.specs import ModelSpec, read_spec
 from tests.cpu.test_model_families import dense_attention
 
 CONFIG = {
@@ -214,7 +214,7 @@ def test_the_check_for_degeneracy_can_fail():
             DummyTensors(0).fill(name, out)
             out.mul_(1e-3)
 
-    from preheat.model import weights as module
+    from preheat.model import loader as module
 
     weights = module._Builder(SPEC, Tiny(), torch.float32, torch.device("cpu"), module.linear_on_host).build()
     decoder = Decoder(SPEC, weights, 256)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.device import cuda as cuda_module
-from preheat.device import early
-from preheat.device.base import pick_platform, works_ahead
-from preheat.device.cpu import CPU
+from preheat.backends.base import pick_platform, works_ahead
+from preheat.backends.cpu.platform import CPU
+from preheat.backends.cuda import early
+from preheat.backends.cuda import platform as cuda_module
 from preheat.errors import SettingsError
 from preheat.settings import Settings
 from preheat.sizing import resolve_limits

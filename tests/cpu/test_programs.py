@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat.batch.sampling import Level
-from preheat.execute.programs import Programs, SampleKey
+from preheat.execution.graphs import Programs, SampleKey
+from preheat.execution.sampling import Level
 from preheat.plan.items import SamplerKey, sampler_keys
 
 

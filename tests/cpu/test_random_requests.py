@@ -114,7 +114,7 @@ def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
 
 def hits(llm: LLM) -> dict[str, int]:
     """Of every item that a step can run."""
-    record = Record.from_json(llm.loop.observer.report())
+    record = Record.from_json(llm.loop.listener.report())
     items = {item.name for item in llm.loop.packer.plan.items if item.kind in ("prompt", "decode", "mixed", "sampler")}
     zero = {item.name for item in llm.loop.packer.plan.items if item.program and item.program[:2] == ("sampler", 0)}
     return {entry.name: entry.hits for entry in record.entries if entry.name in items - zero}
@@ -127,7 +127,7 @@ def test_nothing_is_cold_and_nothing_is_missed(model, capsys, mode):
     except SettingsError as error:  # compile needs a compiler
         pytest.skip(str(error))
     assert run(llm, REQUESTS[mode], seed=1) == {"done": REQUESTS[mode]}
-    record = Record.from_json(llm.loop.observer.report())
+    record = Record.from_json(llm.loop.listener.report())
     assert not any(record.cold.values())
     assert record.misses == {}
     found = hits(llm)
@@ -145,4 +145,4 @@ def test_without_warm_up_the_same_requests_find_it_cold(model, mode, source):
     except SettingsError as error:
         pytest.skip(str(error))
     assert run(llm, 50, seed=1) == {"done": 50}
-    assert Record.from_json(llm.loop.observer.report()).cold[source] >= 5
+    assert Record.from_json(llm.loop.listener.report()).cold[source] >= 5

@@ -8,11 +8,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from preheat.batch.sampling import Level, SamplingBatch
+from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
-from preheat.execute.sampler import Sampler
-from preheat.ops import survivors
-from preheat.ops.survivors import deficits, furthest, keep_ordered
+from preheat.execution.sampling import Level, SamplingBatch
+from preheat.ops import top_k_top_p as survivors
+from preheat.ops.top_k_top_p import deficits, furthest, keep_ordered
 from tests.cpu.sampling_reference import Row, answer, edited, fill
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.batch.sampling import SamplingBatch
+from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
-from preheat.execute.sampler import Sampler
-from preheat.ops.survivors import RandomRows
+from preheat.execution.sampling import SamplingBatch
+from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, answer, edited, fill, weights
 
 DRAWS = 12_000
@@ -114,4 +114,4 @@ def test_a_wrong_distribution_is_seen() -> None:
 
 def test_row_type_carries_the_whole_key() -> None:
     """The draws above replace one part of the key at a time; there is no other part."""
-    assert {"seed", "position", "choice"} <= set(RandomRows.__dataclass_fields__)
+    assert {"seed", "position", "choice"} <= set(SamplingMetadata.__dataclass_fields__)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.batch.sampling import Level, SamplingBatch
+from preheat.backends.cpu import sampler as module
+from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
-from preheat.execute import sampler as module
-from preheat.execute.sampler import Sampler
-from preheat.ops.survivors import RandomRows
+from preheat.execution.sampling import Level, SamplingBatch
+from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, fill
 
 KINDS: list[dict[str, object]] = [
@@ -93,14 +93,14 @@ def test_threads_change_nothing() -> None:
 
 def test_noise_keyed_by_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a sampler whose noise knows the row's place fails the test above."""
-    take = RandomRows.take
+    take = SamplingMetadata.take
 
-    def by_place(self: RandomRows, index: np.ndarray | slice) -> RandomRows:
+    def by_place(self: SamplingMetadata, index: np.ndarray | slice) -> SamplingMetadata:
         taken = take(self, index)
         taken.seed = taken.rows.astype(np.uint64)
         return taken
 
-    monkeypatch.setattr(RandomRows, "take", by_place)
+    monkeypatch.setattr(SamplingMetadata, "take", by_place)
     assert differing(mixed_rows(1), sample) > len(KINDS) // 2
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.batch.sampling import PenaltyRows, SamplingBatch
+from preheat.backends.cpu.sampler import Sampler, TokenCounts
 from preheat.core import Request, SamplingParams
-from preheat.execute.sampler import Sampler, TokenCounts
+from preheat.execution.sampling import PenaltyRows, SamplingBatch
 from preheat.schedule.slots import Slots
 
 VOCAB = 12

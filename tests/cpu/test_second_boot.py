@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.device.cpu import CPU
+from preheat.backends.cpu.platform import CPU
 from preheat.plan.cost import ModelSizes
 from preheat.warmup.graphs import Budget, capture_twin, divide_memory
 from preheat.warmup.record import Record
@@ -26,7 +26,7 @@ def boot(folder, **options) -> LLM:
 
 
 def record(llm: LLM) -> Record:
-    return Record.from_json(llm.loop.observer.report())
+    return Record.from_json(llm.loop.listener.report())
 
 
 def outcomes(llm: LLM) -> set[str]:

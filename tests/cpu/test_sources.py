@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from preheat.batch.pack import Packer
 from preheat.errors import SettingsError
-from preheat.execute.executor import Executor
+from preheat.execution.executor import Executor
+from preheat.execution.pack import Packer
 from preheat.schedule.scheduler import Scheduler
-from preheat.warmup import sources
-from preheat.warmup.sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for
+from preheat.warmup import cold_sources as sources
+from preheat.warmup.cold_sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "cold-events.md"
 
@@ -88,7 +88,7 @@ def test_counters_that_someone_cleared_still_tell():
 
 def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
     code = (
-        "import sys, torch; from preheat.warmup.sources import sources_for\n"
+        "import sys, torch; from preheat.warmup.cold_sources import sources_for\n"
         "found = sources_for('cpu')\n"
         "assert not any(source.taken() for source in found)\n"
         "assert 'torch._dynamo' not in sys.modules\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.engine.observe import StepLog
+from preheat.engine.listeners import StepLog
 
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -92,12 +92,12 @@ def test_every_step(option, name, event, caplog, monkeypatch):
 
 
 def test_without_the_options_nobody_stands_between_loop_and_guard():
-    assert not isinstance(LLM(**SMALL).loop.observer, StepLog)
-    assert isinstance(LLM(**SMALL, log_step_graph_compilation=True).loop.observer, StepLog)
+    assert not isinstance(LLM(**SMALL).loop.listener, StepLog)
+    assert isinstance(LLM(**SMALL, log_step_graph_compilation=True).loop.listener, StepLog)
 
 
 def test_the_report_passes_through():
-    assert LLM(**SMALL, log_step_graph_compilation=True).loop.observer.report().startswith(b"{")
+    assert LLM(**SMALL, log_step_graph_compilation=True).loop.listener.report().startswith(b"{")
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("eager", True), ("compile", False)])

@@ -10,12 +10,12 @@ import pytest
 
 from preheat.cli import main
 from preheat.errors import InvalidRequest
-from preheat.proof import command
-from preheat.proof.compare import PathResult
-from preheat.proof.prompts import FULL, REDUCED, Size, make_prompts
-from preheat.proof.verify import Verification, group_sizes
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.verify import command
+from preheat.verify.compare import PathResult
+from preheat.verify.prompts import FULL, REDUCED, Size, make_prompts
+from preheat.verify.verification import Verification, group_sizes
 from tests.cpu.planted import PLANTS
 
 SMALL = Size(prompts=14, runs=2, outputs=20, longest=300)
@@ -72,7 +72,7 @@ def test_a_planted_kernel_is_found(plant, monkeypatch):
 
 def test_only_the_first_run_differing_is_found(monkeypatch):
     """As in an engine that is not warm: what every run is compared with is the first."""
-    from preheat.execute.executor import Executor
+    from preheat.execution.executor import Executor
 
     right, calls = Executor._sample, []
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.batch.pack import Batch
 from preheat.errors import PreheatError, SettingsError
-from preheat.execute.executor import Executor
+from preheat.execution.executor import Executor
+from preheat.execution.pack import Batch
 from preheat.warmup.record import Record
 
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "max_model_len": 96, "block_size": 16}
@@ -28,7 +28,7 @@ def warm(**options) -> LLM:
 
 
 def record(llm: LLM) -> Record:
-    return Record.from_json(llm.loop.observer.report())
+    return Record.from_json(llm.loop.listener.report())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_without_warm_up_everything_is_cold_once():
 
 
 def test_raise_fails_the_step_and_the_engine_goes_on(llm):
-    entries = llm.loop.observer.record.entries
+    entries = llm.loop.listener.record.entries
     cold = [entry for entry in entries if entry.kind == "decode"]
     for entry in cold:
         entry.outcome = "failed"
@@ -172,8 +172,8 @@ def test_the_story_of_three_sequences():
         block_size=128, enable_prefix_caching=False, on_cold="off", **named,
     )  # fmt: skip
     shapes: list[tuple[str, int, int]] = []
-    observe = llm.loop.observer.step
-    llm.loop.observer.step = lambda batch: (
+    observe = llm.loop.listener.step
+    llm.loop.listener.step = lambda batch: (
         shapes.append((batch.shape.phase, batch.shape.rows, batch.shape.longest)), observe(batch)
     )  # fmt: skip
     prompts = [[9] * 412, [8] * 400, [7] * 390]

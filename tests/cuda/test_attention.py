@@ -27,7 +27,7 @@ def paged():
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def whole(request, paged):
-    shape = paged.Shape(*request.param)
+    shape = paged.Bucket(*request.param)
     made = paged.Pages(shape, LENGTHS, seed=int(torch.randint(1 << 30, ())), device="cuda")
     return made, made.prefill([(i, 0, n) for i, n in enumerate(LENGTHS)]).split(LENGTHS)
 
@@ -85,7 +85,7 @@ def test_another_split_gives_other_bits(whole):
 
 
 def test_a_captured_call_gives_the_bits_of_an_eager_one(paged):
-    made = paged.Pages(paged.Shape(32, 8, 128), LENGTHS, device="cuda")
+    made = paged.Pages(paged.Bucket(32, 8, 128), LENGTHS, device="cuda")
     work = [(i, n - 1) for i, n in enumerate(LENGTHS)]
     expected = made.decode(work)
     q, slots, positions, out = made._step([(i, p, 1) for i, p in work])

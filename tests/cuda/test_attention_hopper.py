@@ -33,8 +33,8 @@ def made(request, paged):
     """A cache whose unused slots are NaN."""
     shape, block = request.param
     seed = int(torch.randint(1 << 30, ()))
-    pages = paged.Pages(paged.Shape(*shape), LENGTHS, block, seed, device="cuda", by_block=block == 64)
-    from preheat.ops.cuda import attention_hopper
+    pages = paged.Pages(paged.Bucket(*shape), LENGTHS, block, seed, device="cuda", by_block=block == 64)
+    from preheat.backends.cuda import attention_hopper
 
     assert attention_hopper.fits(pages.qkv[0][:, : pages.shape.heads], pages.cache)
     return pages
@@ -83,7 +83,7 @@ def test_another_split_gives_other_bits(made):
 
 
 def test_a_captured_call_reads_its_number_of_tiles_again(paged):
-    made = paged.Pages(paged.Shape(32, 8, 128), LENGTHS, 128, device="cuda")
+    made = paged.Pages(paged.Bucket(32, 8, 128), LENGTHS, 128, device="cuda")
     expected = made.prefill(WHOLE)
     q, slots, positions, out = made._step(WHOLE)
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
@@ -109,9 +109,9 @@ def test_a_captured_call_reads_its_number_of_tiles_again(paged):
 
 
 def test_what_does_not_fit(paged):
-    from preheat.ops.cuda import attention_hopper
+    from preheat.backends.cuda import attention_hopper
 
     for shape, block in (((8, 1, 256), 64), ((8, 2, 128, torch.float32), 64), ((8, 2, 128), 32)):
-        made = paged.Pages(paged.Shape(*shape), [70], block, device="cuda")
+        made = paged.Pages(paged.Bucket(*shape), [70], block, device="cuda")
         assert not attention_hopper.fits(made.qkv[0][:, :8], made.cache)
         assert not made.prefill([(0, 0, 70)]).isnan().any()

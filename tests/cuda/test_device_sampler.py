@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.batch.sampling import Level, SamplingBatch
+from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.backends.cpu.sampler import Sampler
+from preheat.backends.cuda.sampler import Cut, DeviceSampler
 from preheat.core import SamplingParams
-from preheat.execute.device_sampler import Cut, DeviceSampler
-from preheat.execute.logprobs import token_logprobs
-from preheat.execute.sampler import Sampler
+from preheat.execution.sampling import Level, SamplingBatch
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close

@@ -19,15 +19,15 @@ import pytest
 from msgspec import structs
 
 from preheat import LLM, SamplingParams
-from preheat.batch.buffers import Layout
-from preheat.batch.flat import FlatPacker
-from preheat.batch.sampling import Level
-from preheat.execute.device_sampler import DeviceSampler
-from preheat.ops.cuda.work import SPLIT
+from preheat.backends.cuda.sampler import DeviceSampler
+from preheat.backends.cuda.work import SPLIT
+from preheat.execution.buffers import Layout
+from preheat.execution.flat import FlatPacker
+from preheat.execution.sampling import Level
 from preheat.schedule.running import Running
 from preheat.schedule.scheduler import Scheduler
+from preheat.warmup.cold_sources import sources_for
 from preheat.warmup.record import Record
-from preheat.warmup.sources import sources_for
 from tests.cpu.test_compaction import forgets_tables, move_everything
 from tests.cpu.test_random_requests import DRAWS, VOCAB, draw, run
 from tests.tokenizers import byte_level
@@ -106,7 +106,7 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Bits:
     """Tokens, texts, ends and exact log-probabilities; nothing is left behind, nothing cold where it matters."""
-    llm.loop.observer._sources = sources_for("cuda")  # what other engines of this process have built is no news
+    llm.loop.listener._sources = sources_for("cuda")  # what other engines of this process have built is no news
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0
@@ -127,14 +127,14 @@ def expected(warm: LLM) -> Bits:
 # First, before other engines build anything in this process.
 def test_nothing_is_cold_and_nothing_is_missed(warm: LLM) -> None:
     assert run(warm, 400, seed=1) == {"done": 400}
-    record = Record.from_json(warm.loop.observer.report())
+    record = Record.from_json(warm.loop.listener.report())
     assert not any(record.cold.values()), record.events
     assert record.misses == {}
 
 
 def test_without_warm_up_first_runs_are_told(eager: LLM) -> None:
     assert run(eager, 30, seed=1) == {"done": 30}
-    assert Record.from_json(eager.loop.observer.report()).cold["first run"] >= 5
+    assert Record.from_json(eager.loop.listener.report()).cold["first run"] >= 5
 
 
 def test_alone_and_with_its_prefix_in_the_cache_a_request_gets_the_same(warm: LLM, expected: Bits) -> None:
@@ -202,7 +202,7 @@ def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, mon
 
 def test_a_norm_that_looks_at_its_batch_is_noticed(eager: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rounding depends on the number of rows."""
-    from preheat.ops.cuda import norm
+    from preheat.backends.cuda import norm
 
     right = norm._launch
     monkeypatch.setattr(norm, "_launch", lambda x, *rest: right(x, *rest) * (1 + 2**-7 * (len(x) > 8)))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.ops.cuda.work import SPLIT
-from preheat.outputs import RequestOutput
+from preheat.backends.cuda.work import SPLIT
+from preheat.frontend.outputs import RequestOutput
 from tests.cpu.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MODELS, YARN_ROPE, Model, save_checkpoint
 
 DEVICE = "cuda"

@@ -7,17 +7,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from preheat.device.base import pick_platform
-from preheat.ops.cuda.linear import CudaLinear, apply
-from preheat.ops.cuda.linear_hopper import fits
-from preheat.ops.cuda.prove import compile_kernels, differing, fill, prove, settle
-from preheat.ops.cuda.tuner import WIDE
-from preheat.ops.cuda.tuning import (
+from preheat.backends.base import pick_platform
+from preheat.backends.cuda.linear import CudaLinear, apply
+from preheat.backends.cuda.linear_hopper import fits
+from preheat.backends.cuda.prove import compile_kernels, differing, fill, prove, settle
+from preheat.backends.cuda.tuner import WIDE
+from preheat.backends.cuda.tuning import (
     REFERENCE,
-    Choices,
     Entry,
+    KernelConfigs,
     Library,
-    Shape,
+    LinearShape,
     Table,
     Tile,
     choices,
@@ -26,15 +26,15 @@ from preheat.ops.cuda.tuning import (
 )
 
 ROWS = [1, 2, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 256, 384, 512, 1000, 1024, 2048, 4096, 8192]
-DEEP = Shape(4096, 14336)
+DEEP = LinearShape(4096, 14336)
 SHAPES = [
-    Shape(6144, 4096),
-    Shape(28672, 4096, gated=True),
+    LinearShape(6144, 4096),
+    LinearShape(28672, 4096, gated=True),
     DEEP,
-    Shape(1024, 3072),
-    Shape(1152, 896, bias=True),
-    Shape(9728, 896, gated=True),
-    Shape(1000, 200, bias=True),
+    LinearShape(1024, 3072),
+    LinearShape(1152, 896, bias=True),
+    LinearShape(9728, 896, gated=True),
+    LinearShape(1000, 200, bias=True),
 ]
 TILES = [
     Tile(outputs, rows, inputs, warps, stages, bulk)
@@ -61,7 +61,7 @@ def test_what_serves_has_the_bits_of_the_plain_kernel(shape):
     assert differing(shape, [(rows, found(shape, rows)) for rows in ROWS]) == set()
 
 
-@pytest.mark.parametrize("shape", [Shape(1152, 896, bias=True), Shape(2048, 1000, gated=True)], ids=str)
+@pytest.mark.parametrize("shape", [LinearShape(1152, 896, bias=True), LinearShape(2048, 1000, gated=True)], ids=str)
 def test_tiles_and_warps_change_no_bits(shape):
     compile_kernels((shape, tile) for tile in TILES)
     assert differing(shape, [(rows, tile) for rows in (1, 17, 200) for tile in TILES]) == set()
@@ -73,7 +73,7 @@ def hopper():
         pytest.skip("needs a Hopper GPU")
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, Shape(2000, 200, gated=True), Shape(264, 8)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LinearShape(2000, 200, gated=True), LinearShape(264, 8)], ids=str)
 def test_the_kernel_for_many_rows_has_the_bits_of_the_plain_one(hopper, shape):
     """With all its tiles, and also with fewer rows and outputs than a tile has."""
     assert fits(shape)
@@ -86,7 +86,7 @@ def test_the_kernel_for_many_rows_has_the_bits_of_the_plain_one(hopper, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_kernel_for_many_rows_adds_the_bias_and_writes_no_more_than_its_rows(hopper, wide, dtype, gated):
-    shape = Shape(2000, 520, gated, dtype)
+    shape = LinearShape(2000, 520, gated, dtype)
     x, weight, bias = operands(shape, 200)
     room = torch.full((201, shape.columns), 7.0, device="cuda", dtype=dtype)
     expected = apply(REFERENCE[torch.bfloat16], x, weight, bias, gated)
@@ -96,12 +96,16 @@ def test_the_kernel_for_many_rows_adds_the_bias_and_writes_no_more_than_its_rows
 
 
 def test_the_kernel_for_many_rows_refuses_what_the_copy_engine_cannot_read(hopper):
-    for shape in (Shape(512, 1004), Shape(1000, 512, gated=True), Shape(512, 512, dtype=torch.float32)):
+    for shape in (
+        LinearShape(512, 1004),
+        LinearShape(1000, 512, gated=True),
+        LinearShape(512, 512, dtype=torch.float32),
+    ):
         assert not fits(shape)
 
 
 def test_the_plain_kernel_serves_float32():
-    shape = Shape(1000, 200, bias=True, dtype=torch.float32)
+    shape = LinearShape(1000, 200, bias=True, dtype=torch.float32)
     rows = [1, 17, 300]
     assert differing(shape, [(size, rule(shape, size)) for size in rows]) == set()
 
@@ -111,7 +115,7 @@ def test_cutting_the_inputs_into_parts_is_seen():
     parts = differing(DEEP, [(rows, Library(split=True)) for rows in (1, 16, 64, 128)])
     assert parts
     rows = min(size for size, _ in parts)
-    found = Choices([Table("", (9, 0), [Entry.of(DEEP, rows, Library(split=True), 1.0, True)])])
+    found = KernelConfigs([Table("", (9, 0), [Entry.of(DEEP, rows, Library(split=True), 1.0, True)])])
     assert prove(found, [DEEP], [rows]) == {(DEEP, rows): False}
     assert found(DEEP, rows) == tile_rule(DEEP, rows)
 
@@ -126,12 +130,12 @@ def test_a_call_that_may_split_leaves_nothing_behind():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_accuracy(dtype, gated):
-    x, weight, bias = operands(Shape(2048, 4096, gated, dtype), 65)
+    x, weight, bias = operands(LinearShape(2048, 4096, gated, dtype), 65)
     exact = x.double() @ weight.double().t() + bias.double()
     if gated:
         gate, up = exact.chunk(2, 1)
         exact = torch.nn.functional.silu(gate) * up
-    for choice in (REFERENCE[dtype], rule(Shape(2048, 4096, gated, dtype), 65), Library()):
+    for choice in (REFERENCE[dtype], rule(LinearShape(2048, 4096, gated, dtype), 65), Library()):
         y = apply(choice, x, weight, bias, gated)
         error = (y.double() - exact).abs().max() / exact.abs().max()
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), choice
@@ -140,7 +144,7 @@ def test_accuracy(dtype, gated):
 @pytest.mark.parametrize("choice", [Tile(32, 16, 64, 2, 3), Library()], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_result_is_written_where_it_is_told(choice, bias):
-    x, weight, vector = operands(Shape(512, 256), 9)
+    x, weight, vector = operands(LinearShape(512, 256), 9)
     room = torch.full((10, 512), 7.0, device="cuda").bfloat16()
     y = apply(choice, x, weight, vector if bias else None, False, room[:9])
     assert y.data_ptr() == room.data_ptr()

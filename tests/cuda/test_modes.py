@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from preheat.core import Ready
-from preheat.engine.mailbox import InlineMailbox
 from preheat.errors import SettingsError
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.transport import InlineTransport
 from preheat.warmup.record import Record
 
 OPTIONS = {
@@ -18,9 +18,9 @@ OPTIONS = {
 
 
 def boot(**options):
-    mailbox = InlineMailbox()
-    loop = boot_engine(Settings.load(OPTIONS | options), mailbox)
-    ready = next(message for message in mailbox.receive() if isinstance(message, Ready))
+    transport = InlineTransport()
+    loop = boot_engine(Settings.load(OPTIONS | options), transport)
+    ready = next(message for message in transport.receive() if isinstance(message, Ready))
     return Record.from_json(ready.record), loop, ready.held
 
 

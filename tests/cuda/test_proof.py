@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 
+from preheat.backends.cuda.tuning import KernelConfigs, Library
 from preheat.bench.shapes import SHAPES
 from preheat.core import Ready
-from preheat.engine.mailbox import InlineMailbox
-from preheat.ops.cuda.tuning import Choices, Library
 from preheat.ops.digest import row_digests
-from preheat.proof.prompts import Size, make_prompts
-from preheat.proof.verify import Verification
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.transport import InlineTransport
+from preheat.verify.prompts import Size, make_prompts
+from preheat.verify.verification import Verification
 from preheat.warmup.record import Record
 
 OPTIONS = {
@@ -26,9 +26,9 @@ SIZE = Size(prompts=70, runs=2, outputs=24, longest=700)
 
 
 def boot(**options) -> tuple[Ready, Record]:
-    mailbox = InlineMailbox()
-    boot_engine(Settings.load(OPTIONS | options), mailbox)
-    ready = next(message for message in mailbox.receive() if isinstance(message, Ready))
+    transport = InlineTransport()
+    boot_engine(Settings.load(OPTIONS | options), transport)
+    ready = next(message for message in transport.receive() if isinstance(message, Ready))
     return ready, Record.from_json(ready.record)
 
 
@@ -53,7 +53,7 @@ def test_digests_are_the_hosts(vocab):
 
 def layout_of_the_batch(monkeypatch) -> None:
     """A norm whose row sum has a layout, by its number of warps, that follows the number of rows."""
-    from preheat.ops.cuda import norm
+    from preheat.backends.cuda import norm
 
     def launch(x, residual, weight, eps):
         size, out = x.shape[1], torch.empty_like(x)
@@ -66,7 +66,7 @@ def layout_of_the_batch(monkeypatch) -> None:
 
 def split_by_batch(monkeypatch) -> None:
     """A linear map that adds its inputs in two halves from 128 rows on."""
-    from preheat.ops.cuda.linear import CudaLinear
+    from preheat.backends.cuda.linear import CudaLinear
 
     right = CudaLinear.__call__
 
@@ -93,7 +93,7 @@ def test_a_planted_kernel_is_named(plant, dtype, monkeypatch):
 
 def test_a_graph_that_differs_from_eager_is_named(monkeypatch):
     """Whoever is tapped runs eagerly, and is made to differ."""
-    from preheat.execute.device_executor import DeviceExecutor
+    from preheat.execution.device_executor import DeviceExecutor
 
     right = DeviceExecutor._forward
 
@@ -132,7 +132,7 @@ def test_cublas_left_to_itself_is_found_at_the_sizes_of_8b(left_to_itself, monke
     few rows, and the same request differs between batches. Two layers are enough.
     """
     if left_to_itself:
-        monkeypatch.setattr(Choices, "_find", lambda self, shape, rows: Library(split=True))
+        monkeypatch.setattr(KernelConfigs, "_find", lambda self, shape, rows: Library(split=True))
     config = SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 1024}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from preheat.warmup.sources import SELDOM, SOURCES, sources_for
+from preheat.warmup.cold_sources import SELDOM, SOURCES, sources_for
 
 
 @pytest.fixture

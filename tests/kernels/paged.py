@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from preheat.ops.cuda.attention import (
+from preheat.backends.cuda.attention import (
     How,
     Workspace,
     decode_attention,
@@ -15,11 +15,11 @@ from preheat.ops.cuda.attention import (
     prefill_how,
     query_tile,
 )  # fmt: skip
-from preheat.ops.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
 
 
 @dataclasses.dataclass
-class Shape:
+class Bucket:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 64
@@ -30,7 +30,7 @@ class Shape:
 class Pages:
     """Sequence i has ``lengths[i]`` tokens; its slot is i. ``by_block``: a block's layers lie one after another."""
 
-    def __init__(self, shape: Shape, lengths, block_size=64, seed=0, device="cpu", by_block=False):
+    def __init__(self, shape: Bucket, lengths, block_size=64, seed=0, device="cpu", by_block=False):
         self.shape, self.lengths, self.device = shape, lengths, device
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-n // block_size) for n in lengths]

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from preheat.ops.cuda import attention_hopper
-from preheat.ops.cuda.attention import How, prefill_how
-from tests.kernels.paged import Pages, Shape, relative_error
+from preheat.backends.cuda import attention_hopper
+from preheat.backends.cuda.attention import How, prefill_how
+from tests.kernels.paged import Bucket, Pages, relative_error
 
 SPLIT = 128  # more splits in short sequences
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 SHAPES = [
-    Shape(),
-    Shape(heads=3, kv_heads=1, dim=96, window=70),
-    Shape(heads=2, kv_heads=2, dim=64, dtype=torch.float32),
+    Bucket(),
+    Bucket(heads=3, kv_heads=1, dim=96, window=70),
+    Bucket(heads=2, kv_heads=2, dim=64, dtype=torch.float32),
 ]
 
 
@@ -58,7 +58,7 @@ def test_blocks_change_no_bits(whole):
 
 def test_another_split_gives_other_bits():
     """What shows that the tests above could fail."""
-    made = pages(Shape())
+    made = pages(Bucket())
     assert not torch.equal(made.decode([(2, 199)], 64), made.decode([(2, 199)], SPLIT))
 
 

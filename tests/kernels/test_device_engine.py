@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.batch.flat import FlatPacker
-from preheat.device.cpu import CPU
-from preheat.execute.device_executor import DeviceExecutor
-from preheat.ops.cuda import norm
+from preheat.backends.cpu.platform import CPU
+from preheat.backends.cuda import norm
+from preheat.execution.device_executor import DeviceExecutor
+from preheat.execution.flat import FlatPacker
+from preheat.frontend.outputs import Logprob, RequestOutput
 from preheat.ops.norm import RMSNorm
-from preheat.outputs import Logprob, RequestOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
 
@@ -56,8 +56,8 @@ class StandIn(CPU):
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("preheat.device.base.pick_platform", lambda device: StandIn())
-    monkeypatch.setattr("preheat.warmup.sources.sources_for", lambda platform: [])
+    monkeypatch.setattr("preheat.backends.base.pick_platform", lambda device: StandIn())
+    monkeypatch.setattr("preheat.warmup.cold_sources.sources_for", lambda platform: [])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     # Norms look at where their weights lie.

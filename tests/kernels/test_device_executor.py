@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
+from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.sampler_input import SamplerInput
+from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.core import Request, SamplingParams
-from preheat.execute import device_executor
-from preheat.execute.programs import Programs
-from preheat.execute.sampler_input import SamplerInput
+from preheat.execution import device_executor
+from preheat.execution.graphs import Programs
 from preheat.limits import Limits
-from preheat.model.spec import read_spec
-from preheat.model.weights import load_weights
-from preheat.ops.cuda.linear import CudaLinear
-from preheat.ops.cuda.tuning import Choices
+from preheat.model.loader import load_weights
+from preheat.model.specs import read_spec
+from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.shape import Shape
 from preheat.runner import Model, on_device
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
-from preheat.warmup.feed import Feed, rows_of
+from preheat.warmup.dummy_batch import DummyBatches, rows_of
 
 LIMITS = Limits(
     max_model_len=32, max_num_seqs=2, max_num_batched_tokens=4, max_num_prefill_seqs=None, block_size=16, num_blocks=5
@@ -38,7 +38,7 @@ CONFIG = {
 def made(tmp_path_factory):
     """Plan and model."""
     spec, folder = read_spec(CONFIG), tmp_path_factory.mktemp("model")
-    make_linear = partial(CudaLinear, choices=Choices())
+    make_linear = partial(CudaLinear, choices=KernelConfigs())
     weights = load_weights(spec, folder, torch.float32, "dummy", make_linear=make_linear)
     return make_plan(LIMITS, PlanOptions()), Model(folder, spec, torch.float32, "float32", weights, 1)
 
@@ -47,7 +47,7 @@ def engine(made, **options):
     plan, model = made
     slots = Slots(LIMITS.max_num_seqs, LIMITS.max_model_len, LIMITS.block_size)
     packer, executor = on_device(Settings(**options), model, plan, slots, mode="graphs", store=None)
-    return packer, executor, Feed(slots, LIMITS, 48)
+    return packer, executor, DummyBatches(slots, LIMITS, 48)
 
 
 def attended(made, shape, **options):
@@ -57,7 +57,7 @@ def attended(made, shape, **options):
         return torch.cat(executor.forward(packer.pack(schedule)), dim=1)
 
 
-@pytest.mark.parametrize(("shape", "layers"), [(Shape.decode(2), 1), (Shape.mixed(4, 2), 2)], ids=str)
+@pytest.mark.parametrize(("shape", "layers"), [(Bucket.decode(2), 1), (Bucket.mixed(4, 2), 2)], ids=str)
 def test_parts_have_the_bits_of_the_whole(made, shape, layers):
     whole = attended(made, shape)
     assert whole.abs().sum() > 0
@@ -67,12 +67,12 @@ def test_parts_have_the_bits_of_the_whole(made, shape, layers):
 @pytest.mark.parametrize(("layers", "parts"), [(None, [3]), (1, [1, 1, 1]), (2, [2, 1]), (99, [3])])
 def test_layers_are_divided(made, layers, parts):
     _, executor, _ = engine(made, config_hidden_layers=layers)
-    assert [len(part.layers) for part in executor._parts_of(Shape.decode(2))] == parts
+    assert [len(part.layers) for part in executor._parts_of(Bucket.decode(2))] == parts
 
 
 def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
     """The control: with a stream of its own for each part, the bits are others."""
-    shape = Shape.decode(2)
+    shape = Bucket.decode(2)
     whole = attended(made, shape)
     forward = device_executor.DeviceExecutor._forward
 
@@ -156,11 +156,11 @@ def graphs(monkeypatch):
 
 @graphs_of_nothing
 def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
-    shape = Shape.decode(2)
+    shape = Bucket.decode(2)
     packer, executor, feed = engine(made, config_hidden_layers=1)
     assert not executor.is_captured(shape)
     executor.capture(shape)
-    assert executor.is_captured(shape) and not executor.is_captured(Shape.decode(1))
+    assert executor.is_captured(shape) and not executor.is_captured(Bucket.decode(1))
     with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
         batch = packer.pack(schedule)
         executor.forward(batch)
@@ -171,7 +171,7 @@ def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
 @graphs_of_nothing
 def test_a_shape_is_captured_whole_or_not_at_all(made, graphs, monkeypatch):
     """Memory runs out at the second part."""
-    shape, (_, executor, _) = Shape.decode(2), engine(made, config_hidden_layers=1)
+    shape, (_, executor, _) = Bucket.decode(2), engine(made, config_hidden_layers=1)
     capture = Programs.capture
 
     def short(self, key):

@@ -33,7 +33,7 @@ def test_the_host_follows_the_definition(vocab):
 
 @pytest.mark.parametrize("vocab", [1, 4096, 4099])
 def test_the_kernel_agrees_with_the_host(vocab):
-    from preheat.ops.cuda.digest import digest_rows
+    from preheat.backends.cuda.digest import digest_rows
 
     wide = rows_of(5, vocab + 3)
     rows = wide[1:, :vocab]  # a part of a larger matrix

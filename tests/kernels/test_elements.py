@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.embedding import embed, take_rows
+from preheat.backends.cuda.norm import add_rms_norm, rms_norm
+from preheat.backends.cuda.rotary import rope_and_write
 from preheat.model.rope import rope_table
-from preheat.model.spec import RopeSpec
+from preheat.model.specs import RopeSpec
 from preheat.ops import rotary
-from preheat.ops.cuda.activation import silu_and_mul
-from preheat.ops.cuda.embedding import embed, take_rows
-from preheat.ops.cuda.norm import add_rms_norm, rms_norm
-from preheat.ops.cuda.rotary import rope_and_write
 from preheat.ops.norm import RMSNorm
 from tests.kernels.paged import relative_error
 

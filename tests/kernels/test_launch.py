@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from preheat.ops.cuda.launch import INTERPRETED, OVERLAP, begin, options
+from preheat.backends.cuda.launch import INTERPRETED, OVERLAP, begin, options
 
 
 @triton.jit

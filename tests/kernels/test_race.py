@@ -12,9 +12,10 @@ import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from preheat.backends.cuda import sample
+from preheat.backends.cuda import sample_gumbel as sample_race
+from preheat.backends.cuda.sampler import Cut
 from preheat.core import SamplingParams
-from preheat.execute.device_sampler import Cut
-from preheat.ops.cuda import sample, sample_race
 from preheat.ops.philox import MAX_SPREAD
 from tests.cpu.sampling_reference import Row
 from tests.device_sampling import race_plainly, sample_on

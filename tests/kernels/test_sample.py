@@ -16,12 +16,12 @@ import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from preheat.batch.sampling import Level, PenaltyRows, SamplingBatch
+from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.backends.cpu.sampler import Sampler
+from preheat.backends.cuda import sample
+from preheat.backends.cuda.sampler import Cut, DeviceCounts
 from preheat.core import SamplingParams
-from preheat.execute.device_sampler import Cut, DeviceCounts
-from preheat.execute.logprobs import token_logprobs
-from preheat.execute.sampler import Sampler
-from preheat.ops.cuda import sample
+from preheat.execution.sampling import Level, PenaltyRows, SamplingBatch
 from preheat.ops.philox import gumbel_at
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close

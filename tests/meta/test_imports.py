@@ -12,39 +12,37 @@ import pytest
 from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 
 # These belong to nobody: every part may use them, and they may use only each other.
-BASE = {"core", "settings", "options", "limits", "errors", "metrics", "outputs", "trace", "heap", "bytecode"}
+BASE = {"core", "settings", "limits", "errors", "metrics", "utils"}
 
 # Every part, and the parts that it may import.
 RULE = {
-    "device": "",
-    "ops": "device",
-    "model": "ops device",
+    "ops": "",
     "plan": "",
+    "backends": "ops plan execution model",
+    "model": "ops backends",
     "schedule": "plan",
-    "text": "",
-    "batch": "plan schedule model ops device",
-    "execute": "plan schedule batch model ops device parallel",
-    "parallel": "device",
-    "engine": "plan schedule batch execute text",
-    "warmup": "plan schedule batch execute model ops device engine",
-    "proof": "plan schedule batch execute model ops device engine text warmup",
-    "sizing": "model ops device",
-    "runner": "plan schedule batch execute model ops device warmup",
-    "startup": "runner sizing plan schedule batch execute model ops device engine text parallel warmup proof",
-    "server": "startup engine text warmup",
-    "llm": "startup engine text",
-    "bench": "engine llm device model",
-    "tune": "ops model device warmup",
-    "cli": "startup engine llm server plan warmup proof bench tune",
-    "__init__": "llm",
+    "transport": "",
+    "frontend": "",
+    "execution": "plan schedule model ops backends",
+    "engine": "plan schedule execution frontend backends transport",
+    "warmup": "plan schedule execution model ops backends engine",
+    "verify": "plan schedule execution model ops backends engine frontend warmup transport",
+    "sizing": "model ops backends",
+    "runner": "plan schedule execution model ops backends warmup",
+    "startup": "runner sizing plan schedule execution model ops backends engine frontend transport warmup verify",
+    "server": "startup engine frontend transport warmup",
+    "llm": "startup engine frontend transport",
+    "bench": "engine llm backends model transport",
+    "cli": "startup engine llm server plan warmup verify bench frontend transport",
+    "__init__": "llm frontend",
     "__main__": "cli",
 }
 
 # Nothing in the process that speaks HTTP may import torch, nor may planning and scheduling.
 WITHOUT_TORCH = (
-    "server.", "text.", "schedule.", "plan.", "engine.frontdoor", "engine.mailbox", "engine.ticket",
-    "engine.bootbar", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.text",
-    "proof.names", "proof.identity", "proof.prompts", "proof.compare", "proof.against", "proof.command",
+    "server.", "frontend.", "schedule.", "plan.", "transport.",
+    "engine.progress", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
+    "verify.names", "verify.identity", "verify.prompts", "verify.compare", "verify.against", "verify.command",
     "bench.commands", "bench.boot", "bench.client", "bench.serve", "bench.report", "bench.shapes", "bench.table",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip
@@ -72,7 +70,7 @@ def test_modules_import_only_what_the_rule_allows(path):
 
 
 def test_the_rule_can_fail():
-    assert forbidden("schedule.queue", "from preheat.execute.executor import Executor") == {"execute"}
+    assert forbidden("schedule.queue", "from preheat.execution.executor import Executor") == {"execution"}
     assert forbidden("core", "import preheat.llm") == {"llm"}
 
 
@@ -100,7 +98,7 @@ def test_the_http_process_never_imports_torch():
 
 
 def test_the_torch_check_can_fail():
-    code = "import sys, preheat.ops.attention; sys.exit('torch' in sys.modules)"
+    code = "import sys, preheat.backends.cpu.attention; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
 
 
@@ -114,7 +112,7 @@ def test_an_engine_on_a_cpu_never_imports_triton():
     assert subprocess.run([sys.executable, "-c", f"import triton; {LEAVE}"], check=False).returncode == 1
 
 
-@pytest.mark.parametrize("part", ["schedule", "batch", "execute", "model", "ops"])
+@pytest.mark.parametrize("part", ["schedule", "execution", "model", "ops", "backends"])
 def test_warm_up_is_not_a_mode_of_the_runner(part):
     found = {f"{path.name}: {name}" for path in (PACKAGE / part).rglob("*.py") for name in warm_names(path.read_text())}
     assert found - TRITON == set()
@@ -142,7 +140,7 @@ CAPTURES = re.compile(r"\bCUDAGraph\(|\bcuda\.graph\(")
 
 def test_graphs_are_captured_in_one_place():
     """On the stream that serves: one capture on another, as `torch.cuda.graph` does it, slows down all later graphs."""
-    assert [name_of(path) for path in MODULES if CAPTURES.search(path.read_text())] == ["ops.cuda.graph"]
+    assert [name_of(path) for path in MODULES if CAPTURES.search(path.read_text())] == ["backends.cuda.graph"]
     assert CAPTURES.search("with torch.cuda.graph(g): ...")
 
 

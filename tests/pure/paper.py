@@ -21,10 +21,10 @@ import numpy as np
 
 from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepResult, Swaps, TokenLogprobs
 from preheat.engine.loop import Loop
-from preheat.engine.mailbox import InlineMailbox
 from preheat.limits import Limits
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import NO_LOGPROBS, UNSEEN
+from preheat.transport import InlineTransport
 
 VOCAB = 7
 JUNK = 99  # drawn by a row whose step before was lost; nobody may ever hear of it
@@ -287,9 +287,9 @@ class Harness:
     def __init__(self, limits: Limits, *, overlap: bool = False, **options) -> None:
         self.scheduler = Scheduler(limits, **options)
         self.device = PaperDevice(self.scheduler)
-        self.mailbox = InlineMailbox()
+        self.transport = InlineTransport()
         parts = self.parts = Parts(self.device, self._check)
-        self.loop = Loop(self.mailbox, self.scheduler, parts, parts, parts, overlap=overlap)  # type: ignore[arg-type]
+        self.loop = Loop(self.transport, self.scheduler, parts, parts, parts, overlap=overlap)  # type: ignore[arg-type]
         self.requests: dict[int, Request] = {}
         self.outcomes: dict[int, Outcome] = defaultdict(Outcome)
         self.cancelled: set[int] = set()
@@ -349,7 +349,7 @@ class Harness:
     def _heard(self) -> None:
         if self.parts.wrong is not None:
             raise self.parts.wrong
-        for delta in self.mailbox.receive():
+        for delta in self.transport.receive():
             self._hear(delta)
         self.scheduler.check()
         self._check_published()

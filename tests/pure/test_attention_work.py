@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.ops.cuda.work import decode_work, prefill_tiles, steady_steps
+from preheat.backends.cuda.work import decode_work, prefill_tiles, steady_steps
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 256])

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from preheat.core import Died, Progress, Ready
-from preheat.engine.bootbar import BootBar
-from preheat.engine.mailbox import InlineMailbox
+from preheat.engine.progress import ProgressBar
+from preheat.transport import InlineTransport
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 def draw(stream, monkeypatch, last):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    bar = BootBar()
+    bar = ProgressBar()
     for done in range(0, 41, 10):
         bar.show(Progress(done, 40, "(decode, 8)", 2.0))
         if bar._bar is not None:
@@ -51,7 +51,7 @@ def test_nothing_where_nobody_watches(monkeypatch):
 
 def test_the_inline_mailbox_tells_at_once():
     seen = []
-    mailbox = InlineMailbox(seen.append)
-    mailbox.put(Progress(1, 2, "x"))
+    transport = InlineTransport(seen.append)
+    transport.put(Progress(1, 2, "x"))
     assert seen == [Progress(1, 2, "x")]
-    assert mailbox.receive() == seen
+    assert transport.receive() == seen

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.bytecode import kept
+from preheat.utils.pycache import kept
 
 MODULE = "module_without_bytecode"
 

@@ -14,7 +14,7 @@ def test_a_scheduler_is_as_new_after_a_rehearsal(overlap) -> None:
     harness = Harness(limits(), overlap=overlap)
     rehearse(harness.loop)
     assert harness.device.rows_run > 2 * ROUNDS
-    harness.mailbox.receive()
+    harness.transport.receive()
     scheduler, new = harness.scheduler, Scheduler(limits())
     assert scheduler.idle
     assert scheduler.stats() == new.stats()

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.limits import Limits
+from preheat.plan.buckets import Bucket
 from preheat.plan.budget import MemorySplit, graph_pool, split_memory
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.shape import Shape
 from preheat.settings import Settings
 from preheat.warmup.graphs import Budget, Twin, capture, capture_programs, capture_twin, divide_memory, graph_bytes
 from preheat.warmup.record import Record
@@ -169,7 +169,7 @@ def test_out_of_memory_is_written_down_and_the_rest_go_on():
     record = Record.of(plan)
 
     def capture_one(shape):
-        if shape == Shape.decode(4, longest=128):
+        if shape == Bucket.decode(4, longest=128):
             raise MemoryError("no room")
         return 1
 
@@ -225,14 +225,14 @@ def test_the_twin_counts_what_a_graph_would_keep():
     tiny = ModelSizes(hidden=4, intermediate=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10, dtype_bytes=2)
     # 3 tokens: id, position, a key's and a value's row, 8 bytes each; a hidden state of 8 bytes; the layer's 64 bytes:
     # 2 * 4 of residual and input, the MLP's 3 * 8, 2 bytes each. 3 rows: 5 blocks of 4 bytes, an index, 10 logits.
-    assert graph_bytes(Shape.decode(3), tiny, 5) == 3 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
-    assert graph_bytes(Shape.mixed(12, 3), tiny, 5) == 12 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
-    assert graph_bytes(Shape.decode(2, blocks=5), tiny, 9) == 2 * (32 + 8 + 64) + 2 * (12 + 8 + 40)
+    assert graph_bytes(Bucket.decode(3), tiny, 5) == 3 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
+    assert graph_bytes(Bucket.mixed(12, 3), tiny, 5) == 12 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
+    assert graph_bytes(Bucket.decode(2, blocks=5), tiny, 9) == 2 * (32 + 8 + 64) + 2 * (12 + 8 + 40)
     twin = Twin(tiny, 5, 1000)
-    assert twin.capture_one(Shape.decode(3)) == 516
+    assert twin.capture_one(Bucket.decode(3)) == 516
     assert twin.free() == 484
     with pytest.raises(MemoryError, match=r"\(decode, 3\) needs 516 bytes and 484 are free"):
-        twin.capture_one(Shape.decode(3))
+        twin.capture_one(Bucket.decode(3))
 
 
 @given(st.integers(0, 40 * MIB), st.floats(0, 1))

@@ -5,15 +5,13 @@ import logging
 import pytest
 import torch
 
-from preheat.model.layout import head_layout
-from preheat.model.spec import read_spec
-from preheat.ops.cuda.tuning import (
+from preheat.backends.cuda.tuning import (
     REFERENCE,
     SHARED_BYTES,
-    Choices,
     Entry,
+    KernelConfigs,
     Library,
-    Shape,
+    LinearShape,
     Table,
     Tile,
     Wide,
@@ -25,8 +23,10 @@ from preheat.ops.cuda.tuning import (
     shipped,
     tile_rule,
 )
+from preheat.model.layout import head_layout
+from preheat.model.specs import read_spec
 
-SHAPE = Shape(512, 1024)
+SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
 WIDEST = Wide(256, 128, 4)
 HOPPER = (9, 0)
@@ -37,7 +37,7 @@ def table(*entries, device="This GPU", shape=SHAPE, ordered=True):
 
 
 def test_an_entry_counts_up_to_its_own_rows():
-    found = Choices([table((16, NARROW), (1, WIDE), (64, Library()), (256, WIDEST))])
+    found = KernelConfigs([table((16, NARROW), (1, WIDE), (64, Library()), (256, WIDEST))])
     assert [found(SHAPE, rows) for rows in (1, 2, 16, 17, 64)] == [WIDE, NARROW, NARROW, Library(), Library()]
     assert found(SHAPE, 65) == found(SHAPE, 256) == WIDEST
     assert found(SHAPE, 257) == rule(SHAPE, 257)
@@ -47,8 +47,8 @@ def test_an_entry_counts_up_to_its_own_rows():
 
 
 def test_the_last_table_that_knows_a_map_counts_alone():
-    other = Shape(256, 256)
-    found = Choices([table((16, NARROW), (64, NARROW)), table((64, NARROW), shape=other), table((16, WIDE))])
+    other = LinearShape(256, 256)
+    found = KernelConfigs([table((16, NARROW), (64, NARROW)), table((64, NARROW), shape=other), table((16, WIDE))])
     assert found(SHAPE, 16) == WIDE
     assert found(SHAPE, 64) == rule(SHAPE, 64)
     assert found(other, 64) == NARROW
@@ -57,20 +57,20 @@ def test_the_last_table_that_knows_a_map_counts_alone():
 def test_without_invariance_the_fastest_of_all_counts():
     both = table((16, NARROW), (64, NARROW))
     both.entries[:0] = table((64, Library(split=True)), ordered=False).entries
-    assert Choices([both])(SHAPE, 64) == NARROW
-    varying = Choices([both], invariant=False)
+    assert KernelConfigs([both])(SHAPE, 64) == NARROW
+    varying = KernelConfigs([both], invariant=False)
     assert [varying(SHAPE, rows) for rows in (16, 64)] == [NARROW, Library(split=True)]
 
 
 def test_what_is_refused_is_served_by_the_plain_kernel_from_then_on():
-    found = Choices([table((64, Library()))])
+    found = KernelConfigs([table((64, Library()))])
     assert found(SHAPE, 64) == Library()
     found.refuse(SHAPE, 64)
     assert found(SHAPE, 64) == tile_rule(SHAPE, 64)
     assert found(SHAPE, 63) == Library()
 
 
-SHAPES = [Shape(outputs, inputs) for outputs in (896, 4096, 28672, 151936) for inputs in (896, 4096, 14336)]
+SHAPES = [LinearShape(outputs, inputs) for outputs in (896, 4096, 28672, 151936) for inputs in (896, 4096, 14336)]
 SHAPES += [shape._replace(gated=True) for shape in SHAPES]
 
 
@@ -88,7 +88,7 @@ def test_the_rule_keeps_to_what_the_kernel_can_do(rows):
 
 
 def test_cublas_serves_many_rows_unless_outputs_are_few():
-    wide, narrow = Shape(28672, 4096), Shape(1024, 3072)
+    wide, narrow = LinearShape(28672, 4096), LinearShape(1024, 3072)
     assert [isinstance(rule(wide, rows), Library) for rows in (1, 23, 24, 8192)] == [False, False, True, True]
     assert [isinstance(rule(narrow, rows), Library) for rows in (24, 127, 128)] == [False, False, True]
 
@@ -146,15 +146,15 @@ def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
 
 
 def test_the_tuner_measures_the_maps_of_the_model(model_config):
-    from preheat.tune import merged, shapes
+    from preheat.warmup.tune import merged, shapes
 
     spec = read_spec(model_config)
     layers, head = shapes(spec, torch.bfloat16)
-    assert Shape(2 * spec.intermediate_size, spec.hidden_size, True, torch.bfloat16, spec.mlp_bias) in layers
-    assert head == Shape(spec.vocab_size, head_layout(spec).columns)
+    assert LinearShape(2 * spec.intermediate_size, spec.hidden_size, True, torch.bfloat16, spec.mlp_bias) in layers
+    assert head == LinearShape(spec.vocab_size, head_layout(spec).columns)
     assert len(layers) == len(set(layers))
     before, new = table((16, NARROW), (64, NARROW)), table((16, WIDE))
-    other = table((16, NARROW), shape=Shape(8, 8))
+    other = table((16, NARROW), shape=LinearShape(8, 8))
     assert merged([before], new).entries == new.entries
     assert merged([other], new).entries == other.entries + new.entries
 

@@ -20,7 +20,7 @@ from preheat.model.files import (
 )
 from preheat.model.layout import expected_tensors, layer_layout, num_parameters
 from preheat.model.registry import FAMILIES
-from preheat.model.spec import ModelSpec, RopeSpec, read_spec, resolve_dtype
+from preheat.model.specs import ModelSpec, RopeSpec, read_spec, resolve_dtype
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

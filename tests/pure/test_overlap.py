@@ -8,9 +8,9 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from preheat.core import Drain, ToEngine
+from preheat.engine.launch_timer import LaunchTimer
 from preheat.engine.loop import Loop
-from preheat.engine.pace import Pace
-from preheat.schedule import settle as settle_module
+from preheat.schedule import results as settle_module
 from preheat.schedule.scheduler import Scheduler
 from tests.pure.paper import JUNK, Harness, WrongCache, limits, reference, request
 
@@ -294,8 +294,8 @@ class Visitor:
 @pytest.mark.parametrize("now", [True, False])
 def test_the_loop_drains_what_is_in_flight(overlap, now) -> None:
     harness = Harness(limits(), overlap=overlap)
-    harness.loop.mailbox = Visitor(harness, now)
-    harness.loop.pace = Pace(lambda: 0.0)  # no step takes any time, so nobody waits for more to arrive
+    harness.loop.transport = Visitor(harness, now)
+    harness.loop.launch_timer = LaunchTimer(lambda: 0.0)  # no step takes any time, so nobody waits for more to arrive
     harness.loop.run()
     assert harness.scheduler.idle
     assert not harness.device.queue

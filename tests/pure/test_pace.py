@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.core import Drain, Request, ToEngine
+from preheat.engine.launch_timer import LEAST, LaunchTimer
 from preheat.engine.loop import Loop
-from preheat.engine.mailbox import InlineMailbox
-from preheat.engine.pace import LEAST, Pace
+from preheat.transport import InlineTransport
 from tests.pure.paper import Harness, limits, request
 
 SECONDS = st.floats(1e-4, 0.1)
@@ -27,39 +27,39 @@ class Clock:
 def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
     """One that takes as long as the last of its shape, at least, is never over before the next one is ready."""
     clock, last = Clock(), {}
-    pace = Pace(clock)
+    launch_timer = LaunchTimer(clock)
     for shape, took, preparing in steps:
-        pace.preparing()
+        launch_timer.preparing()
         clock.now += preparing
-        assert pace.spare() == 0  # nothing is in flight
-        pace.launched(shape)
+        assert launch_timer.spare() == 0  # nothing is in flight
+        launch_timer.launched(shape)
         end = clock.now + took
-        spare = pace.spare()
+        spare = launch_timer.spare()
         assert spare == 0 or shape in last
         if spare and took >= last[shape]:
             assert clock.now + spare + 2 * preparing + LEAST <= end + 1e-9
         clock.now = end
-        pace.settled()
+        launch_timer.settled()
         last[shape] = took
 
 
 def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    launch_timer = LaunchTimer(clock)
     for _ in range(2):
-        pace.preparing()
+        launch_timer.preparing()
         clock.now += 0.001
-        pace.launched("shape")
-        spare = pace.spare()
+        launch_timer.launched("shape")
+        spare = launch_timer.spare()
         clock.now += 0.020
-        pace.settled()
+        launch_timer.settled()
     assert spare == pytest.approx(0.020 - 2 * 0.001 - LEAST)
-    pace.launched("shape")
-    pace.launched("shape")
-    assert pace.spare() == 0  # the next one is prepared already
+    launch_timer.launched("shape")
+    launch_timer.launched("shape")
+    assert launch_timer.spare() == 0  # the next one is prepared already
 
 
-class Listening(InlineMailbox):
+class Listening(InlineTransport):
     """One more request, which arrives while the engine listens for a while, or if it never does, when next it looks."""
 
     def __init__(self, late: Request, clock: Clock) -> None:
@@ -79,9 +79,9 @@ class Listening(InlineMailbox):
 def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
     """The fourth step is prepared while the third runs; without spare time the late request is not in it."""
     clock, harness = Clock(), Harness(limits(), overlap=True)
-    mailbox = Listening(request(1, [1, 2], 2), clock)
+    transport = Listening(request(1, [1, 2], 2), clock)
     loop: Loop = harness.loop
-    loop.mailbox, loop.pace = mailbox, Pace(clock if listens else lambda: 100.0)
+    loop.transport, loop.launch_timer = transport, LaunchTimer(clock if listens else lambda: 100.0)
     rows: list[int] = []
     result = harness.parts.device.launch
 
@@ -98,7 +98,7 @@ def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
 
     harness.scheduler.settle = settle
     harness.add(request(0, [3, 4], 8))
-    mailbox.send(Drain())
+    transport.send(Drain())
     loop.run()
-    assert mailbox.listened == listens
+    assert transport.listened == listens
     assert (max(rows) == 2) == listens

@@ -7,7 +7,7 @@ import pytest
 from preheat.core import Progress
 from preheat.warmup.page import MOST_DROPPED, render, render_progress
 from preheat.warmup.record import Entry, Record
-from preheat.warmup.text import describe
+from preheat.warmup.report import describe
 from tests import records
 
 

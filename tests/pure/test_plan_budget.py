@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.plan import lines
+from preheat.plan.buckets import Bucket
 from preheat.plan.budget import capture_graphs, capture_order, graph_shares, split_memory
-from preheat.plan.shape import Shape
 
 GIB, MIB = 2**30, 2**20
-PROMPTS = [Shape.prompt(rows, seq) for rows in (1, 2, 4) for seq in range(128, 1025, 128)]
-DECODES = [Shape.decode(rows, longest=seq) for rows in (1, 2, 4) for seq in range(128, 2049, 128)]
+PROMPTS = [Bucket.prompt(rows, seq) for rows in (1, 2, 4) for seq in range(128, 1025, 128)]
+DECODES = [Bucket.decode(rows, longest=seq) for rows in (1, 2, 4) for seq in range(128, 2049, 128)]
 QUEUES = {"prompt": capture_order(PROMPTS, "min_tokens"), "decode": capture_order(DECODES, "max_bs")}
 POOL = int(15.85 * GIB)
 
@@ -107,14 +107,14 @@ def test_shares_are_logged():
 
 
 def test_orders():
-    shapes = [Shape.decode(rows, longest=seq) for rows in (1, 32, 64) for seq in (256, 128)]
+    shapes = [Bucket.decode(rows, longest=seq) for rows in (1, 32, 64) for seq in (256, 128)]
     assert [shape.dims for shape in capture_order(shapes, "max_bs")] == [
         (64, 128), (64, 256), (32, 128), (32, 256), (1, 128), (1, 256)
     ]  # fmt: skip
     assert [shape.dims for shape in capture_order(shapes, "min_tokens")] == [
         (1, 128), (1, 256), (32, 128), (64, 128), (32, 256), (64, 256)
     ]  # fmt: skip
-    flat = [Shape.mixed(64, 16), Shape.mixed(8, 4), Shape.mixed(64, 4)]
+    flat = [Bucket.mixed(64, 16), Bucket.mixed(8, 4), Bucket.mixed(64, 4)]
     assert [shape.dims for shape in capture_order(flat, "min_tokens")] == [(8, 4), (64, 4), (64, 16)]
 
 
@@ -139,13 +139,13 @@ def test_no_pool_captures_nothing():
 
 def test_out_of_memory_passes_one_over_and_is_not_tried_again():
     def cost(phase, shape):
-        if shape == Shape.prompt(2, 128):
+        if shape == Bucket.prompt(2, 128):
             raise MemoryError("no 2 GiB in one piece")
         return true_bytes(phase, shape)
 
     expected = {shape: true_bytes(phase, shape) for phase, queue in QUEUES.items() for shape in queue}
     done, order = run(60 * GIB, cost=cost, expected=expected, prompt_ratio=0.9)
-    assert [shape for _, _, shape in order].count(Shape.prompt(2, 128)) == 1
+    assert [shape for _, _, shape in order].count(Bucket.prompt(2, 128)) == 1
     assert [(skipped.shape.dims, skipped.reason) for skipped in done["prompt"].skipped if skipped.failed] == [
         ((2, 128), "out of memory: no 2 GiB in one piece")
     ]

@@ -5,6 +5,7 @@ import pytest
 
 from preheat.core import SamplingParams
 from preheat.plan import lines
+from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.plan.items import (
     BRANCH_SETTINGS,
     GAUDI_SETTINGS,
@@ -15,7 +16,6 @@ from preheat.plan.items import (
     sampler_keys,
     sampler_sizes,
 )
-from preheat.plan.shape import Need, Shape, padded_work
 
 DEFAULTS = SamplingParams()
 
@@ -66,7 +66,7 @@ def test_the_twelve_settings_are_logged_in_order():
 
 
 def test_sizes_are_zero_one_and_the_decode_batches():
-    shapes = [Shape.decode(138), Shape.decode(1), Shape.decode(138, blocks=9)]
+    shapes = [Bucket.decode(138), Bucket.decode(1), Bucket.decode(138, blocks=9)]
     assert sampler_sizes(shapes, 138) == (0, 1, 138)
     assert sampler_sizes(shapes, 140) == (0, 1, 138, 140)
 
@@ -95,11 +95,11 @@ def test_the_defragmenters_lines():
 @pytest.mark.parametrize(
     ("shape", "text", "dims"),
     [
-        (Shape.prompt(4, 512), "(prompt, 4, 512)", {"rows": 4, "longest": 512}),
-        (Shape.decode(4), "(decode, 4)", {"rows": 4}),
-        (Shape.decode(4, blocks=64), "(decode, 4, 64)", {"rows": 4, "blocks": 64}),
-        (Shape.decode(4, longest=640), "(decode, 4, 640)", {"rows": 4, "longest": 640}),
-        (Shape.mixed(512, 16), "(mixed, 512, 16)", {"tokens": 512, "rows": 16}),
+        (Bucket.prompt(4, 512), "(prompt, 4, 512)", {"rows": 4, "longest": 512}),
+        (Bucket.decode(4), "(decode, 4)", {"rows": 4}),
+        (Bucket.decode(4, blocks=64), "(decode, 4, 64)", {"rows": 4, "blocks": 64}),
+        (Bucket.decode(4, longest=640), "(decode, 4, 640)", {"rows": 4, "longest": 640}),
+        (Bucket.mixed(512, 16), "(mixed, 512, 16)", {"tokens": 512, "rows": 16}),
     ],
 )
 def test_shapes_name_themselves(shape, text, dims):
@@ -109,22 +109,22 @@ def test_shapes_name_themselves(shape, text, dims):
 
 
 def test_what_holds_what():
-    need = Need("prompt", 3, 900, 400)
-    assert Shape.prompt(4, 512).holds(need)
-    assert Shape.mixed(1024, 4).holds(need)
-    assert not Shape.mixed(512, 4).holds(need)
-    assert not Shape.prompt(2, 512).holds(need)
-    assert not Shape.prompt(4, 384).holds(need)
-    assert not Shape.decode(1024, longest=512).holds(need)
-    assert not Shape.decode(4, blocks=8).holds(Need("decode", 4, 4, blocks=9))
+    need = StepSize("prompt", 3, 900, 400)
+    assert Bucket.prompt(4, 512).holds(need)
+    assert Bucket.mixed(1024, 4).holds(need)
+    assert not Bucket.mixed(512, 4).holds(need)
+    assert not Bucket.prompt(2, 512).holds(need)
+    assert not Bucket.prompt(4, 384).holds(need)
+    assert not Bucket.decode(1024, longest=512).holds(need)
+    assert not Bucket.decode(4, blocks=8).holds(StepSize("decode", 4, 4, blocks=9))
 
 
 def test_padded_work():
-    assert padded_work(Shape.prompt(4, 512)) == 2048
-    assert padded_work(Shape.mixed(512, 16)) == 512
-    assert padded_work(Shape.decode(8)) == 8
-    assert padded_work(Shape.decode(8, longest=64)) == 512
-    assert padded_work(Shape.decode(8, blocks=64)) == 72
+    assert padded_work(Bucket.prompt(4, 512)) == 2048
+    assert padded_work(Bucket.mixed(512, 16)) == 512
+    assert padded_work(Bucket.decode(8)) == 8
+    assert padded_work(Bucket.decode(8, longest=64)) == 512
+    assert padded_work(Bucket.decode(8, blocks=64)) == 72
 
 
 def test_settings_cannot_be_changed():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.plan.bucket_file import parse_bucket_file
-from preheat.plan.ladder import STRATEGIES, ladder
+from preheat.plan.bucket_sizes import STRATEGIES, ladder
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.plan.needs import DecodeByBlocks, MixedNeeds, PromptNeeds
+from preheat.plan.buckets import Bucket, StepSize, padded_work
+from preheat.plan.dispatcher import Dispatcher, OutsideLimits, WarnOnce, build_phase
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.policy import candidates
-from preheat.plan.shape import Need, Shape, padded_work
-from preheat.plan.table import NeedOutsideLimits, Table, WarnOnce, build_phase
+from preheat.plan.regions import DecodeByBlocks, MixedNeeds, PromptNeeds
 
 STRATEGIES = ("linear", "exponential", "padding_aware")
 
@@ -50,7 +50,7 @@ def options(draw):
     )
 
 
-def draw_need(data, phase, at: Limits, sharing: bool) -> Need:
+def draw_need(data, phase, at: Limits, sharing: bool) -> StepSize:
     """Any need that a step within the limits can have, found without the plan's own idea of what those are."""
     pool = at.num_blocks - 1
     blocks_of = lambda tokens: -(-tokens // at.block_size)  # noqa: E731
@@ -61,14 +61,14 @@ def draw_need(data, phase, at: Limits, sharing: bool) -> Need:
         longest = draw(1, min(at.max_model_len, (pool - rows + 1) * at.block_size))
         most = rows * blocks_of(longest)
         blocks = draw(blocks_of(longest) + rows - 1, most if sharing else min(pool, most))
-        return Need(phase, rows, rows, longest, blocks)
+        return StepSize(phase, rows, rows, longest, blocks)
     rows = draw(1, most_rows if phase == "mixed" else min(most_rows, at.max_num_prefill_seqs or most_rows))
     longest = draw(1, min(at.max_model_len, at.max_num_batched_tokens - rows + 1))
     tokens = draw(longest + rows - 1, min(rows * longest, at.max_num_batched_tokens))
-    return Need(phase, rows, tokens, longest)
+    return StepSize(phase, rows, tokens, longest)
 
 
-def within_budgets(shape: Shape, at: Limits) -> bool:
+def within_budgets(shape: Bucket, at: Limits) -> bool:
     return (
         shape.tokens <= at.max_num_batched_tokens
         and shape.rows <= at.max_num_seqs
@@ -137,7 +137,7 @@ def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
     names = [item.name for item in plan.items]
     assert len(names) == len(set(names))
     dropped = {entry.key for entry in plan.dropped}
-    items = {item.key for item in plan.items if isinstance(item.key, Shape)}
+    items = {item.key for item in plan.items if isinstance(item.key, Bucket)}
     assert not dropped & items
     wanted = {shape for phase in plan.phases for shape in (*phase.shapes, *(shape for shape, _ in phase.over))}
     assert wanted == (dropped | items) - {item.key for item in plan.items if item.fallback}
@@ -157,39 +157,41 @@ def test_what_is_shadowed_is_never_missed(at, how, data):
         need = draw_need(data, phase.phase, at, how.enable_prefix_caching)
         choices = [shape for shape in phase.shapes if shape.holds(need)]
         cheapest = min((padded_work(shape) for shape in choices), default=None)
-        found = Table([part]).find(need)
+        found = Dispatcher([part]).find(need)
         assert (padded_work(found) if found else None) == cheapest
 
 
 def test_the_cover_law_can_fail():
     """A ladder without its maximum, and no fallback, leaves needs out."""
     region = MixedNeeds(100, 4, 100)
-    table = Table([dataclasses.replace(build_phase(region, [Shape.mixed(64, 4)], Shape.mixed(100, 4)), fallback=None)])
-    with pytest.raises(NeedOutsideLimits, match=r"\(mixed, 65, 1\)"):
-        table.fit(Need("mixed", 1, 65))
+    table = Dispatcher(
+        [dataclasses.replace(build_phase(region, [Bucket.mixed(64, 4)], Bucket.mixed(100, 4)), fallback=None)]
+    )
+    with pytest.raises(OutsideLimits, match=r"\(mixed, 65, 1\)"):
+        table.fit(StepSize("mixed", 1, 65))
 
 
 def test_cheapest_is_not_first_in_order():
     """The first shape in order that holds (1, 100) would be (1, 2048); two rows of 128 cost less."""
     region = PromptNeeds(8, 2048, 8192)
-    shapes = [Shape.prompt(1, 64), Shape.prompt(1, 2048), Shape.prompt(2, 128)]
-    table = Table([build_phase(region, shapes, Shape.mixed(8192, 8))])
-    assert table.fit(Need("prompt", 1, 100, 100)) == Shape.prompt(2, 128)
+    shapes = [Bucket.prompt(1, 64), Bucket.prompt(1, 2048), Bucket.prompt(2, 128)]
+    table = Dispatcher([build_phase(region, shapes, Bucket.mixed(8192, 8))])
+    assert table.fit(StepSize("prompt", 1, 100, 100)) == Bucket.prompt(2, 128)
 
 
 def test_an_equally_large_cheaper_shape_shadows_and_is_named():
     region = DecodeByBlocks(4, 2, 100)
-    shapes = [Shape.decode(4, blocks=8), Shape.decode(4, blocks=64), Shape.decode(2, blocks=8)]
-    part = build_phase(region, shapes, Shape.decode(4, blocks=8))
-    assert part.shapes == (Shape.decode(2, blocks=8), Shape.decode(4, blocks=8))
-    assert part.shadowed == ((Shape.decode(4, blocks=64), None),)
+    shapes = [Bucket.decode(4, blocks=8), Bucket.decode(4, blocks=64), Bucket.decode(2, blocks=8)]
+    part = build_phase(region, shapes, Bucket.decode(4, blocks=8))
+    assert part.shapes == (Bucket.decode(2, blocks=8), Bucket.decode(4, blocks=8))
+    assert part.shadowed == ((Bucket.decode(4, blocks=64), None),)
     assert part.fallback is None
 
 
 def test_a_need_outside_the_limits_is_an_error():
-    part = build_phase(PromptNeeds(4, 64, 256), [Shape.prompt(4, 64)], Shape.mixed(256, 4))
-    with pytest.raises(NeedOutsideLimits):
-        Table([part]).fit(Need("prompt", 5, 5, 1))
+    part = build_phase(PromptNeeds(4, 64, 256), [Bucket.prompt(4, 64)], Bucket.mixed(256, 4))
+    with pytest.raises(OutsideLimits):
+        Dispatcher([part]).fit(StepSize("prompt", 5, 5, 1))
 
 
 def test_a_frozen_plan_cannot_grow():
@@ -213,13 +215,13 @@ def test_a_frozen_plan_cannot_grow():
 
 def test_a_miss_is_warned_of_once_and_counted(caplog):
     watch = WarnOnce()
-    part = build_phase(PromptNeeds(8, 1024, 8192), [Shape.prompt(4, 512)], Shape.mixed(8192, 8))
-    table = Table([part], watch)
-    need = Need("prompt", 5, 3000, 700)
-    assert [table.fit(need) for _ in range(3)] == [Shape.mixed(8192, 8)] * 3
+    part = build_phase(PromptNeeds(8, 1024, 8192), [Bucket.prompt(4, 512)], Bucket.mixed(8192, 8))
+    table = Dispatcher([part], watch)
+    need = StepSize("prompt", 5, 3000, 700)
+    assert [table.fit(need) for _ in range(3)] == [Bucket.mixed(8192, 8)] * 3
     assert [record.getMessage() for record in caplog.records] == ["Configuration: (prompt, 5, 700) was not warmed-up!"]
     assert watch.count == 3
     for length in range(513, 1025):
-        table.fit(Need("prompt", 1, length, length))
+        table.fit(StepSize("prompt", 1, length, length))
     assert len(caplog.records) == 100
     assert watch.count == 515

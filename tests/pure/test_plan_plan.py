@@ -8,10 +8,10 @@ import pytest
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan import commands
+from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.shape import Need, Shape
 from preheat.settings import Settings
 
 LLAMA_8B = SimpleNamespace(
@@ -57,17 +57,17 @@ def test_the_default_plan_of_an_8b_model_pads_little():
     assert plan.padding["decode"].mean <= 0.10
     assert plan.padding["mixed"].mean <= 0.10
     assert plan.programs < 250
-    assert plan.largest == Shape.mixed(8192, 256)
+    assert plan.largest == Bucket.mixed(8192, 256)
 
 
 def test_padding_is_what_it_says():
     """Against the definition, on every need in turn."""
     plan = make_plan(LIMITS, PlanOptions())
-    extra = [plan.fit(Need("decode", rows, rows)).rows / rows - 1 for rows in range(1, 257)]
+    extra = [plan.fit(StepSize("decode", rows, rows)).rows / rows - 1 for rows in range(1, 257)]
     assert plan.padding["decode"].mean == pytest.approx(sum(extra) / 256)
     assert plan.padding["decode"].worst == pytest.approx(max(extra))
     weights = {tokens: 1 / tokens for tokens in range(16, 8193)}
-    extra = [w * (plan.fit(Need("mixed", 1, t)).tokens / t - 1) for t, w in weights.items()]
+    extra = [w * (plan.fit(StepSize("mixed", 1, t)).tokens / t - 1) for t, w in weights.items()]
     assert plan.padding["mixed"].mean == pytest.approx(sum(extra) / sum(weights.values()), abs=0.01)
     coarse = make_plan(LIMITS, PlanOptions(decode_bs_bucket_step=128, bucketing_strategy="linear"))
     assert coarse.padding["decode"].mean > 0.25

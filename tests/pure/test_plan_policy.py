@@ -5,10 +5,10 @@ import pytest
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan import lines
+from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.policy import candidates
-from preheat.plan.shape import Need, Shape
 
 # The logged example: 4 sequences of up to 2,048 tokens, blocks of 128.
 LIMITS = Limits(
@@ -54,10 +54,10 @@ def test_the_logged_buckets_come_out_line_by_line():
 def test_the_story_of_three_sequences():
     """412 tokens each: padded to (4, 512), until one leaves or one grows beyond."""
     plan = make_plan(LIMITS, LOGGED)
-    assert plan.fit(Need("prompt", 3, 3 * 412, 412)) == Shape.prompt(4, 512)
-    assert plan.fit(Need("decode", 3, 3, 413)) == Shape.decode(4, longest=512)
-    assert plan.fit(Need("decode", 2, 2, 500)) == Shape.decode(2, longest=512)
-    assert plan.fit(Need("decode", 3, 3, 513)) == Shape.decode(4, longest=640)
+    assert plan.fit(StepSize("prompt", 3, 3 * 412, 412)) == Bucket.prompt(4, 512)
+    assert plan.fit(StepSize("decode", 3, 3, 413)) == Bucket.decode(4, longest=512)
+    assert plan.fit(StepSize("decode", 2, 2, 500)) == Bucket.decode(2, longest=512)
+    assert plan.fit(StepSize("decode", 3, 3, 513)) == Bucket.decode(4, longest=640)
 
 
 def test_warm_up_runs_the_largest_first_as_logged():
@@ -141,18 +141,22 @@ def test_over_budget_buckets_are_listed():
 
 def test_beyond_the_ladders_a_named_fallback_is_planned():
     plan = make_plan(LIMITS, LOGGED)
-    shape = plan.fit(Need("prompt", 3, 3600, 1200))
-    assert shape == Shape.mixed(8192, 4)
+    shape = plan.fit(StepSize("prompt", 3, 3600, 1200))
+    assert shape == Bucket.mixed(8192, 4)
     assert plan.by_name[str(shape)].fallback
     low = PlanOptions(decode_bs_bucket_max=2)
-    assert make_plan(LIMITS, low).fit(Need("decode", 3, 3)) == Shape.decode(4)
+    assert make_plan(LIMITS, low).fit(StepSize("decode", 3, 3)) == Bucket.decode(4)
 
 
 def test_unified_has_one_key_for_all_contexts():
     plan = make_plan(LIMITS, PlanOptions())
     assert set(plan.table.phases) == {"mixed", "decode"}
-    assert plan.fit(Need("decode", 3, 3, longest=2000)) == plan.fit(Need("decode", 3, 3, longest=4)) == Shape.decode(4)
-    assert plan.fit(Need("mixed", 2, 20)) == Shape.mixed(24, 4)
+    assert (
+        plan.fit(StepSize("decode", 3, 3, longest=2000))
+        == plan.fit(StepSize("decode", 3, 3, longest=4))
+        == Bucket.decode(4)
+    )
+    assert plan.fit(StepSize("mixed", 2, 20)) == Bucket.mixed(24, 4)
     assert all(part.fallback is None for part in plan.table.phases.values())
 
 
@@ -162,8 +166,8 @@ def test_powers_of_two_and_the_most_rows_are_never_padded_in_unified(seqs):
     limits = replace(LIMITS, max_num_seqs=seqs, num_blocks=17 * seqs)
     plan = make_plan(limits, PlanOptions())
     sizes = [rows for rows in {1 << n for n in range(11)} | {seqs} if rows <= seqs]
-    assert [plan.fit(Need("decode", rows, rows)).rows for rows in sizes] == sizes
-    assert [plan.fit(Need("mixed", 1, tokens)).tokens for tokens in (64, 256, 1024, 2048)] == [64, 256, 1024, 2048]
+    assert [plan.fit(StepSize("decode", rows, rows)).rows for rows in sizes] == sizes
+    assert [plan.fit(StepSize("mixed", 1, tokens)).tokens for tokens in (64, 256, 1024, 2048)] == [64, 256, 1024, 2048]
 
 
 @pytest.mark.parametrize(
@@ -193,15 +197,15 @@ def test_a_file_replaces_both_ladders(tmp_path):
     )
     options = PlanOptions(bucketing_policy="split", bucketing_strategy="file", bucketing_from_file=str(path))
     plan = make_plan(LIMITS, options)
-    assert plan.table.phases["prompt"].shapes == (Shape.prompt(1, 256), Shape.prompt(2, 256))
+    assert plan.table.phases["prompt"].shapes == (Bucket.prompt(1, 256), Bucket.prompt(2, 256))
     assert [shape.blocks for shape in plan.table.phases["decode"].shapes] == [16, 32, 48, 64]
     assert [entry.reason for entry in plan.dropped] == ["over budget: 9 rows exceed --max-num-seqs 4"]
-    assert plan.fit(Need("decode", 4, 4, blocks=60)).blocks == 64
+    assert plan.fit(StepSize("decode", 4, 4, blocks=60)).blocks == 64
     path.write_text("(4, [64, 512])\n([2, 4], 1)\n")
     plan = make_plan(LIMITS, PlanOptions(bucketing_strategy="file", bucketing_from_file=str(path)))
-    assert plan.fit(Need("mixed", 3, 65)) == Shape.mixed(512, 4)
-    assert plan.fit(Need("decode", 1, 1)) == Shape.decode(2)
-    assert plan.fit(Need("mixed", 3, 600)) == Shape.mixed(8192, 4)
+    assert plan.fit(StepSize("mixed", 3, 65)) == Bucket.mixed(512, 4)
+    assert plan.fit(StepSize("decode", 1, 1)) == Bucket.decode(2)
+    assert plan.fit(StepSize("mixed", 3, 600)) == Bucket.mixed(8192, 4)
 
 
 @pytest.mark.parametrize("line", ["(0, 5)", "(1, 1)", "(1, 1, 0)"])

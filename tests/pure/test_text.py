@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from preheat.errors import InvalidRequest, ModelError
-from preheat.text.stop import StopChecker, StopStrings
-from preheat.text.template import ChatTemplate
-from preheat.text.tokenizer import Tokenizer
+from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.stop import StopChecker, StopStrings
+from preheat.frontend.tokenizer import Tokenizer
 from tests.tokenizers import TEXT, byte_level, sentencepiece
 
 TEMPLATE = (

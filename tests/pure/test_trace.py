@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from preheat.trace import NoTrace, open_trace
+from preheat.utils.trace import NoTrace, open_trace
 
 
 class Work:
@@ -100,8 +100,8 @@ def test_threads_do_not_tear_each_others_events(tmp_path):
 
 def test_what_a_killed_process_leaves_can_be_read(tmp_path):
     code = (
-        "import os, pathlib, preheat.trace\n"
-        "trace = preheat.trace.open_trace(True, pathlib.Path.cwd())\n"
+        "import os, pathlib, preheat.utils.trace\n"
+        "trace = preheat.utils.trace.open_trace(True, pathlib.Path.cwd())\n"
         "with trace.span('done'): pass\n"
         "with trace.span('begun'): os.kill(os.getpid(), 9)\n"
     )

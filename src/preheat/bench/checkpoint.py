@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from preheat.model.layout import expected_tensors
-from preheat.model.spec import read_spec
+from preheat.model.specs import read_spec
 
 SHARD_BYTES = 4 << 30
 BLOCK = 1 << 25

@@ -73,7 +73,7 @@ def _torch() -> dict[str, Any]:
     """Threads, instruction set and GPU; ``gpu`` is None where preheat cannot use one."""
     import torch
 
-    from preheat.device.base import pick_platform
+    from preheat.backends.base import pick_platform
 
     chosen = pick_platform("auto")
     gpu = chosen.fingerprint if chosen.name == "cuda" else None

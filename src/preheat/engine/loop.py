@@ -31,7 +31,7 @@ from preheat.core import (
     Swaps,
     ToEngine,
 )
-from preheat.engine.pace import Pace
+from preheat.engine.launch_timer import LaunchTimer
 from preheat.errors import PreheatError
 from preheat.schedule.scheduler import Scheduler
 
@@ -72,7 +72,7 @@ class Executor(Protocol):
     def swap(self, swaps: Swaps) -> None: ...
 
 
-class Observer(Protocol):
+class StepListener(Protocol):
     """Told of every batch once it is launched, which is where a step can be cold, and of every compaction. An error
     that it raises fails the step's requests.
     """
@@ -103,16 +103,16 @@ class Loop:
 
     def __init__(
         self,
-        mailbox: EngineSide,
+        transport: EngineSide,
         scheduler: Scheduler,
         packer: Packer,
         executor: Executor,
-        observer: Observer,
+        listener: StepListener,
         *,
         overlap: bool = False,
     ) -> None:
-        self.mailbox, self.scheduler, self.packer, self.executor = mailbox, scheduler, packer, executor
-        self.observer, self.overlap, self.pace = observer, overlap, Pace()
+        self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
+        self.listener, self.overlap, self.launch_timer = listener, overlap, LaunchTimer()
         self.draining = False
         self._in_flight: deque[_Step] = deque()
 
@@ -120,7 +120,7 @@ class Loop:
         """Step until drained; sleep in the mailbox while there is nothing to run."""
         while not (self.draining and self.scheduler.idle):
             self.take(None if self.scheduler.idle else 0)
-            while (spare := self.pace.spare()) >= TICK:
+            while (spare := self.launch_timer.spare()) >= TICK:
                 self.take(spare)
             self.step()
 
@@ -134,7 +134,7 @@ class Loop:
         if self.scheduler.idle:
             return False
         self._compact()
-        self.pace.preparing()
+        self.launch_timer.preparing()
         schedule = self.scheduler.schedule()
         runs = schedule is not None and self._launch(schedule)
         self._settle(leave=1 if self.overlap and runs else 0)
@@ -147,8 +147,8 @@ class Loop:
         try:
             batch = self.packer.pack(schedule)
             step.running = self.executor.launch(batch)
-            self.pace.launched(batch.shape)
-            self.observer.step(batch)
+            self.launch_timer.launched(batch.shape)
+            self.listener.step(batch)
         except Exception as error:
             step.error = error
         return step.error is None
@@ -156,9 +156,9 @@ class Loop:
     def _settle(self, leave: int = 0) -> None:
         """Wait for the steps in flight, but for the last ``leave``, and tell the front door what became of them."""
         while len(self._in_flight) > leave:
-            self.mailbox.put(self._outcome(self._in_flight[0]))
+            self.transport.put(self._outcome(self._in_flight[0]))
             if self._in_flight.popleft().running:
-                self.pace.settled()
+                self.launch_timer.settled()
 
     def _outcome(self, step: _Step) -> Delta:
         try:
@@ -180,14 +180,14 @@ class Loop:
             return
         try:
             self.executor.swap(swaps)
-            self.observer.step(swaps)
+            self.listener.step(swaps)
         except Exception as error:  # what the cache holds is unknown: nobody may read it
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
-            self.mailbox.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
+            self.transport.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
 
     def take(self, timeout: float | None) -> None:
         """Book what arrived through the mailbox."""
-        messages = self.mailbox.take(timeout)
+        messages = self.transport.take(timeout)
         for message in messages:
             match message:
                 case Request():
@@ -195,16 +195,16 @@ class Loop:
                 case Cancel():
                     self.scheduler.cancel(message.id)
                 case Ask():
-                    self.mailbox.put(Report(self.observer.report()))
+                    self.transport.put(Report(self.listener.report()))
                 case Drain():
                     self.draining = True
                     if message.now:
                         self.scheduler.cancel_all()
         if messages and self.scheduler.idle:  # no step will tell that the last ones are gone
-            self.mailbox.put(Delta(stats=self.scheduler.stats()))
+            self.transport.put(Delta(stats=self.scheduler.stats()))
 
     def _add(self, request: Request) -> None:
         try:
             self.scheduler.add(request)
         except PreheatError as error:  # the front door refuses these; one that slips through must not stop the loop
-            self.mailbox.put(Delta(finished={request.id: Finish("error", message=error.message)}))
+            self.transport.put(Delta(finished={request.id: Finish("error", message=error.message)}))

@@ -2,7 +2,7 @@
 
 A process's first request is slower than later ones even where nothing is compiled, because the interpreter specializes
 what it runs. Warm-up takes care of the packer and the executor; what schedules, launches and settles is run here. The
-front doors rehearse by themselves (:mod:`preheat.server.rehearse`, :class:`preheat.LLM`).
+front doors rehearse by themselves (:mod:`preheat.server.frontend_warmup`, :class:`preheat.LLM`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Unwatched:
 
 def unwatched(loop: Loop) -> Loop:
     """``loop`` again, with nobody who looks at its steps."""
-    return Loop(loop.mailbox, loop.scheduler, loop.packer, loop.executor, Unwatched(), overlap=loop.overlap)
+    return Loop(loop.transport, loop.scheduler, loop.packer, loop.executor, Unwatched(), overlap=loop.overlap)
 
 
 def rehearse(loop: Loop) -> None:

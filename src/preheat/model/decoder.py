@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from preheat.model.loader import LayerWeights, Weights
 from preheat.model.rope import rope_table
-from preheat.model.spec import ModelSpec
-from preheat.model.weights import LayerWeights, Weights
+from preheat.model.specs import ModelSpec
 from preheat.ops.embedding import embed
 from preheat.ops.norm import RMSNorm
 from preheat.ops.rotary import apply_rope_

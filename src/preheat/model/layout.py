@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from preheat.model.spec import ModelSpec
+from preheat.model.specs import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from preheat.model.spec import RopeSpec
+from preheat.model.specs import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

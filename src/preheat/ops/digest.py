@@ -23,7 +23,7 @@ def row_digests(logits: Tensor) -> Tensor:
     if logits.dtype != torch.float32 or (len(logits) and logits.stride(1) != 1):
         raise ValueError(f"expected float32 logits in contiguous rows, got {logits.dtype}, strides {logits.stride()}")
     if logits.is_cuda:
-        from preheat.ops.cuda.digest import digest_rows
+        from preheat.backends.cuda.digest import digest_rows
 
         return digest_rows(logits)
     words = logits.numpy().view(np.uint32).astype(np.uint64)

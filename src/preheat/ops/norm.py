@@ -48,7 +48,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
         if self.weight.is_cuda:
-            from preheat.ops.cuda.norm import rms_norm
+            from preheat.backends.cuda.norm import rms_norm
 
             normed: Tensor = rms_norm(x, self.weight, self.eps)
             return normed
@@ -61,7 +61,7 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, then the norm of the sum."""
         if self.weight.is_cuda:
-            from preheat.ops.cuda.norm import add_rms_norm
+            from preheat.backends.cuda.norm import add_rms_norm
 
             normed: Tensor = add_rms_norm(x, residual, self.weight, self.eps)
             return normed

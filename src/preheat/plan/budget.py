@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from preheat.errors import SettingsError
-from preheat.plan.shape import Phase, Shape
+from preheat.plan.buckets import Bucket, Phase
 
 Strategy = Literal["min_tokens", "max_bs"]
-Capture = Callable[[Phase, Shape, int], int]
+Capture = Callable[[Phase, Bucket, int], int]
 """Captures a shape, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError passes it over."""
 
 
@@ -61,7 +61,7 @@ def graph_pool(split: MemorySplit, block_bytes: int, free: int) -> int:
 class Skipped:
     """A shape that was not captured and runs without a graph; ``failed``: it was tried."""
 
-    shape: Shape
+    shape: Bucket
     reason: str
     failed: bool = False
 
@@ -72,7 +72,7 @@ class PhaseCaptures:
 
     phase: Phase
     total: int
-    captured: dict[Shape, int] = field(default_factory=dict)
+    captured: dict[Bucket, int] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class PhaseCaptures:
         return len(self.captured) + sum(skipped.failed for skipped in self.skipped) == self.total
 
 
-def capture_order(shapes: Sequence[Shape], strategy: Strategy) -> list[Shape]:
+def capture_order(shapes: Sequence[Bucket], strategy: Strategy) -> list[Bucket]:
     """``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer."""
     if strategy == "min_tokens":
         return sorted(shapes, key=lambda shape: (_area(shape), _length(shape), shape.rows))
@@ -101,10 +101,10 @@ def graph_shares(pool: int, prefill: Phase, decode: Phase, prompt_ratio: float =
 
 def capture_graphs(
     pool: int,
-    queues: Mapping[Phase, Sequence[Shape]],
+    queues: Mapping[Phase, Sequence[Bucket]],
     capture: Capture,
     *,
-    expected: Mapping[Shape, int],
+    expected: Mapping[Bucket, int],
     prompt_ratio: float = 0.3,
 ) -> dict[Phase, PhaseCaptures]:
     """Capture what fits into ``pool`` bytes, from two queues: the phase that prefills and decode, in this order.
@@ -127,7 +127,7 @@ def capture_graphs(
 
 
 def _run(
-    done: PhaseCaptures, queue: Sequence[Shape], available: int, capture: Capture, expected: Mapping[Shape, int]
+    done: PhaseCaptures, queue: Sequence[Bucket], available: int, capture: Capture, expected: Mapping[Bucket, int]
 ) -> None:
     """One pass over a queue with ``available`` bytes; shapes that were tried already are passed by."""
     tried = {*done.captured, *(skipped.shape for skipped in done.skipped)}
@@ -151,15 +151,15 @@ def _run(
             )
 
 
-def _estimate(done: PhaseCaptures, shape: Shape, expected: Mapping[Shape, int]) -> int:
+def _estimate(done: PhaseCaptures, shape: Bucket, expected: Mapping[Bucket, int]) -> int:
     """Measured bytes in proportion to weight; the plan's estimate while nothing was measured."""
     weight = sum(captured.tokens for captured in done.captured)
     return shape.tokens * done.used // weight if done.used else expected[shape]
 
 
-def _area(shape: Shape) -> int:
+def _area(shape: Bucket) -> int:
     return shape.rows * _length(shape) if shape.phase == "decode" else shape.tokens
 
 
-def _length(shape: Shape) -> int:
+def _length(shape: Bucket) -> int:
     return shape.longest or shape.blocks or (shape.tokens if shape.phase == "mixed" else 1)

@@ -7,8 +7,8 @@ import json
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, ladder
 from preheat.plan.cost import MACHINES, Costs, ModelSizes, SpecLike
-from preheat.plan.ladder import PAD_PERCENT, STRATEGIES, ladder
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.render import render

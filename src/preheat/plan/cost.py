@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from preheat.plan.shape import Shape
+from preheat.plan.buckets import Bucket
 
 
 class Cost(NamedTuple):
@@ -111,7 +111,7 @@ class Costs:
     block_size: int
     measured: Mapping[str, float] = field(default_factory=dict)
 
-    def forward(self, name: str, shape: Shape) -> Cost:
+    def forward(self, name: str, shape: Bucket) -> Cost:
         """One forward step: the slower of its arithmetic and of reading weights and context, logits not included."""
         sizes = self.sizes
         context = shape.blocks * self.block_size or (shape.rows * shape.longest if shape.phase == "decode" else 0)

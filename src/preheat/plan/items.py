@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from preheat.core import SamplingParams
-from preheat.plan.shape import Shape
+from preheat.plan.buckets import Bucket
 
 Kind = Literal["prompt", "decode", "mixed", "sampler", "swap", "determinism", "check"]
 Stage = Literal["before_cache", "after_cache", "last"]
@@ -104,7 +104,7 @@ class Item:
     """
 
     kind: Kind
-    key: Shape | SamplerKey | int | str
+    key: Bucket | SamplerKey | int | str
     stage: Stage
     estimated_seconds: float = 0.0
     estimated_bytes: int = 0
@@ -140,7 +140,7 @@ class Dropped:
     """A candidate that will not run, and why."""
 
     kind: Kind
-    key: Shape
+    key: Bucket
     reason: str
 
     @property
@@ -152,25 +152,25 @@ class Dropped:
         return {"kind": self.kind, "name": self.name, "shape": key_dict(self.key), "reason": self.reason}
 
 
-def item_name(kind: Kind, key: Shape | SamplerKey | int | str) -> str:
+def item_name(kind: Kind, key: Bucket | SamplerKey | int | str) -> str:
     """See `Item.name`."""
-    if isinstance(key, Shape):
+    if isinstance(key, Bucket):
         return str(key)
     if isinstance(key, SamplerKey):
         return f"(sampler, {key.rows}, {key.setting}, batch_changed={key.batch_changed})"
     return f"({kind}, {key})"
 
 
-def key_dict(key: Shape | SamplerKey | int | str) -> dict[str, Any]:
+def key_dict(key: Bucket | SamplerKey | int | str) -> dict[str, Any]:
     """The parts of a key by name."""
-    if isinstance(key, Shape):
+    if isinstance(key, Bucket):
         return key.named_dims()
     if isinstance(key, SamplerKey):
         return key._asdict()
     return {"name": key} if isinstance(key, str) else {"size": key}
 
 
-def sampler_sizes(decode: Iterable[Shape], most: int) -> tuple[int, ...]:
+def sampler_sizes(decode: Iterable[Bucket], most: int) -> tuple[int, ...]:
     """Batch sizes that the sampler runs at: 0 and 1, then the distinct ones of the decode shapes, ascending.
 
     ``most``, the rows that any step may sample from, is there too.

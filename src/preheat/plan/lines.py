@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit
 from preheat.plan.policy import Candidates
-from preheat.plan.shape import Phase, Shape
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -28,13 +28,13 @@ def bucket_config(phase: Candidates) -> str:
     return f"{phase.phase.capitalize()} bucket config (min, step, max_warmup) {ranges or 'from file'}"
 
 
-def generated(phase: Phase, shapes: Iterable[Shape]) -> str:
+def generated(phase: Phase, shapes: Iterable[Bucket]) -> str:
     """The shapes of a phase, in ascending order."""
     buckets = _buckets(shapes)
     return f"Generated {len(buckets)} {phase} buckets: {buckets}"
 
 
-def running(phase: Phase, shape: Shape, number: int, total: int, free: int, *, graph: bool = False) -> str:
+def running(phase: Phase, shape: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
     """One shape's turn, ``number`` of ``total``; ``free`` bytes of device memory before it."""
     label = ("Graph/" if graph else "") + phase.capitalize()
     if shape.phase == "mixed":
@@ -45,7 +45,7 @@ def running(phase: Phase, shape: Shape, number: int, total: int, free: int, *, g
     return f"[Warmup][{label}][{number}/{total}] {dims} free_mem:{format_bytes(free)}"
 
 
-def captured(phase: Phase, shapes: Sequence[Shape], total: int, used: int) -> str:
+def captured(phase: Phase, shapes: Sequence[Bucket], total: int, used: int) -> str:
     """What became of a phase's captures."""
     share = 100 * len(shapes) / total if total else 100.0
     return (
@@ -121,5 +121,5 @@ def defragmenter_skipped(num_blocks: int) -> str:
     return f"Skipping defragmenter warmup, insufficient blocks ({num_blocks})"
 
 
-def _buckets(shapes: Iterable[Shape]) -> list[tuple[int, ...]]:
+def _buckets(shapes: Iterable[Bucket]) -> list[tuple[int, ...]]:
     return sorted(shape.dims for shape in shapes)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from preheat.plan.needs import DecodeByBlocks, DecodeByLength, Region
-from preheat.plan.shape import Need, Shape, padded_work
-from preheat.plan.table import Table
+from preheat.plan.buckets import Bucket, StepSize, padded_work
+from preheat.plan.dispatcher import Dispatcher
+from preheat.plan.regions import DecodeByBlocks, DecodeByLength, Region
 
 SHORTEST = 16
 """Prompts shorter than this are not counted: next to nothing is paid for them, whatever they are padded to."""
@@ -38,7 +38,7 @@ class Padding:
         }
 
 
-def padding_by_phase(table: Table) -> dict[str, Padding]:
+def padding_by_phase(table: Dispatcher) -> dict[str, Padding]:
     """The padding of each phase of ``table``, fallbacks included."""
     found: dict[str, Padding] = {}
     for phase, part in table.phases.items():
@@ -47,7 +47,7 @@ def padding_by_phase(table: Table) -> dict[str, Padding]:
     return found
 
 
-def _measure(table: Table, needs: Iterable[Need], spread: str) -> Padding:
+def _measure(table: Dispatcher, needs: Iterable[StepSize], spread: str) -> Padding:
     extra, worst, worst_need, count = 0.0, -1.0, "", 0
     for need in needs:
         asked = padded_work(_exact(need))
@@ -58,19 +58,21 @@ def _measure(table: Table, needs: Iterable[Need], spread: str) -> Padding:
     return Padding(extra / count, worst, worst_need, count, spread)
 
 
-def _exact(need: Need) -> Shape:
+def _exact(need: StepSize) -> Bucket:
     if need.phase == "prompt":
-        return Shape.prompt(need.rows, need.longest)
+        return Bucket.prompt(need.rows, need.longest)
     if need.phase == "mixed":
-        return Shape.mixed(need.tokens, need.rows)
-    return Shape.decode(need.rows, longest=need.longest, blocks=need.blocks)
+        return Bucket.mixed(need.tokens, need.rows)
+    return Bucket.decode(need.rows, longest=need.longest, blocks=need.blocks)
 
 
-def _needs(region: Region) -> tuple[Iterator[Need], str]:
+def _needs(region: Region) -> tuple[Iterator[StepSize], str]:
     a, b = region.bounds
     if region.phase == "mixed":
         lengths = _log_spaced(SHORTEST, a)
-        return (Need("mixed", 1, tokens) for tokens in lengths), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+        return (
+            StepSize("mixed", 1, tokens) for tokens in lengths
+        ), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     if region.phase == "prompt":
         lengths = _log_spaced(SHORTEST, b)
         return (region.need(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
@@ -80,7 +82,7 @@ def _needs(region: Region) -> tuple[Iterator[Need], str]:
     return (region.need(row, 0) for row in rows_evenly), f"rows uniform over 1-{a}"
 
 
-def _decode_needs(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[Need]:
+def _decode_needs(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[StepSize]:
     for row in rows[:: max(1, len(rows) // 128)]:
         top = int(region.top(np.asarray(row)))
         low = row if isinstance(region, DecodeByBlocks) else SHORTEST

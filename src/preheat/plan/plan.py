@@ -14,7 +14,9 @@ from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.plan.buckets import Bucket, Phase, StepSize
 from preheat.plan.cost import Costs
+from preheat.plan.dispatcher import Dispatcher, OnMiss, PhaseDispatcher, build_phase
 from preheat.plan.items import (
     MAX_DETERMINISM_TOKENS,
     SWAP_SIZES,
@@ -28,8 +30,6 @@ from preheat.plan.items import (
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Candidates, candidates, coarser, max_rows
-from preheat.plan.shape import Need, Phase, Shape
-from preheat.plan.table import OnMiss, PhaseTable, Table, build_phase
 
 MAX_PROGRAMS = 2_000
 
@@ -43,12 +43,12 @@ class Plan:
     limits: Limits
     options: PlanOptions
     phases: tuple[Candidates, ...]
-    table: Table
+    table: Dispatcher
     items: tuple[Item, ...]
     dropped: tuple[Dropped, ...]
     padding: Mapping[str, Padding] = field(default_factory=dict)
 
-    def fit(self, need: Need) -> Shape:
+    def fit(self, need: StepSize) -> Bucket:
         """The shape that a step of ``need`` runs in; see `Table.fit`."""
         return self.table.fit(need)
 
@@ -63,7 +63,7 @@ class Plan:
         return count_programs(self.items)
 
     @property
-    def largest(self) -> Shape:
+    def largest(self) -> Bucket:
         """The shape with the most padded tokens: the one whose peak memory is measured before the cache is sized."""
         return max(self.table.shapes, key=lambda shape: (shape.tokens, shape.rows))
 
@@ -73,7 +73,7 @@ class Plan:
         return _sampler_sizes(self.limits, self.table)
 
     @property
-    def determinism_shape(self) -> Shape:
+    def determinism_shape(self) -> Bucket:
         """What the determinism passes run: a step of as many tokens as a usual batch has rows."""
         return _determinism_shape(self.limits, self.table)
 
@@ -86,7 +86,7 @@ class Plan:
         phase: Phase = "mixed" if self.options.bucketing_policy == "unified" else "prompt"
         if longest == 1:
             return tokens  # rows that decode; their number is bounded by the slots
-        shape = self.table.find(Need(phase, rows, tokens, longest=longest))
+        shape = self.table.find(StepSize(phase, rows, tokens, longest=longest))
         return shape.tokens if shape else max(tokens, self.limits.max_num_batched_tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _make_plan(
 ) -> Plan:
     phases = candidates(limits, options)
     parts = [build_phase(phase.region, phase.shapes, phase.fallback) for phase in phases]
-    table = Table(parts, on_miss)
+    table = Dispatcher(parts, on_miss)
     items = _forwards(parts, costs)
     items += [_sampler(key, costs) for key in sampler_keys(_sampler_sizes(limits, table))]
     if options.bucketing_policy == "unified":
@@ -160,7 +160,7 @@ def count_programs(items: Sequence[Item]) -> int:
     return len({item.program for item in items} - {None})
 
 
-def _forwards(parts: Sequence[PhaseTable], costs: Costs | None) -> list[Item]:
+def _forwards(parts: Sequence[PhaseDispatcher], costs: Costs | None) -> list[Item]:
     """Phase by phase, largest first; the fallback, which is larger than all, before them."""
     items: list[Item] = []
     for part in parts:
@@ -170,7 +170,7 @@ def _forwards(parts: Sequence[PhaseTable], costs: Costs | None) -> list[Item]:
     return items
 
 
-def _forward(shape: Shape, costs: Costs | None, *, fallback: bool = False) -> Item:
+def _forward(shape: Bucket, costs: Costs | None, *, fallback: bool = False) -> Item:
     cost = costs.forward(str(shape), shape) if costs else (0.0, 0)
     return Item(shape.phase, shape, "after_cache", *cost, fallback=fallback)
 
@@ -180,7 +180,7 @@ def _sampler(key: SamplerKey, costs: Costs | None) -> Item:
     return Item("sampler", key, "after_cache", *cost)
 
 
-def _sampler_sizes(limits: Limits, table: Table) -> tuple[int, ...]:
+def _sampler_sizes(limits: Limits, table: Dispatcher) -> tuple[int, ...]:
     decode = table.phases["decode"]
     shapes = (*decode.shapes, *filter(None, [decode.fallback]))
     return sampler_sizes(shapes, max_rows(limits))
@@ -191,19 +191,19 @@ def _swap(size: int, costs: Costs | None) -> Item:
     return Item("swap", size, "after_cache", *cost)
 
 
-def _determinism(limits: Limits, table: Table, passes: int, costs: Costs | None) -> list[Item]:
+def _determinism(limits: Limits, table: Dispatcher, passes: int, costs: Costs | None) -> list[Item]:
     """Passes over a program that serves, run again."""
     shape = _determinism_shape(limits, table)
     cost = costs.forward(str(shape), shape) if costs else (0.0, 0)
     return [Item("determinism", number + 1, "last", *cost) for number in range(passes)]
 
 
-def _determinism_shape(limits: Limits, table: Table) -> Shape:
+def _determinism_shape(limits: Limits, table: Dispatcher) -> Bucket:
     rows = min(max_rows(limits), MAX_DETERMINISM_TOKENS)
-    return table.peek(Need("decode", rows, rows, longest=1, blocks=rows))
+    return table.peek(StepSize("decode", rows, rows, longest=1, blocks=rows))
 
 
-def _shadow_reason(shape: Shape, winner: Shape | None) -> str:
+def _shadow_reason(shape: Bucket, winner: Bucket | None) -> str:
     if winner is not None:
         return f"shadowed: every step that it could hold runs cheaper in {winner}"
     return "shadowed: no step within the limits needs it, a smaller shape holds all that it could be asked for"
@@ -213,7 +213,7 @@ def _refuse_large(items: Sequence[Item], phases: Sequence[Candidates]) -> None:
     programs = count_programs(items)
     if programs <= MAX_PROGRAMS:
         return
-    by_phase = Counter(item.kind for item in items if isinstance(item.key, Shape))
+    by_phase = Counter(item.kind for item in items if isinstance(item.key, Bucket))
     worst = max(phases, key=lambda phase: by_phase[phase.phase])
     knob = "list fewer buckets in --bucketing-from-file"
     if worst.axes:

@@ -16,10 +16,10 @@ from pathlib import Path
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.bucket_file import parse_bucket_file
-from preheat.plan.ladder import ladder
-from preheat.plan.needs import DecodeByBlocks, DecodeByLength, DecodeNeeds, MixedNeeds, PromptNeeds, Region
+from preheat.plan.bucket_sizes import ladder
+from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.options import PlanOptions
-from preheat.plan.shape import Phase, Shape
+from preheat.plan.regions import DecodeByBlocks, DecodeByLength, DecodeNeeds, MixedNeeds, PromptNeeds, Region
 
 PER_DOUBLING = {"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 4}
 """Values from one doubling to the next in the unified policy's exponential ladders: a mixed step pays for every token
@@ -53,9 +53,9 @@ class Candidates:
 
     region: Region
     axes: tuple[Axis, ...]
-    shapes: tuple[Shape, ...]
-    over: tuple[tuple[Shape, str], ...]
-    fallback: Shape
+    shapes: tuple[Bucket, ...]
+    over: tuple[tuple[Bucket, str], ...]
+    fallback: Bucket
 
     @property
     def phase(self) -> Phase:
@@ -196,17 +196,17 @@ def _defaults(limits: Limits, options: PlanOptions, region: Region, name: str) -
     }[name]
 
 
-def _shape(region: Region, pair: tuple[int, ...]) -> Shape:
+def _shape(region: Region, pair: tuple[int, ...]) -> Bucket:
     if region.phase == "prompt":
-        return Shape.prompt(*pair)
+        return Bucket.prompt(*pair)
     if region.phase == "mixed":
-        return Shape.mixed(*pair)
+        return Bucket.mixed(*pair)
     if len(pair) == 1:
-        return Shape.decode(pair[0])
-    return Shape.decode(pair[0], **{region.axes[1]: pair[1]})
+        return Bucket.decode(pair[0])
+    return Bucket.decode(pair[0], **{region.axes[1]: pair[1]})
 
 
-def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], shapes: Iterable[Shape]) -> Candidates:
+def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], shapes: Iterable[Bucket]) -> Candidates:
     good, over = [], []
     for shape in shapes:
         reason = _over_budget(limits, region, shape)
@@ -217,7 +217,7 @@ def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], shapes: 
     return Candidates(region, axes, tuple(good), tuple(over), _fallback(limits, region))
 
 
-def _over_budget(limits: Limits, region: Region, shape: Shape) -> str | None:
+def _over_budget(limits: Limits, region: Region, shape: Bucket) -> str | None:
     if shape.tokens > limits.max_num_batched_tokens:
         return f"over budget: {shape.tokens:,} tokens exceed --max-num-batched-tokens {limits.max_num_batched_tokens:,}"
     if shape.rows > limits.max_num_seqs:
@@ -229,18 +229,18 @@ def _over_budget(limits: Limits, region: Region, shape: Shape) -> str | None:
     return None
 
 
-def _fallback(limits: Limits, region: Region) -> Shape:
+def _fallback(limits: Limits, region: Region) -> Bucket:
     """One shape that holds every need of the region and stays within every budget.
 
     For prompts it is flat: a rectangle that held every mix of rows and lengths would exceed the token budget.
     """
     if isinstance(region, DecodeByBlocks):
-        return Shape.decode(region.bounds[0], blocks=region.bounds[1])
+        return Bucket.decode(region.bounds[0], blocks=region.bounds[1])
     if isinstance(region, DecodeByLength):
-        return Shape.decode(region.bounds[0], longest=region.bounds[1])
+        return Bucket.decode(region.bounds[0], longest=region.bounds[1])
     if region.phase == "decode":
-        return Shape.decode(region.bounds[0])
-    return Shape.mixed(limits.max_num_batched_tokens, max_rows(limits))
+        return Bucket.decode(region.bounds[0])
+    return Bucket.mixed(limits.max_num_batched_tokens, max_rows(limits))
 
 
 def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: str) -> tuple[Candidates, ...]:
@@ -248,7 +248,7 @@ def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: 
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--bucketing-from-file {path} cannot be read: {error}") from None
-    found: dict[Phase, list[Shape]] = {region.phase: [] for region in regions}
+    found: dict[Phase, list[Bucket]] = {region.phase: [] for region in regions}
     by_phase = {region.phase: region for region in regions}
     prefill: Phase = "mixed" if policy == "unified" else "prompt"
     for bucket in parse_bucket_file(text, str(path)):
@@ -257,7 +257,7 @@ def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: 
     return tuple(_candidates(limits, region, (), dict.fromkeys(found[region.phase])) for region in regions)
 
 
-def _file_shape(region: Region, bucket: tuple[int, ...], policy: str) -> Shape:
+def _file_shape(region: Region, bucket: tuple[int, ...], policy: str) -> Bucket:
     """``(rows, query)`` or ``(rows, query, blocks)``: a query of 1 decodes; unified counts the step's tokens in query.
 
     The blocks of a prompt are the context that it attends to, which is no part of its program here.
@@ -266,13 +266,13 @@ def _file_shape(region: Region, bucket: tuple[int, ...], policy: str) -> Shape:
     if rows < 1 or query < 1:
         raise SettingsError(f"bucket {bucket}: rows and query must be at least 1")
     if region.phase == "mixed":
-        return Shape.mixed(query, rows)
+        return Bucket.mixed(query, rows)
     if region.phase == "prompt":
-        return Shape.prompt(rows, query)
+        return Bucket.prompt(rows, query)
     if policy == "unified":
-        return Shape.decode(rows)
+        return Bucket.decode(rows)
     if not blocks or blocks[0] < 1:
         raise SettingsError(
             f"bucket {bucket}: under the split policy a decode bucket is (rows, 1, blocks), blocks above 0"
         )
-    return Shape.decode(rows, **{region.axes[1]: blocks[0]})
+    return Bucket.decode(rows, **{region.axes[1]: blocks[0]})

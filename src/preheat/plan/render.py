@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from preheat.plan.buckets import Bucket
 from preheat.plan.items import Item
 from preheat.plan.lines import format_bytes
 from preheat.plan.plan import Plan
-from preheat.plan.shape import Shape
 
 MOST_REASONS = 8
 
@@ -42,7 +42,7 @@ def _items(plan: Plan) -> list[str]:
 
 
 def _sizes(plan: Plan, items: list[Item]) -> str:
-    shapes = [item.key for item in items if isinstance(item.key, Shape)]
+    shapes = [item.key for item in items if isinstance(item.key, Bucket)]
     if shapes:
         text = f"{shapes[-1]} ... {shapes[0]}"
         return text + "".join(f", fallback {item.name}" for item in items if item.fallback)

@@ -27,9 +27,10 @@ import numpy as np
 from preheat.core import ALONE, Delta, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
-from preheat.schedule import defrag, settle
+from preheat.schedule import defrag
+from preheat.schedule import results as settle
 from preheat.schedule.blocks import BlockPool
-from preheat.schedule.lineup import LineUp
+from preheat.schedule.persistent_batch import PersistentBatch
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
 from preheat.schedule.running import Running
@@ -112,8 +113,8 @@ class Scheduler:
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self.forget()
         self._in_flight: deque[Schedule] = deque()
-        self._line_up: LineUp | None = None
-        self._line_ups = ALONE
+        self._persistent_batch: PersistentBatch | None = None
+        self._batches = ALONE
 
     def forget(self) -> None:
         """Count from zero again."""
@@ -194,7 +195,7 @@ class Scheduler:
         return schedule
 
     def settle(self, schedule: Schedule, result: StepResult) -> Delta:
-        """Book what the device computed for ``schedule``; see :func:`preheat.schedule.settle.settle`."""
+        """Book what the device computed for ``schedule``; see :func:`preheat.schedule.results.settle`."""
         self._must_be_oldest(schedule)
         delta = settle.settle(self.running, self.prefix, schedule, result, self._totals)
         self._in_flight.popleft()
@@ -245,11 +246,11 @@ class Scheduler:
         """``step`` as others are to see it."""
         slots = self.slots
         if not step.prefill and len(step.decode) == len(self.running):
-            line_up = self._lined_up()
-            if line_up is None:
-                self._line_ups += 1
-                line_up = self._line_up = LineUp.of(self.running, self._line_ups, step.decode)
-            return line_up.step(self.running, step.started)
+            persistent_batch = self._last_batch()
+            if persistent_batch is None:
+                self._batches += 1
+                persistent_batch = self._persistent_batch = PersistentBatch.of(self.running, self._batches, step.decode)
+            return persistent_batch.step(self.running, step.started)
         decode = len(step.decode)
         rows = np.concatenate((step.decode, np.array(step.prefill, np.int64)))
         extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
@@ -257,9 +258,9 @@ class Scheduler:
         samples = first + extend == slots.device_len[rows]
         return Schedule(rows, first, extend, samples, decode, self.running.ids[rows], step.started)
 
-    def _lined_up(self) -> LineUp | None:
+    def _last_batch(self) -> PersistentBatch | None:
         """The last step's line-up, if it is the next one's too."""
-        last = self._line_up
+        last = self._persistent_batch
         return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
@@ -272,8 +273,8 @@ class Scheduler:
 
     def _decoding(self) -> _Step:
         """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
-        slots, line_up = self.slots, self._lined_up()
-        step = _Step(self.running.order[self._due() == 1] if line_up is None else line_up.slots)
+        slots, persistent_batch = self.slots, self._last_batch()
+        step = _Step(self.running.order[self._due() == 1] if persistent_batch is None else persistent_batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):

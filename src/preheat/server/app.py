@@ -29,16 +29,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from preheat.core import FromEngine, Ready
-from preheat.engine.bootbar import BootBar
+from preheat.engine.progress import ProgressBar
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
-from preheat.heap import settle
 from preheat.metrics import set_up_logging
 from preheat.server import chat, completions, openapi, status
-from preheat.server.guard import Guard, error_response
+from preheat.server.auth import Guard, error_response
+from preheat.server.frontend_warmup import rehearse
 from preheat.server.process import ENGINE
-from preheat.server.rehearse import rehearse
 from preheat.server.service import Service
 from preheat.settings import Settings
+from preheat.utils.gc import settle
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
     set_up_logging(settings.log_level)
     listener = _listener(settings)
     settings = dataclasses.replace(settings, port=listener.getsockname()[1])
-    bar = BootBar()
+    bar = ProgressBar()
 
     def on_message(message: FromEngine) -> None:
         bar.show(message)

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
-from preheat.engine.frontdoor import FrontDoor
-from preheat.engine.ticket import Choice, News, Ticket
 from preheat.errors import InvalidRequest
+from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.request_state import Choice, News, Ticket
 from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
-from preheat.server.guard import read_body, request_id
+from preheat.server.auth import read_body, request_id
 from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling, wants_usage
 from preheat.server.schema import CompletionRequest, decode
 from preheat.server.service import Service

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from preheat.core import SamplingParams, TokenLogprobs
-from preheat.engine.frontdoor import FrontDoor
-from preheat.engine.ticket import Ticket
 from preheat.errors import InvalidRequest
+from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.request_state import Ticket
+from preheat.frontend.tokenizer import Tokenizer
 from preheat.server.answers import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -18,7 +19,6 @@ from preheat.server.answers import (
     TopLogprob,
 )
 from preheat.server.schema import Sampling
-from preheat.text.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000
 """Characters beyond which encoding leaves the event loop for a thread."""

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import msgspec
 
 from preheat.core import Drain
-from preheat.engine.mailbox import FrontMailbox, remove_sockets
 from preheat.settings import Settings
+from preheat.transport import FrontendTransport, remove_sockets
 
 ENGINE = "preheat.startup:run_engine"
 """What the child runs: ``module:function``, called with the settings and the mailbox's address."""
@@ -31,8 +31,8 @@ class EngineProcess:
     """Runs ``entry`` in a child of its own session, which a terminal's Ctrl-C does not reach."""
 
     def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
-        self.mailbox = FrontMailbox()
-        command = [sys.executable, "-m", "preheat.server.process", self.mailbox.address, entry]
+        self.transport = FrontendTransport()
+        command = [sys.executable, "-m", "preheat.server.process", self.transport.address, entry]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         try:
             self._write(msgspec.json.encode(settings) + b"\n")
@@ -49,9 +49,9 @@ class EngineProcess:
         return self._child.pid
 
     def watch(self, on_message: Callable[[], None], on_exit: Callable[[int], None]) -> None:
-        """Call ``on_message`` when the mailbox may hold something, ``on_exit`` at once when the child ends."""
+        """Call ``on_message`` when the transport may hold something, ``on_exit`` at once when the child ends."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.mailbox.fileno(), on_message)
+        loop.add_reader(self.transport.fileno(), on_message)
         loop.call_soon(on_message)  # what came before is announced by no further edge
 
         def wait() -> None:
@@ -63,8 +63,8 @@ class EngineProcess:
 
     async def stop(self, now: bool) -> None:
         """Let the engine leave, or end it when that takes too long; ``now`` does not ask."""
-        asyncio.get_running_loop().remove_reader(self.mailbox.fileno())
-        self.mailbox.send(Drain(now))
+        asyncio.get_running_loop().remove_reader(self.transport.fileno())
+        self.transport.send(Drain(now))
         try:
             if not now:
                 await asyncio.to_thread(self._child.wait, _STOP_SECONDS)
@@ -74,7 +74,7 @@ class EngineProcess:
         await asyncio.to_thread(self._child.wait)
         if self._child.stdin is not None:
             self._child.stdin.close()
-        self.mailbox.close()
+        self.transport.close()
 
 
 def _leave_with_parent(address: str) -> None:

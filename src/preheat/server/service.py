@@ -12,15 +12,15 @@ import time
 from collections.abc import Awaitable, Callable
 
 from preheat.core import FromEngine, Progress, Ready, Report
-from preheat.engine.frontdoor import FrontDoor, held_back
 from preheat.errors import EngineDead, ModelNotFound, NotReady, StepTimeout
+from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.frontdoor import FrontDoor, held_back
+from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Metrics
 from preheat.server.live import Live
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.settings import Settings
 from preheat.startup import boot_front
-from preheat.text.template import ChatTemplate
-from preheat.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Service:
         self.on_message: Callable[[FromEngine], None] = lambda _: None
         self.rehearsal: Callable[[], Awaitable[None]] = _no_rehearsal
         self._engine = EngineProcess(settings, entry)
-        self.live = Live(self._engine.mailbox.send)
+        self.live = Live(self._engine.transport.send)
         self._door: FrontDoor | None = None
         self._template: ChatTemplate | None = None
         self._heard_at = time.monotonic()
@@ -133,7 +133,7 @@ class Service:
         """Load what speaks text, then listen to the engine and watch it, until cancelled."""
         try:
             self._door, self._template = await asyncio.to_thread(
-                boot_front, self.settings, self._engine.mailbox.send, self.metrics
+                boot_front, self.settings, self._engine.transport.send, self.metrics
             )
         except Exception as error:  # whatever it is, the server cannot serve
             self._die(f"The tokenizer cannot be loaded: {error}")
@@ -150,11 +150,11 @@ class Service:
         await self._engine.stop(now or self.dead is not None)
 
     def _receive(self) -> None:
-        mailbox, door = self._engine.mailbox, self._door
+        transport, door = self._engine.transport, self._door
         assert door is not None
-        untaken = mailbox.untaken
-        messages = mailbox.receive()
-        if messages or mailbox.untaken != untaken:
+        untaken = transport.untaken
+        messages = transport.receive()
+        if messages or transport.untaken != untaken:
             self._heard_at, self.stalled = time.monotonic(), None
         for message in messages:
             door.handle(message)
@@ -185,7 +185,7 @@ class Service:
         if not door.busy:
             self._heard_at, self._offered_at = now, None
             return
-        untaken = self._engine.mailbox.untaken
+        untaken = self._engine.transport.untaken
         if untaken and untaken >= door.num_running:
             self._offered_at = self._offered_at or now
         else:

@@ -13,8 +13,8 @@ import preheat
 from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
 from preheat.server.answers import Model, ModelList, Ready, Starting, Status, Text, Tokens, Version, WarmingUp
+from preheat.server.auth import RETRY, read_body
 from preheat.server.chat import render
-from preheat.server.guard import RETRY, read_body
 from preheat.server.params import encoded
 from preheat.server.schema import DetokenizeRequest, TokenizeRequest, decode
 from preheat.server.service import Service

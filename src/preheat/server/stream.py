@@ -14,9 +14,9 @@ from typing import Self
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from preheat.engine.frontdoor import FrontDoor
-from preheat.engine.ticket import Choice, Ticket
 from preheat.errors import PreheatError
+from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.request_state import Choice, Ticket
 from preheat.server.answers import PromptTokensDetails, Usage
 from preheat.server.schema import ErrorBody, ErrorResponse
 

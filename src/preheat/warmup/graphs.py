@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from preheat.plan import lines
+from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import (
     MemorySplit,
     PhaseCaptures,
@@ -28,12 +29,11 @@ from preheat.plan.budget import (
 from preheat.plan.cost import ModelSizes
 from preheat.plan.items import SamplerKey
 from preheat.plan.plan import Plan
-from preheat.plan.shape import Phase, Shape
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.record import Entry, Record
 
 if TYPE_CHECKING:
-    from preheat.execute.device_executor import DeviceExecutor, Running
+    from preheat.execution.device_executor import DeviceExecutor, Running
     from preheat.warmup.run import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ NOT_RUN = ("dropped", "failed")
 FALLBACK = "runs without a graph: it is for steps beyond the ladders"
 INDEX_BYTES, TABLE_BYTES, LOGIT_BYTES = 8, 4, 4
 
-CaptureOne = Callable[[Shape], int]
+CaptureOne = Callable[[Bucket], int]
 """Captures one shape and returns the bytes that it took. MemoryError passes the shape over."""
 
 
@@ -93,13 +93,13 @@ def capture(
     A captured item's entry says so, with the bytes; one that runs without a graph says why.
     """
     entries = {entry.name: entry for entry in record.entries}
-    expected = {item.key: item.estimated_bytes for item in plan.items if isinstance(item.key, Shape)}
+    expected = {item.key: item.estimated_bytes for item in plan.items if isinstance(item.key, Bucket)}
     queues = _queues(plan, entries, settings)
     prefill, decode = queues
     shares = graph_shares(pool, prefill, decode, settings.graph_prompt_ratio)
     logger.info("%s", lines.graph_shares(pool, free(), shares, settings.graph_prompt_ratio))
 
-    def one(phase: Phase, shape: Shape, number: int) -> int:
+    def one(phase: Phase, shape: Bucket, number: int) -> int:
         logger.info("%s", lines.running(phase, shape, number, len(queues[phase]), free(), graph=True))
         entry, started = entries[str(shape)], time.monotonic()
         used = capture_one(shape)
@@ -157,7 +157,7 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
         while running:
             running.pop().result()
 
-    def capture_one(shape: Shape) -> int:
+    def capture_one(shape: Bucket) -> int:
         was = free()
         if not executor.is_captured(shape):
             if entries[str(shape)].outcome == "pending":
@@ -170,7 +170,7 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
             running.append(warm.forward(shape, executor.launch))
         return max(was - free(), 0)
 
-    shapes = [item.key for item in items if isinstance(item.key, Shape)]
+    shapes = [item.key for item in items if isinstance(item.key, Bucket)]
     if shapes:
         capture_one(max(shapes, key=lambda shape: (shape.tokens, shape.rows)))
     for item in items:
@@ -184,7 +184,7 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
     return done
 
 
-def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Shape]]:
+def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Bucket]]:
     """Each phase's shapes in the order of capture, the phase that prefills first. What warm-up could not run is left
     out, what it was told to skip is not, as in the source.
     """
@@ -192,12 +192,12 @@ def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[P
     strategies: dict[Phase, str] = {prefill: settings.graph_prompt_strategy, "decode": settings.graph_decode_strategy}
     runs = []
     for item in plan.items:
-        if isinstance(item.key, Shape) and entries[item.name].outcome not in NOT_RUN:
+        if isinstance(item.key, Bucket) and entries[item.name].outcome not in NOT_RUN:
             if item.fallback:
                 entries[item.name].reason = FALLBACK
             else:
                 runs.append(item.key)
-    queues: dict[Phase, list[Shape]] = {}
+    queues: dict[Phase, list[Bucket]] = {}
     for phase, name in strategies.items():
         strategy: Strategy = "max_bs" if name == "max_bs" else "min_tokens"
         queues[phase] = capture_order([shape for shape in runs if shape.phase == phase], strategy)
@@ -222,7 +222,7 @@ class Twin:
     def __init__(self, sizes: ModelSizes, blocks_per_row: int, free: int) -> None:
         self._sizes, self._blocks, self._free = sizes, blocks_per_row, free
 
-    def capture_one(self, shape: Shape) -> int:
+    def capture_one(self, shape: Bucket) -> int:
         used = graph_bytes(shape, self._sizes, self._blocks)
         if used > self._free:
             raise MemoryError(f"{shape} needs {used:,} bytes and {self._free:,} are free")
@@ -233,7 +233,7 @@ class Twin:
         return self._free
 
 
-def graph_bytes(shape: Shape, sizes: ModelSizes, blocks_per_row: int) -> int:
+def graph_bytes(shape: Bucket, sizes: ModelSizes, blocks_per_row: int) -> int:
     """Bytes that a graph of ``shape`` keeps to itself: its inputs, the widest layer's work, hidden states, and logits.
 
     Each token brings its id, its position and one cache row for each key and value head; each row its block table

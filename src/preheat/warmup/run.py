@@ -1,7 +1,7 @@
 """Warm-up: every item of the plan runs once, through the packer and the executor that serve requests.
 
-Only the work is made up (:mod:`preheat.warmup.feed`); what runs it is what will serve. Nothing of it stays behind: the
-slots are given back, the sampler forgets, and keys and values went to the pad block.
+Only the work is made up (:mod:`preheat.warmup.dummy_batch`); what runs it is what will serve. Nothing of it stays
+behind: the slots are given back, the sampler forgets, and keys and values went to the pad block.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, Protocol
 
 import torch
 
+from preheat.backends.base import Platform
 from preheat.core import Progress, Schedule, StepResult, Swaps
-from preheat.device.base import Platform
 from preheat.errors import NotInvariant
-from preheat.execute.kv_cache import KVCache
+from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Attended, Decoder
 from preheat.plan import lines
+from preheat.plan.buckets import Bucket
 from preheat.plan.items import GAUDI_SETTINGS, SAMPLER_SETTINGS, Item, SamplerKey
 from preheat.plan.plan import Plan
-from preheat.plan.shape import Shape
 from preheat.schedule.slots import Slots
-from preheat.trace import Span, no_span
+from preheat.utils.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
-from preheat.warmup.feed import Feed, rows_of
+from preheat.warmup.dummy_batch import DummyBatches, rows_of
 from preheat.warmup.record import Entry, Record
 from preheat.warmup.swaps import SwapRuns
 
@@ -57,7 +57,7 @@ class StepExecutor(Protocol):
 
 
 class Check(Protocol):
-    """The cross-check (:class:`preheat.proof.boot.BootCheck`)."""
+    """The cross-check (:class:`preheat.verify.boot.BootCheck`)."""
 
     def begin(self) -> None:
         """What everything is compared with: the first run of the process."""
@@ -102,7 +102,7 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         self._swaps = SwapRuns(self.executor)
-        self._feed = Feed(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
+        self._feed = DummyBatches(self.packer.slots, self.plan.limits, self.executor.decoder.spec.vocab_size)
         self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
 
     def run(self) -> None:
@@ -163,7 +163,7 @@ class WarmUp:
         Out of memory drops it; any other error is loud. Either way the rest go on.
         """
         self._say(done + place[0] - 1, item)
-        if isinstance(item.key, Shape):
+        if isinstance(item.key, Bucket):
             logger.info("%s", lines.running(item.key.phase, item.key, *place, self.platform.free_memory()))
         memory, compiled, start = self._memory, self.compiled(), time.monotonic()
         entry.started = start - self._started
@@ -194,7 +194,7 @@ class WarmUp:
 
     def _run(self, item: Item) -> None:
         match item.key:
-            case Shape() as shape:
+            case Bucket() as shape:
                 self.forward(shape, self.prepare)
             case SamplerKey() as key:
                 self._sample(key)
@@ -205,7 +205,7 @@ class WarmUp:
             case str() as name:
                 self.check.run(name)
 
-    def forward(self, shape: Shape, run: Callable[[Any], Any] | None = None) -> Any:
+    def forward(self, shape: Bucket, run: Callable[[Any], Any] | None = None) -> Any:
         """A step of ``shape``, through the packer; ``run`` takes the batch in the executor's place. What it returns."""
         run = run or self.executor.execute
         rows = rows_of(self.plan.table.example(shape), self.plan.limits)

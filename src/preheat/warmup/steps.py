@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from preheat.device.base import Platform
-from preheat.device.cpu import CPU
+from preheat.backends.base import Platform
+from preheat.backends.cpu.platform import CPU
 from preheat.plan import lines
-from preheat.trace import Span, no_span
+from preheat.utils.trace import Span, no_span
 from preheat.warmup.record import BootStep
 
 logger = logging.getLogger(__name__)

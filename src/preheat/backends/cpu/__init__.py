@@ -1,0 +1,1 @@
+"""The CPU: torch's own kernels, run one after the other."""

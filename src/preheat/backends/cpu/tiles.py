@@ -1,0 +1,225 @@
+"""What attention needs to know of a step: which queries meet which keys, cut at fixed boundaries.
+
+Keys are cut into splits of ``SPLIT`` tokens at absolute positions, queries into tiles of one sequence each. A *pair*
+is one tile against one split; every pair is an independent piece of work, and a tile's partial results are merged in
+the order of its splits. Because the cuts depend on positions alone, the bits of a token's attention do not depend on
+what else is in the step, on how its prompt was chunked or on what came from the prefix cache.
+
+Pure numpy; :mod:`preheat.backends.cpu.attention` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+SPLIT = 256
+"""Tokens of a KV split. Part of the contract: another value gives other bits."""
+
+MAX_TILE = 64
+"""Queries of a tile at most. Not part of the contract: it changes no bits."""
+
+MIN_SPAN = 64
+"""Keys read for a pair at least; a span is a power of two up to ``SPLIT`` and changes no bits."""
+
+KEYS_PER_CALL = 2048
+"""One more kernel call costs about as much as reading so many keys in vain."""
+
+
+@dataclass(slots=True)
+class Call:
+    """Pairs that read equally many keys, run by one kernel call.
+
+    Pair p is tile ``tile[p]`` against ``span`` keys held by the physical blocks ``blocks[p]``. Its query q sees keys
+    from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
+    no layer limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of
+    nothing; its output is not used. ``in_place``: pair p reads block p, so that the keys need not be gathered.
+    """
+
+    tile: np.ndarray
+    blocks: np.ndarray
+    span: int
+    masked: bool
+    begin: np.ndarray | None
+    end: np.ndarray
+    in_place: bool = False
+
+
+@dataclass(slots=True)
+class Tiles:
+    """Query tiles of one step, and the pairs they form with splits of keys.
+
+    ``queries`` [tiles, width] indexes the step's tokens, ``valid`` [tiles, width] tells real queries from padding.
+    ``pair_of`` [tiles, splits] numbers each tile's pairs in split order, counting through ``calls``; any number stands
+    where a tile has fewer than the most. ``seen`` [tiles, splits, width]: does the query see any key there?
+    """
+
+    queries: np.ndarray
+    valid: np.ndarray
+    calls: list[Call]
+    pair_of: np.ndarray
+    seen: np.ndarray
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of a step: row r has ``extend[r]`` queries, from token ``first_query[r]`` of the step and from position
+    ``first_position[r]`` of its sequence on, whose physical blocks are ``block_tables[r]``.
+    """
+
+    first_query: np.ndarray
+    first_position: np.ndarray
+    extend: np.ndarray
+    block_tables: np.ndarray
+
+
+def plan_tiles(
+    rows: Rows,
+    block_size: int,
+    window: int | None,
+    max_keys: int,
+    *,
+    widest: int = MAX_TILE,
+    contiguous: bool = False,
+) -> Tiles:
+    """Cut ``rows`` into tiles and pairs.
+
+    ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers, ``widest`` (a power of two)
+    how many queries a tile has. With ``contiguous``, which needs blocks of ``SPLIT`` tokens, tiles of one query read
+    the cache in place, from block 0 to the highest of theirs.
+    """
+    width = min(widest, _power_of_two(int(rows.extend.max())))
+    tiles_per_row = -(-rows.extend // width)
+    row = np.repeat(np.arange(len(rows.extend)), tiles_per_row)
+    offset = _ranges(tiles_per_row) * width
+    step = np.arange(width)
+    valid = offset[:, None] + step < rows.extend[row][:, None]
+    first = rows.first_position[row] + offset
+    position = np.where(valid, first[:, None] + step, -1)
+    queries = np.where(valid, (rows.first_query[row] + offset)[:, None] + step, 0)
+    last = first + valid.sum(axis=1) - 1
+
+    first_split = np.maximum(first - window + 1, 0) // SPLIT if window else np.zeros_like(first)
+    splits = last // SPLIT - first_split + 1
+    tile, nth = np.repeat(np.arange(len(row)), splits), _ranges(splits)
+    start = (first_split[tile] + nth) * SPLIT
+    full = start + SPLIT - 1 <= first[tile]
+    if window:
+        full &= start > last[tile] - window
+    if width == 1:
+        full[:] = False  # one mask row a pair costs less than a call of its own
+    span = _spans(np.minimum(last[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
+
+    columns = start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
+    last_column = rows.block_tables.shape[1] - 1
+    blocks = rows.block_tables[row[tile][:, None], np.minimum(columns, last_column)].astype(np.int64)
+    pairs = _Pairs(tile, start, span, full, blocks)
+    number = np.empty(len(tile), np.int64)
+    gathered = np.lexsort((span, ~full))
+    calls: list[Call] = []
+    if contiguous and width == 1:
+        calls, served = _in_place(pairs, position, window)
+        number[served] = blocks[served, 0]
+        gathered = gathered[~served[gathered]]
+    number[gathered] = sum(len(call.tile) for call in calls) + np.arange(len(gathered))
+    calls += _gathering(pairs.take(gathered), position, (block_size, window, max_keys))
+    pair_of = np.zeros((len(row), int(splits.max())), np.int64)
+    pair_of[tile, nth] = number
+    split_start = (first_split[:, None] + np.arange(pair_of.shape[1])) * SPLIT
+    seen = valid[:, None, :] & (split_start[:, :, None] <= position[:, None, :])
+    if window:
+        seen &= (split_start + SPLIT)[:, :, None] > position[:, None, :] - window + 1
+    return Tiles(queries, valid, calls, pair_of, seen)
+
+
+def _spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
+    """How many keys each pair reads, for the ``keys`` it needs: few different numbers, as each is a call of its own."""
+    span = np.where(full, SPLIT, least)
+    narrow = least
+    while narrow < SPLIT:
+        wide = narrow * 2
+        span[(keys > narrow) & ~full] = wide
+        narrow = wide
+    narrow = least
+    while narrow < SPLIT:
+        some = (span == narrow) & ~full
+        wider = span[(span > narrow) & ~full]
+        if len(wider) and int(some.sum()) * (int(wider.min()) - narrow) < KEYS_PER_CALL:
+            span[some] = wider.min()
+        narrow *= 2
+    return span
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Pair p is tile ``tile[p]`` against ``span[p]`` keys from position ``start[p]`` on, held by the physical blocks
+    ``blocks[p]``, of which its real queries see all where ``full[p]``.
+    """
+
+    tile: np.ndarray
+    start: np.ndarray
+    span: np.ndarray
+    full: np.ndarray
+    blocks: np.ndarray
+
+    def take(self, some: np.ndarray) -> _Pairs:
+        return _Pairs(self.tile[some], self.start[some], self.span[some], self.full[some], self.blocks[some])
+
+
+def _in_place(pairs: _Pairs, position: np.ndarray, window: int | None) -> tuple[list[Call], np.ndarray]:
+    """One call that reads every block from 0 to the highest of the pairs' where it lies, and which pairs it serves.
+
+    Of several pairs with one block it serves the first, and of the pad block's all: their outputs are not used. A block
+    that no pair wants is read in vain.
+    """
+    block = pairs.blocks[:, 0]
+    wanted, first = np.unique(block, return_index=True)
+    count = int(wanted[-1]) + 1
+    tile, start = np.zeros(count, np.int64), np.full(count, position.max() + 1)  # behind all: sees nothing
+    tile[wanted], start[wanted] = pairs.tile[first], pairs.start[first]
+    served = block == 0
+    served[first] = True
+    begin, end = _visible(position[tile] - start[:, None], window)
+    return [Call(tile, np.arange(count)[:, None], SPLIT, True, begin, end, in_place=True)], served
+
+
+def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[Call]:
+    """The pairs, which are in the order of their calls, cut into calls of one span and at most ``max_keys`` keys."""
+    block_size, window, max_keys = sizes
+    begin, end = _visible(position[pairs.tile] - pairs.start[:, None], window)
+    calls = []
+    edges = np.flatnonzero((np.diff(pairs.span) != 0) | (np.diff(pairs.full) != 0)) + 1
+    for at, to in itertools.pairwise([0, *edges.tolist(), len(pairs.tile)] if len(pairs.tile) else []):
+        span, masked = int(pairs.span[at]), not pairs.full[at]
+        count = max(1, max_keys // span)
+        for i in range(at, to, count):
+            some = slice(i, min(i + count, to))
+            seen_from = None if begin is None else begin[some]
+            blocks = pairs.blocks[some, : span // block_size]
+            calls.append(Call(pairs.tile[some], blocks, span, masked, seen_from, end[some]))
+    return calls
+
+
+def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
+    """From which to which key of its split each ``query`` sees, by its position from the split's start; see Call."""
+    end = np.minimum(query + 1, SPLIT)
+    begin = np.maximum(query - window + 1, 0) if window else None
+    blind = end <= (0 if begin is None else begin)
+    end[blind] = SPLIT
+    if begin is not None:
+        begin[blind] = 0
+    return begin, end
+
+
+def _ranges(counts: np.ndarray) -> np.ndarray:
+    """0..counts[0]-1, 0..counts[1]-1, ... in one array."""
+    ends = np.cumsum(counts)
+    ranges: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return ranges
+
+
+def _power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``."""
+    return 1 << (value - 1).bit_length()

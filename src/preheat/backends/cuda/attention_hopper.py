@@ -1,0 +1,352 @@
+"""Paged causal attention of runs of tokens on Hopper: the contract of :mod:`preheat.backends.cuda.attention`, only
+faster.
+
+A persistent program has three parts that run at once. One warp loads queries, keys and values into rings in shared
+memory (TMA). Two groups of four warps attend, each with half of the rows of a tile: while the matrix unit multiplies
+values of one tile of keys, the exponentials of the next are computed, and what one group leaves idle the other one
+uses. What is computed, and in which order, is what the other kernels compute: the bits are theirs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.backends.cuda.launch import begin, options, processors
+
+ROWS = gl.constexpr(64)
+"""Query rows of a group of warps, of which there are two."""
+
+TILE = gl.constexpr(64)
+"""Keys of a tile, as in the contract."""
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
+ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+"""How the rows of a tile lie, which is the same for scores, sums and outputs."""
+
+
+@gluon.jit
+def _place(turn):
+    """Which of a turn's units is this program's: to and fro, because they are sorted by how long they take."""
+    there, programs = gl.program_id(0), gl.num_programs(0)
+    return gl.where(turn % 2 == 0, there, programs - 1 - there)
+
+
+@gluon.jit
+def _turns(num_tiles, KV_HEADS: gl.constexpr):
+    """How many units this program has: one each turn."""
+    units = gl.load(num_tiles) * KV_HEADS
+    whole = units // gl.num_programs(0)
+    return whole + (_place(whole) < units % gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def _unit(turn, turns, tiles, KV_HEADS: gl.constexpr):
+    """A unit's first token, its number of tokens and its kv head; of no use after the last one."""
+    unit = turn * gl.num_programs(0) + _place(turn)
+    tile = tiles + unit // KV_HEADS * 2
+    real = turn < turns
+    return gl.load(tile, mask=real, other=0), gl.load(tile + 1, mask=real, other=0), unit % KV_HEADS
+
+
+@gluon.jit
+def _start(position, WINDOW: gl.constexpr):
+    """Where the first tile of keys begins that a unit sees whose first token is at ``position``."""
+    return gl.maximum(position + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
+
+
+@gluon.jit
+def _load(
+    q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, keys, values, full, empty,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Keep the rings full."""
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    TOKENS: gl.constexpr = q.block_shape[0]
+    at = 0
+    turns = _turns(num_tiles, KV_HEADS)
+    for turn in range(turns):
+        token, count, kv_head = _unit(turn, turns, tiles, KV_HEADS)
+        position = gl.load(positions + token)
+        start = _start(position, WINDOW)
+        pages = table + gl.load(slots + token).to(gl.int64) * max_blocks
+        block = gl.load(pages + start // BLOCK)
+        place, phase = ring(turn, 2)
+        mbarrier.wait(q_empty.index(place), phase ^ 1)
+        mbarrier.expect(q_full.index(place), 2 * q.block_type.nbytes)
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(
+                q, [token + half * TOKENS, kv_head * GROUP, 0], q_full.index(place), queries.index(place * 2 + half)
+            )
+        end = position + count
+        for key in range(start, end, TILE):
+            place, phase = ring(at, keys.shape[0])
+            mbarrier.wait(k_empty.index(place), phase ^ 1)
+            mbarrier.expect(k_full.index(place), cache.block_type.nbytes)
+            inside = key % BLOCK
+            tma.async_copy_global_to_shared(
+                cache, [block, 0, kv_head, inside, 0], k_full.index(place), keys.index(place)
+            )
+            mbarrier.wait(v_empty.index(place), phase ^ 1)
+            mbarrier.expect(v_full.index(place), cache.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                cache, [block, 1, kv_head, inside, 0], v_full.index(place), values.index(place)
+            )
+            block = gl.load(pages + (key + TILE) // BLOCK, mask=key + TILE < end, other=0)
+            at += 1
+
+
+@gluon.jit
+def _softmax(s, top, key, seen_to, masked, scale, dtype: gl.constexpr, WINDOW: gl.constexpr):
+    """The greatest score so far, the weights of a tile from its scores, and how much the tiles before it fade."""
+    if masked:
+        keys = (key + gl.arange(0, TILE, gl.SliceLayout(0, SCORES)))[None, :]
+        seen = keys < seen_to[:, None]
+        if WINDOW > 0:
+            seen = seen & (keys >= seen_to[:, None] - WINDOW)
+        s = gl.where(seen, s, -float("inf"))
+    new_top = gl.maximum(top, gl.max(s, 1) * scale)
+    base = gl.where(new_top == -float("inf"), 0.0, new_top)
+    p = gl.exp2(gl.fma(s, scale, -base[:, None])).to(dtype)
+    return new_top, p, gl.exp2(top - base)
+
+
+@gluon.jit
+def _add(total, p, fade):
+    """``total`` faded and the sum of each row of ``p``, in all columns."""
+    faded = total * gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
+    ones = gl.full([TILE, 8], 1.0, gl.float32, gl.DotOperandLayout(1, SUMS, 2)).to(p.dtype)
+    return mma_v2(gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2)), ones, faded)
+
+
+@gluon.jit
+def _merge(tops, totals, accs, top, total, acc):
+    """The splits so far and the next one."""
+    sums: gl.constexpr = gl.SliceLayout(1, SUMS)
+    outs: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    new_top = gl.maximum(tops, top)
+    base = gl.where(new_top == -float("inf"), 0.0, new_top)
+    x, y = gl.exp2(tops - base), gl.exp2(top - base)
+    totals = gl.fma(totals, gl.convert_layout(x, sums)[:, None], total * gl.convert_layout(y, sums)[:, None])
+    accs = gl.fma(accs, gl.convert_layout(x, outs)[:, None], acc * gl.convert_layout(y, outs)[:, None])
+    return new_top, totals, accs
+
+
+@gluon.jit
+def _forget(values, real):
+    """Zero what lies behind the first ``real`` keys of a tile of values, which may be anything."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    v = values.load(layout)
+    values.store(gl.where(row[:, None] < real, v, 0.0))
+    fence_async_shared()
+    tl.debug_barrier()
+
+
+@gluon.jit
+def _store(out, result, query, token, count, kv_head, half: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Write the rows that are somebody's, whole ones at a time: by way of the shared memory of the query."""
+    TOKENS: gl.constexpr = query.shape[0]
+    MEMBERS: gl.constexpr = query.shape[1]
+    DIM: gl.constexpr = query.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    memory = query.reshape([ROWS, DIM])
+    tl.debug_barrier()
+    memory.store(result)
+    tl.debug_barrier()
+    result = memory.load(layout)
+    fence_async_shared()  # before the next query is loaded there
+    row, dims = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    nth, of_group = half * TOKENS + row // MEMBERS, row % MEMBERS
+    to = ((token.to(gl.int64) + nth) * HEADS + kv_head * GROUP + of_group) * DIM
+    real = (nth < count) & (of_group < GROUP)
+    gl.store(out + to[:, None] + dims[None, :], result, mask=real[:, None])
+
+
+@gluon.jit
+def _score(query, keys, full, at):
+    """Begin to multiply the query with the ``at``-th tile of keys, once it is there."""
+    place, phase = ring(at, keys.shape[0])
+    mbarrier.wait(full.index(place), phase)
+    k = keys.index(place).reshape([TILE, query.shape[1]]).permute([1, 0])
+    nothing = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+    return warpgroup_mma(query, k, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _attend_unit(
+    query, start, end, first, at, scale, keys, values, full, empty, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Attention of the rows of one query tile, of which ``first`` is the first position, to the keys from ``start`` to
+    ``end``, which begin with the ``at``-th tile of the rings: before it is rounded.
+    """
+    _, k_full, v_full = full
+    _, k_empty, v_empty = empty
+    STAGES: gl.constexpr = keys.shape[0]
+    TOKENS: gl.constexpr = query.shape[0]
+    DIM: gl.constexpr = query.shape[2]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    columns: gl.constexpr = gl.SliceLayout(1, OUT)
+    seen_to = first + gl.arange(0, ROWS, ROW) // query.shape[1] + 1
+    full_from = gl.maximum(first + TOKENS - WINDOW, 0) if WINDOW > 0 else 0
+    query = query.reshape([ROWS, DIM])
+    tops = gl.full([ROWS], -float("inf"), gl.float32, ROW)
+    totals = gl.zeros([ROWS, 8], gl.float32, SUMS)
+    accs = gl.zeros([ROWS, DIM], gl.float32, OUT)
+    acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+
+    s = warpgroup_mma_wait(0, [_score(query, keys, k_full, at)])
+    place, phase = ring(at, STAGES)
+    mbarrier.arrive(k_empty.index(place))
+    top, p, fade = _softmax(s, tops, start, seen_to, True, scale, values.dtype, WINDOW)
+    p = gl.convert_layout(p, weights)
+    total = _add(totals, p, fade)
+    mbarrier.wait(v_full.index(place), phase)
+    for key in range(start + TILE, end, TILE):
+        before = place
+        at += 1
+        place, phase = ring(at, STAGES)
+        s = _score(query, keys, k_full, at)
+        acc = warpgroup_mma(p, values.index(before).reshape([TILE, DIM]), acc, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
+        mbarrier.arrive(k_empty.index(place))
+        masked = (key + TILE > first + 1) | (key < full_from)
+        fresh = key % SPLIT == 0
+        old_top, old_total = top, total
+        top = gl.where(fresh, -float("inf"), top)
+        top, new_p, fade = _softmax(s, top, key, seen_to, masked, scale, values.dtype, WINDOW)
+        new_p = gl.convert_layout(new_p, weights)
+        total = _add(total, new_p, fade)
+        mbarrier.wait(v_full.index(place), phase)  # here, because the compiler moves nothing of the above behind it
+        acc, p = warpgroup_mma_wait(0, [acc, p])
+        mbarrier.arrive(v_empty.index(before))
+        if fresh:
+            tops, totals, accs = _merge(tops, totals, accs, old_top, old_total, acc)
+            acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+        acc = acc * gl.convert_layout(fade, columns)[:, None]
+        p = new_p
+    v = values.index(place).reshape([TILE, DIM])
+    if end % TILE != 0:
+        _forget(v, end % TILE)
+    acc = warpgroup_mma(p, v, acc)
+    mbarrier.arrive(v_empty.index(place))
+    tops, totals, accs = _merge(tops, totals, accs, top, total, acc)
+    return accs / gl.convert_layout(gl.max(totals, 1), columns)[:, None], at + 1
+
+
+@gluon.jit
+def _attend(
+    half: gl.constexpr, out, positions, tiles, num_tiles, scale, queries, keys, values, full, empty,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Attention of one half of the rows of each unit."""
+    at = 0
+    turns = _turns(num_tiles, KV_HEADS)
+    token, count, kv_head = _unit(0, turns, tiles, KV_HEADS)
+    position = gl.load(positions + token)
+    for turn in range(turns):
+        next_token, next_count, next_head = _unit(turn + 1, turns, tiles, KV_HEADS)  # read long before it is of use
+        place, phase = ring(turn, 2)
+        query = queries.index(place * 2 + half)
+        mbarrier.wait(full[0].index(place), phase)
+        result, at = _attend_unit(
+            query, _start(position, WINDOW), position + count, position + half * query.shape[0], at, scale,
+            keys, values, full, empty, SPLIT, WINDOW,
+        )  # fmt: skip
+        position = gl.load(positions + next_token)
+        _store(out, result.to(query.dtype), query, token, count, kv_head, half, HEADS, HEADS // KV_HEADS)
+        mbarrier.arrive(empty[0].index(place))
+        token, count, kv_head = next_token, next_count, next_head
+
+
+@gluon.jit
+def _buffers(PLACES: gl.constexpr, source):
+    shape: gl.constexpr = [PLACES] + source.block_shape  # noqa: RUF005  # all that the language can do
+    return gl.allocate_shared_memory(source.dtype, shape, source.layout)
+
+
+@gluon.jit(do_not_specialize=["max_blocks"])
+def _prefill(
+    q, cache, table, slots, positions, tiles, num_tiles, out, scale, max_blocks,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, overlap: gl.constexpr,
+):  # fmt: skip
+    queries = _buffers(4, q)
+    keys = _buffers(STAGES, cache)
+    values = _buffers(STAGES, cache)
+    full = (barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1))
+    empty = (barriers(2, 2), barriers(STAGES, 2), barriers(STAGES, 2))
+    begin(overlap)
+    gl.warp_specialize(
+        [
+            (_attend, (0, out, positions, tiles, num_tiles, scale, queries, keys, values, full, empty,
+                       HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_attend, (1, out, positions, tiles, num_tiles, scale, queries, keys, values, full, empty,
+                       HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_load, (q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, keys, values,
+                     full, empty, KV_HEADS, HEADS // KV_HEADS, BLOCK, WINDOW)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+STAGES = 4
+"""Tiles of keys, and of values, that are loaded ahead: what fits into shared memory beside two tiles of queries."""
+
+
+def fits(q: Tensor, cache: Tensor) -> bool:
+    """Whether this kernel does for queries and a cache as :func:`prefill_attention` takes them."""
+    heads, dim = q.shape[1:]
+    kv_heads, block = cache.shape[2:4]
+    return (
+        q.is_cuda
+        and is_hopper(q.device)
+        and q.element_size() == 2
+        and dim in (64, 128)
+        and block % TILE.value == 0
+        and triton.next_power_of_2(heads // kv_heads) <= ROWS.value
+        and all(stride % 8 == 0 for stride in (*q.stride()[:2], *cache.stride()[:3]))  # of 16 bytes, for TMA
+    )
+
+
+def prefill_attention(
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tiles: Tensor,
+    num_tiles: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    split: int,
+) -> None:
+    """As :func:`preheat.backends.cuda.attention.prefill_attention`, where :func:`fits`. ``scale`` includes log2(e), and
+    tiles are of 128 rows. The grid has at most one program for each multiprocessor.
+    """
+    heads, dim = q.shape[1:]
+    kv_heads, block = cache.shape[2:4]
+    members = triton.next_power_of_2(heads // kv_heads)
+    _prefill[(min(len(tiles) * kv_heads, processors(q.device)),)](
+        descriptor(q, ROWS.value // members, members, dim), descriptor(cache, 1, 1, 1, TILE.value, dim),
+        table, slots, positions, tiles, num_tiles, out, scale, table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=split, WINDOW=window or 0, STAGES=STAGES,
+        **options(num_warps=4, num_stages=1, maxnreg=168),
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""One tile of keys into an online softmax, and one split into the splits so far: what every kernel of paged attention
+that is written in plain Triton does, as :mod:`preheat.backends.cuda.attention` says.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def blocks_of(table, start, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The blocks that hold the tile of keys from ``start`` on: one, or one for each key. Any block from ``end`` on."""
+    at = start if BLOCK >= TILE else start + tl.arange(0, TILE)
+    return tl.load(table + at // BLOCK, mask=at < end, other=0)
+
+
+@triton.jit
+def key_offsets(blocks, start, block_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Where each key of the tile from ``start`` on lies in the cache, within its head: int64 [TILE]."""
+    inside = start % BLOCK + tl.arange(0, TILE) if BLOCK >= TILE else tl.arange(0, TILE) % BLOCK
+    return tl.cast(blocks, tl.int64) * block_stride + inside * DIM
+
+
+@triton.jit
+def absorb(
+    top, total, acc, q, seen_from, seen_to, keys, values, blocks, start, end, scale, block_stride,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into the online softmax. ``FULL``: every query sees all of them; changes no bits."""
+    WIDTH: tl.constexpr = acc.shape[1]
+    at = start + tl.arange(0, TILE)
+    dims = tl.arange(0, WIDTH)
+    offsets = key_offsets(blocks, start, block_stride, DIM, BLOCK, TILE)[:, None] + dims[None, :]
+    if FULL and WIDTH == DIM:
+        k = tl.load(keys + offsets)
+        v = tl.load(values + offsets)
+    else:
+        real = (at < end)[:, None] & (dims < DIM)[None, :]
+        k = tl.load(keys + offsets, mask=real, other=0.0)
+        v = tl.load(values + offsets, mask=real, other=0.0)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if not FULL:
+        s = tl.where((at[None, :] < seen_to[:, None]) & (at[None, :] >= seen_from[:, None]), s, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(v.dtype)
+    fade = tl.exp2(top - base)[:, None]
+    ones = tl.full([TILE, 16], 1.0, tl.float32).to(v.dtype)
+    total = tl.dot(p, ones, total * fade, input_precision="ieee")
+    acc = tl.dot(p, v, acc * fade, input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def merge(tops, totals, accs, top, total, acc):
+    """The splits so far and the next one. ``total`` is [rows, 1] or, with equal columns, [rows, 16]."""
+    new_top = tl.maximum(tops, top)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    x, y = tl.exp2(tops - base)[:, None], tl.exp2(top - base)[:, None]
+    return new_top, tl.fma(totals, x, total * y), tl.fma(accs, x, acc * y)
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A maximum, sums and outputs before any key."""
+    return (
+        tl.full([ROWS], -float("inf"), tl.float32),
+        tl.zeros([ROWS, 16], tl.float32),
+        tl.zeros([ROWS, WIDTH], tl.float32),
+    )

@@ -1,0 +1,188 @@
+"""Linear maps on CUDA: y = x W^T + b, and the same with silu(gate) * up behind it.
+
+Contract. Every output is one dot product over the inputs, in order, in one fp32 accumulator; the bias is added in fp32;
+one rounding to the dtype. Gated: the first half of W's rows are gates, the second half ups; both are rounded like any
+output, then combined as :func:`preheat.backends.cuda.elementwise.silu_mul` says. So a row's bits do not depend on the
+number of rows, on tiles or on warps: those only say which program computes an output, never in which order.
+
+Three implementations. Tiles are those of a Triton kernel, best where the weights' bytes set the time: weights are the
+first operand of the matrix unit, whose other side may then be as narrow as the few rows are. Wide is a kernel for many
+rows on Hopper (:mod:`preheat.backends.cuda.linear_hopper`), which needs no second one for the gate. The library is
+cuBLAS, for many rows too; as long as it does not cut the inputs into parts it mostly keeps the contract, as a proof has
+to say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.linear_hopper import wide
+from preheat.backends.cuda.tuning import KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
+
+GROUP: tl.constexpr = tl.constexpr(8)
+"""Programs that run together share this many tiles of weights, so that what they read of x stays in the L2 cache."""
+
+
+@triton.jit
+def _weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+    """[outputs, inputs] of the weights, from input ``k`` on."""
+    if tiles is not None:
+        return tiles.load([first, k])
+    at = weight + rows[:, None] * inputs + (k + tl.arange(0, INPUTS))[None, :]
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=(k + tl.arange(0, INPUTS))[None, :] < inputs, other=0.0)
+
+
+@triton.jit
+def _rounded(acc, bias, rows, dtype: tl.constexpr):
+    if bias is not None:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    return acc.to(dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def in_order(
+    x,
+    weight,
+    bias,
+    y,
+    x_tiles,
+    weight_tiles,
+    rows,
+    outputs,
+    inputs,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    gated: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    """One tile [OUTPUTS, ROWS] of y a program. ``outputs`` are the columns of y; ``EVEN``: INPUTS divides ``inputs``.
+
+    Rows and outputs beyond the last one are computed as copies of it and not stored. ``x_tiles`` and ``weight_tiles``,
+    if given, are the same matrices for the copy engine.
+    """
+    begin(overlap)
+    across = tl.cdiv(outputs, OUTPUTS)
+    down = tl.cdiv(rows, ROWS)
+    group = tl.program_id(0) // (GROUP * down)
+    inside = tl.program_id(0) % (GROUP * down)
+    size = tl.minimum(across - group * GROUP, GROUP)
+    first = (group * GROUP + inside % size) * OUTPUTS
+    row = inside // size * ROWS
+    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
+    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for k in range(0, inputs, INPUTS):
+        if x_tiles is not None:
+            xs = x_tiles.load([row, k]).T
+        else:
+            at = x + token[None, :] * inputs + (k + tl.arange(0, INPUTS))[:, None]
+            xs = tl.load(at) if EVEN else tl.load(at, mask=(k + tl.arange(0, INPUTS))[:, None] < inputs, other=0.0)
+        ws = _weights(weight, weight_tiles, out, first, k, inputs, INPUTS, EVEN)
+        acc = tl.dot(ws, xs, acc, input_precision="ieee")
+        if gated:
+            ws = _weights(weight, weight_tiles, out + outputs, first + outputs, k, inputs, INPUTS, EVEN)
+            acc_up = tl.dot(ws, xs, acc_up, input_precision="ieee")
+
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = _rounded(acc, bias, out, dtype)
+    if gated:
+        result = silu_mul(result, _rounded(acc_up, bias, out + outputs, dtype))
+    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
+    corner = y + tl.cast(row, tl.int64) * outputs + first
+    stored = (first + outs < outputs) & (row + tokens < rows)
+    tl.store(corner + tokens * outputs + outs, result, mask=stored)
+
+
+def apply(
+    choice: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None = None
+) -> Tensor:
+    """``x`` [rows, inputs] through the map by the implementation ``choice``, into ``out`` where it is given.
+
+    All are contiguous.
+    """
+    if isinstance(choice, Library):
+        y = _by_library(x, weight, bias, choice.split, None if gated else out)
+        if not gated:
+            return y
+        y = silu_and_mul(y)
+        return y if out is None else out.copy_(y)
+    y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
+    if isinstance(choice, Wide):
+        wide(choice, x, weight, bias, gated, y)
+    else:
+        blocks = triton.cdiv(y.shape[1], choice.outputs) * triton.cdiv(len(x), choice.rows)
+        in_order[(blocks,)](*_arguments(choice, x, weight, bias, y), **_keywords(choice, weight.shape[1], gated))
+    return y
+
+
+def _arguments(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
+    """Of a launch of ``in_order`` with ``tile``, in order."""
+    tiles: tuple[Any, Any] = (None, None)
+    if tile.bulk:
+        tiles = (
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs]),
+            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
+        )
+    return (x, weight, bias, y, *tiles, len(x), y.shape[1], x.shape[1])
+
+
+def _keywords(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
+    """Of that launch."""
+    return options(
+        OUTPUTS=tile.outputs,
+        ROWS=tile.rows,
+        INPUTS=tile.inputs,
+        EVEN=inputs % tile.inputs == 0,
+        gated=gated,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out: Tensor | None) -> Tensor:
+    """The platform has forbidden torch's cuBLAS to cut the inputs into parts; ``split`` allows it, for this call."""
+    matmul = torch.backends.cuda.matmul
+    if split:
+        matmul.allow_bf16_reduced_precision_reduction = (False, True)
+    try:
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+    finally:
+        if split:
+            matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+class CudaLinear:
+    """``weight`` [outputs, inputs] and ``bias`` [outputs], used as they lie in memory. ``gated``: see the contract.
+
+    ``choices`` says which implementation serves a number of rows.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, choices: KernelConfigs
+    ) -> None:
+        self._weight, self._bias, self._gated, self.choices = weight, bias, gated, choices
+        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated: ``out`` or a new tensor.
+
+        Both are contiguous.
+        """
+        return apply(self.choices(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)

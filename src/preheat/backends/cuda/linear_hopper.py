@@ -1,0 +1,182 @@
+"""Linear maps of many rows on Hopper: the contract of :mod:`preheat.backends.cuda.linear`, as fast as the matrix unit
+is.
+
+A persistent program has three parts that run at once. One warp loads tiles of x and of W into a ring in shared memory
+(TMA), also those of the next tile of y while this one is finished. Two groups of four warps multiply, each half of the
+rows of a tile: what one leaves idle while it stores, the other one uses. An output is added up in one accumulator, the
+inputs in order, as the other kernels do it: the bits are theirs.
+
+A tile of W holds gates in its first half and their ups in its second, or just outputs that follow each other: one
+thread then has both halves of a pair in its registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.backends.cuda.launch import begin, options, processors
+from preheat.backends.cuda.tuning import LinearShape, Wide
+
+INPUTS = gl.constexpr(64)
+"""Depth of a tile: what 128-byte rows of shared memory hold."""
+
+GROUP = gl.constexpr(2048)
+"""Rows of x that are gone through together, so that those, and the weights that are being read, stay in the L2 cache;
+about as many rows of W meet them in the tiles that are computed at a time."""
+
+
+@gluon.jit
+def _tiles(x, y, WIDTH: gl.constexpr):
+    """How many tiles of y there are down and across; ``WIDTH`` are its columns in a tile."""
+    return gl.cdiv(x.shape[0], 2 * x.block_shape[0]), gl.cdiv(y.shape[1], WIDTH)
+
+
+@gluon.jit
+def _place(tile, down, across, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """The first row and the first column of a tile of y. Tiles below each other follow each other."""
+    AT_ONCE: gl.constexpr = GROUP // ROWS
+    group = tile // (AT_ONCE * across)
+    inside = tile % (AT_ONCE * across)
+    size = gl.minimum(down - group * AT_ONCE, AT_ONCE)
+    return (group * AT_ONCE + inside % size) * ROWS, inside // size * WIDTH
+
+
+@gluon.jit
+def _load(x, weight, y, xs, weights, full, empty, WIDTH: gl.constexpr):
+    """Keep the ring full. Of rows that x or W has not, it gets zeros."""
+    ROWS: gl.constexpr = x.block_shape[0]
+    STAGES: gl.constexpr = weights.shape[0]
+    down, across = _tiles(x, y, WIDTH)
+    at = 0
+    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
+        row, first = _place(tile, down, across, 2 * ROWS, WIDTH)
+        for k in range(0, x.shape[1], INPUTS):
+            place, phase = ring(at, STAGES)
+            mbarrier.wait(empty.index(place), phase ^ 1)
+            ready = full.index(place)
+            mbarrier.expect(ready, 2 * x.block_type.nbytes + weight.block_type.nbytes)
+            tma.async_copy_global_to_shared(weight, [0, first, k], ready, weights.index(place))
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(x, [row + half * ROWS, k], ready, xs.index(place * 2 + half))
+            at += 1
+
+
+@gluon.jit
+def _rounded(acc, bias, first, last, dtype: gl.constexpr):
+    """As an output of the map, of which ``first`` is the first; beyond the ``last`` it does not matter."""
+    if bias is not None:
+        out = gl.minimum(first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), last)
+        acc += gl.load(bias + out).to(gl.float32)[None, :]
+    return acc.to(dtype)
+
+
+@gluon.jit
+def _store(y, row, first, result, memory):
+    """Write what there is of a tile of y: by way of shared memory, out of which the one before it must have gone."""
+    tma.store_wait(0)
+    tl.debug_barrier()
+    memory.store(result)
+    fence_async_shared()
+    tl.debug_barrier()
+    tma.async_copy_shared_to_global(y, [row, first], memory)
+
+
+@gluon.jit
+def _multiply(
+    half: gl.constexpr, x, y, bias, xs, weights, memory, full, empty, gated: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """One half of the rows of each tile of y."""
+    ROWS: gl.constexpr = x.block_shape[0]
+    STAGES: gl.constexpr = weights.shape[0]
+    OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, OUTPUTS, 16])
+    memory = memory.index(half)
+    down, across = _tiles(x, y, WIDTH)
+    columns = y.shape[1]
+    at = 0
+    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
+        row, first = _place(tile, down, across, 2 * ROWS, WIDTH)
+        acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
+        before = 0
+        for k in range(0, x.shape[1], INPUTS):
+            place, phase = ring(at, STAGES)
+            mbarrier.wait(full.index(place), phase)
+            w = weights.index(place).reshape([OUTPUTS, INPUTS]).permute([1, 0])
+            acc = warpgroup_mma(xs.index(place * 2 + half), w, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, [acc])
+            mbarrier.arrive(empty.index(before), pred=k > 0)
+            before = place
+            at += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index(before))
+
+        left, right = acc.reshape([ROWS, 2, OUTPUTS // 2]).permute([0, 2, 1]).split()
+        left = _rounded(left, bias, first, columns - 1, y.dtype)
+        if gated:
+            right = _rounded(right, bias, columns + first, 2 * columns - 1, y.dtype)
+            _store(y, row + half * ROWS, first, silu_mul(left, right), memory)
+        else:
+            right = _rounded(right, bias, first + OUTPUTS // 2, columns - 1, y.dtype)
+            _store(y, row + half * ROWS, first, left, memory)
+            _store(y, row + half * ROWS, first + OUTPUTS // 2, right, memory)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _wide(x, weight, y, bias, gated: gl.constexpr, STAGES: gl.constexpr, overlap: gl.constexpr):
+    xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout)  # noqa: RUF005
+    weights = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    memory = gl.allocate_shared_memory(x.dtype, [2] + y.block_shape, y.layout)  # noqa: RUF005
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    WIDTH: gl.constexpr = y.block_shape[1] if gated else 2 * y.block_shape[1]
+    begin(overlap)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, x, y, bias, xs, weights, memory, full, empty, gated, WIDTH)),
+            (_multiply, (1, x, y, bias, xs, weights, memory, full, empty, gated, WIDTH)),
+            (_load, (x, weight, y, xs, weights, full, empty, WIDTH)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def fits(shape: LinearShape) -> bool:
+    """Whether this kernel does for a map, on this device."""
+    return (
+        is_hopper()
+        and shape.dtype.itemsize == 2
+        and shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
+    )
+
+
+def wide(choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+    """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
+
+    The grid has at most one program for each multiprocessor.
+    """
+    halves = weight.view(2, -1, weight.shape[1]) if gated else weight.view(1, *weight.shape)
+    group = choice.rows // 2
+    tiles = triton.cdiv(len(x), choice.rows) * triton.cdiv(len(weight), choice.outputs)
+    _wide[(min(tiles, processors(x.device)),)](
+        descriptor(x, group, INPUTS.value),
+        descriptor(halves, len(halves), choice.outputs // len(halves), INPUTS.value),
+        descriptor(y, group, choice.outputs // 2),
+        bias,
+        gated=gated,
+        STAGES=choice.stages,
+        **options(num_warps=4, num_stages=1, maxnreg=168),
+    )

@@ -1,0 +1,176 @@
+"""Drawing at random: Gumbel-max among the tokens that min_p, top_k and top_p leave.
+
+No row is sorted. The winner among *all* tokens is found first, then it is judged: has it too much mass, or too many
+tokens, before it? If so, all that come after it in order are out as well, and the best of the rest is the next to be
+judged. What survives the judgement is the winner among the survivors, which is the token to draw. A row seldom needs
+more than two tries, since a token is tried as often as it is likely.
+
+Three kernels. ``enter`` (:mod:`preheat.backends.cuda.sample_gumbel`) lets the tokens of each chunk race, ``weigh``
+judges the first winner, both with many programs a row; ``settle`` does the rest with one program a row: it need only
+look again at chunks whose own winner is not known, or was ruled out, while they may still hold the best. top_k has no
+use for the first two: its tokens come from a list of few.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from preheat.backends.cuda.launch import begin
+from preheat.backends.cuda.sample import (
+    FURTHEST,
+    ID_MASK,
+    IMPOSSIBLE,
+    LOWEST,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    deficit_of,
+    id_of,
+    mass_of,
+    order,
+    read,
+    real,
+    value_of,
+    winner,
+    word,
+)
+from preheat.backends.cuda.sample_best import best_of, emit
+from preheat.backends.cuda.sample_gumbel import entrants, is_random
+from preheat.backends.cuda.sample_source import kth_key, list_candidates, mass_above, race
+
+STEP = tl.constexpr(2048)
+"""Tokens that a single program weighs together."""
+
+
+@triton.jit
+def leading(score, key, CHUNKS: tl.constexpr):
+    """The chunk with the greatest score, the first of them, and its winner's order key."""
+    chunk = tl.arange(0, CHUNKS)
+    _, first = winner(score, chunk, chunk >= 0)
+    return first, tl.max(tl.where(chunk == first, key, LOWEST))
+
+
+@triton.jit
+def weigh(
+    settings, logits, stride, leads, nearest, masses, aheads,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks, rows), for rows with top_p and without top_k: the mass min_p leaves of each chunk, and the part
+    of it that comes before the row's winner; both int64 [rows, chunks].
+    """
+    begin(overlap)
+    chunk, row, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if not is_random(settings, row):
+        return
+    if (word(settings, row, TOP_K) > 0) | (real(settings, row, TOP_P) >= 1):
+        return
+    peak = value_of(best_of(leads, row, chunks, CHUNKS))
+    if peak <= IMPOSSIBLE:
+        return
+    logits += row.to(tl.int64) * stride
+    score, key = entrants(settings, row, logits, nearest, chunks, peak, VOCAB, CHUNK, CHUNKS, raw)
+    _, first = leading(score, key, CHUNKS)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = read(logits, ids, ids < VOCAB, raw)
+    deficit = deficit_of(value, peak, real(settings, row, TEMPERATURE))
+    mass = tl.where((ids < VOCAB) & (deficit <= real(settings, row, FURTHEST)), mass_of(deficit), 0)
+    tl.store(masses + row * chunks + chunk, tl.sum(mass))
+    tl.store(aheads + row * chunks + chunk, tl.sum(tl.where(order(value, ids) > first, mass, 0)))
+
+
+@triton.jit
+def chunk_sum(values, row, chunks, CHUNKS: tl.constexpr):
+    """The sum of a row's values, one a chunk."""
+    chunk = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(values + row * chunks + chunk, mask=chunk < chunks, other=0))
+
+
+@triton.jit
+def settle(
+    settings, logits, stride, tops, leads, nearest, masses, aheads, groups, listed,
+    tokens, last_token, history, chunks,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    duplicates: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): each row's token, its best one if it is greedy; rows that pad take token 0."""
+    begin(overlap)
+    row = tl.program_id(0)
+    token = 0
+    if row < tl.load(settings):
+        lead = best_of(leads, row, chunks, CHUNKS)
+        token = id_of(lead)
+        if is_random(settings, row) & (value_of(lead) > IMPOSSIBLE):
+            key = survivor(
+                settings, row, logits + row.to(tl.int64) * stride, lead, tops + row * GROUPS,
+                nearest, masses, aheads, groups + row * GROUPS, listed + row * CHUNK, chunks,
+                VOCAB, CHUNK, CHUNKS, GROUP, GROUPS, duplicates, raw,
+            )  # fmt: skip
+            token = id_of(key)
+    emit(settings, row, token, tokens, last_token, history, VOCAB)
+
+
+@triton.jit
+def survivor(
+    settings, row, logits, lead, tops, nearest, masses, aheads, groups, listed, chunks,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    duplicates: tl.constexpr, raw: tl.constexpr,
+):  # fmt: skip
+    """The order key of the token that ``row`` draws. A chunk whose winner is ruled out keeps its score as a bound on
+    what else it holds, until it leads.
+    """
+    peak, temperature = value_of(lead), real(settings, row, TEMPERATURE)
+    furthest, top_p, k = real(settings, row, FURTHEST), real(settings, row, TOP_P), word(settings, row, TOP_K)
+    chunk = tl.arange(0, CHUNKS)
+    floor, total = tl.full((), LOWEST + 1, tl.int64), tl.full((), 0, tl.int64)
+    count, whole = tl.full((), VOCAB, tl.int32), tl.full((), 1, tl.int32)
+    if k > 0:
+        count, low = list_candidates(logits, tops, listed, groups, k, VOCAB, GROUP, GROUPS, CHUNK, raw)
+        whole = (count > CHUNK).to(tl.int32)
+        count = tl.where(whole != 0, VOCAB, count)
+        floor = cut_by_k(logits, listed, count, whole, k, low, lead, duplicates, raw)
+        score = tl.where(chunk * CHUNK < count, float("inf"), float("-inf"))
+        key = tl.full([CHUNKS], LOWEST, tl.int64)
+        if top_p < 1:
+            total = mass_above(
+                logits, listed, 0, count, count, whole, floor - 1, peak, temperature, furthest, raw, STEP
+            )
+    else:
+        score, key = entrants(settings, row, logits, nearest, chunks, peak, VOCAB, CHUNK, CHUNKS, raw)
+        if top_p < 1:
+            total = chunk_sum(masses, row, chunks, CHUNKS)
+    limit = top_p.to(tl.float64) * total.to(tl.float64)
+    first, best = leading(score, key, CHUNKS)
+    judged = best < floor  # of a winner that the second lap has found, ``weigh`` knows what is before it
+    pending = tl.full((), 1, tl.int1)
+    while pending:
+        if best < floor:
+            start = first * CHUNK
+            again, again_key = race(
+                settings, row, logits, listed, start, tl.minimum(start + CHUNK, count), count, whole, floor,
+                peak, temperature, furthest, raw,
+            )  # fmt: skip
+            score = tl.where(chunk == first, again, score)
+            key = tl.where(chunk == first, again_key, key)
+            first, best = leading(score, key, CHUNKS)
+        elif (top_p >= 1) | (best == lead):
+            pending = tl.full((), 0, tl.int1)
+        else:
+            if judged:
+                ahead = mass_above(logits, listed, 0, count, count, whole, best, peak, temperature, furthest, raw, STEP)
+            else:
+                ahead = chunk_sum(aheads, row, chunks, CHUNKS)
+            judged = tl.full((), 1, tl.int1)
+            pending = (ahead.to(tl.float64) >= limit) & (ahead > 0)
+            floor = best + 1
+    return best
+
+
+@triton.jit
+def cut_by_k(logits, listed, count, whole, k, low, lead, duplicates: tl.constexpr, raw: tl.constexpr):
+    """The order key of the last token that top_k keeps, with ``duplicates`` of the last that could equal it."""
+    width = tl.full((), 16, tl.int64)
+    while low + width <= lead:
+        width *= 16
+    cut = kth_key(logits, listed, count, whole, k, low, width, 1, raw)
+    return cut - (cut & ID_MASK) if duplicates else cut

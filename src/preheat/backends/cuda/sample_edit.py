@@ -1,0 +1,91 @@
+"""Changes of logits before they are sampled: penalties, logit_bias and banned stop ids; and the counts they need.
+
+``history`` int32 [slots, vocab] says of each token twice how often it occurs in the output of the slot's sequence, plus
+one if it occurs in its prompt.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from preheat.backends.cuda.launch import begin
+from preheat.backends.cuda.sample import (
+    EDIT,
+    FREQUENCY,
+    HEADER_WORDS,
+    PRESENCE,
+    REPETITION,
+    ROW_WORDS,
+    SLOT,
+    mend,
+    real,
+    word,
+)
+from preheat.backends.cuda.sample_best import is_penalised
+
+EDIT_WORDS = tl.constexpr(EDIT)
+
+PART = 4
+"""Words that describe a stretch of a sequence that is to be counted."""
+
+PART_WORDS = tl.constexpr(PART)
+
+
+@triton.jit
+def penalise(
+    settings, logits, stride, history, edited,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Grid (chunks, rows): ``edited`` float32 [rows, vocab] gets mended logits after repetition_penalty on every token
+    seen, then frequency and presence on those of the output.
+    """
+    begin(overlap)
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    if row >= tl.load(settings):
+        return
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
+    if is_penalised(settings, row):
+        past = tl.load(history + word(settings, row, SLOT).to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0)
+        count = past >> 1
+        repetition = real(settings, row, REPETITION) + tl.zeros_like(value)
+        repeated = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+        value = tl.where(past != 0, repeated, value)
+        value = tl.where(count > 0, value - real(settings, row, FREQUENCY) * count.to(tl.float32), value)
+        value = tl.where(count > 0, value - real(settings, row, PRESENCE), value)
+    tl.store(edited + row.to(tl.int64) * VOCAB + ids, mend(value), mask=ids < VOCAB)
+
+
+@triton.jit
+def edit(settings, edited, MAX_ROWS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr):
+    """Grid (any): add each edit's value to its row's logit; minus infinity takes its place. No two edits of different
+    value may be of the same logit; ids outside of the vocabulary are passed over.
+    """
+    begin(overlap)
+    count = tl.load(settings + 1)
+    edits = settings + HEADER_WORDS + MAX_ROWS * ROW_WORDS
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = at < count
+        row = tl.load(edits + at * EDIT_WORDS, mask=there, other=0)
+        token = tl.load(edits + at * EDIT_WORDS + 1, mask=there, other=0)
+        change = tl.load(edits + at * EDIT_WORDS + 2, mask=there, other=0).to(tl.float32, bitcast=True)
+        there &= (token >= 0) & (token < VOCAB)
+        place = edited + row.to(tl.int64) * VOCAB + token
+        value = tl.load(place, mask=there, other=0.0)
+        tl.store(place, tl.where(change == float("-inf"), change, mend(value + change)), mask=there)
+
+
+@triton.jit
+def recount(history, parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (parts): count stretches of sequences. ``parts`` int32 begins with PART words for each: the slot, where its
+    tokens are in ``parts``, how many they are (at most BLOCK), and how many of them belong to the prompt.
+    """
+    part = parts + tl.program_id(0) * PART_WORDS
+    slot, begin, length, prompt = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
+    at = tl.arange(0, BLOCK)
+    there = at < length
+    place = history + slot.to(tl.int64) * VOCAB + tl.load(parts + begin + at, mask=there, other=0)
+    tl.atomic_or(place, 1, mask=there & (at < prompt))
+    tl.atomic_add(place, 2, mask=there & (at >= prompt))

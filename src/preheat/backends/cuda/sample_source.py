@@ -1,0 +1,111 @@
+"""Where a single program looks for a row's tokens: among all of them, or in a list of few that may matter.
+
+A *source* is ``logits`` (one row), ``ids``, ``count`` and ``whole``: entry i is token i if ``whole``, else token
+``ids[i]``, ascending; there are ``count`` entries. The answers are the same for every source that holds what matters.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from preheat.backends.cuda.sample import LOWEST, SPREAD, deficit_of, mass_of, noise_of_tokens, order, read, winner
+
+TILE = tl.constexpr(1024)
+"""Entries looked at together where each takes much work."""
+
+WAYS = tl.constexpr(16)
+"""Parts into which the search for the k-th key cuts what is left."""
+
+
+@triton.jit
+def look(logits, ids, at, count, whole, raw: tl.constexpr):
+    """Token, logit and presence of the entries ``at``."""
+    there = at < count
+    listed = tl.load(ids + at, mask=there & (whole == 0), other=0)
+    token = tl.where(whole != 0, at, listed)
+    return token, read(logits, token, there, raw), there
+
+
+@triton.jit
+def kth_key(logits, ids, count, whole, k, low, width, exact, raw: tl.constexpr):
+    """The k-th greatest order key of a source, which is in [low, low + width); rounded down to a multiple of ``exact``
+    above ``low``. Width and exact are powers of two.
+    """
+    way = tl.arange(0, WAYS)
+    while width > exact:
+        width = tl.maximum(width // WAYS, exact)
+        pivots = low + way * width
+        reached = tl.zeros([WAYS], tl.int32)
+        for start in range(0, count, TILE):
+            token, value, there = look(logits, ids, start + tl.arange(0, TILE), count, whole, raw)
+            keys = tl.where(there, order(value, token), LOWEST)
+            reached += tl.sum((keys[None, :] >= pivots[:, None]).to(tl.int32), axis=1)
+        low += width * tl.max(tl.where(reached >= k, way, 0))
+    return low
+
+
+@triton.jit
+def mass_above(
+    logits, ids, first, last, count, whole, key, peak, temperature, furthest, raw: tl.constexpr, STEP: tl.constexpr
+):
+    """The mass, int64, that min_p leaves of the tokens whose order key is above ``key`` among entries first to last."""
+    mass = tl.zeros([STEP], tl.int64)
+    for start in range(first, last, STEP):
+        token, value, there = look(logits, ids, start + tl.arange(0, STEP), count, whole, raw)
+        deficit = deficit_of(value, peak, temperature)
+        kept = there & (deficit <= furthest) & (order(value, token) > key)
+        mass += tl.where(kept, mass_of(deficit), 0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def race(settings, row, logits, ids, first, last, count, whole, floor, peak, temperature, furthest, raw: tl.constexpr):
+    """Score and order key of the winner among the entries first to last whose key is at least ``floor``; (-inf, LOWEST)
+    if there is none.
+    """
+    best, best_key = tl.full((), float("-inf"), tl.float32), tl.full((), LOWEST, tl.int64)
+    for start in range(first, last, TILE):
+        token, value, there = look(logits, ids, start + tl.arange(0, TILE), count, whole, raw)
+        deficit, keys = deficit_of(value, peak, temperature), order(value, token)
+        kept = there & (deficit <= tl.minimum(furthest, SPREAD)) & (keys >= floor)
+        score = tl.where(kept, noise_of_tokens(settings, row, token) - deficit, float("-inf"))
+        top, leader = winner(score, token, kept)
+        if top > best:  # of equal scores the lowest id wins, and entries ascend
+            best, best_key = top, tl.max(tl.where(kept & (token == leader), keys, LOWEST))
+    return best, best_key
+
+
+@triton.jit
+def list_candidates(
+    logits, tops, listed, groups, k,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr, raw: tl.constexpr,
+):  # fmt: skip
+    """List, in ``listed`` [ROOM], every token that can be among the k best of a row: those not below the k-th greatest
+    of its groups' maxima, but for its last bits. Returns how many there are, up to ``ROOM`` of them in the list (which
+    is complete if there are no more), and an order key that is not above any of them.
+
+    ``tops`` [GROUPS] are the maxima, -inf for groups that do not exist. ``groups`` [GROUPS] is scratch.
+    """
+    COARSE: tl.constexpr = 2 ** (12 + 20)
+    least, width = tl.full((), -(2**51), tl.int64), tl.full((), 2**52, tl.int64)
+    low = kth_key(tops, groups, GROUPS, 1, k, least, width, COARSE, False)
+    group = tl.arange(0, GROUPS)
+    wanted = order(tl.load(tops + group), group) >= low
+    tl.store(groups + tl.cumsum(wanted.to(tl.int32), 0) - 1, group, mask=wanted)
+    tl.debug_barrier()
+    number = tl.sum(wanted.to(tl.int32))
+    start, count = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    SPAN: tl.constexpr = TILE // GROUP
+    while (start < number) & (count <= ROOM):
+        at = start + tl.arange(0, SPAN)
+        first = tl.load(groups + at, mask=at < number, other=VOCAB) * GROUP
+        ids = tl.reshape(first[:, None] + tl.arange(0, GROUP)[None, :], (TILE,))
+        there = ids < VOCAB
+        able = there & (order(read(logits, ids, there, raw), ids) >= low)
+        place = count + tl.cumsum(able.to(tl.int32), 0) - 1
+        tl.store(listed + place, ids, mask=able & (place < ROOM))
+        count += tl.sum(able.to(tl.int32))
+        start += SPAN
+    tl.debug_barrier()
+    return count, low

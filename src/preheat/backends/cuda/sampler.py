@@ -1,0 +1,248 @@
+"""The sampler on the device: the semantics of :mod:`preheat.backends.cpu.sampler`, in kernels that a graph can hold.
+
+A step runs one of three programs, the highest level that any row needs. A row's token is the same at each. All memory
+is static and all sizes that change are read from the device, so that a program can be captured and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.cuda.sample import MAX_VOCAB, sampling
+from preheat.backends.cuda.sample_best import peaks, pick
+from preheat.backends.cuda.sample_draw import settle, weigh
+from preheat.backends.cuda.sample_edit import PART, edit, penalise, recount
+from preheat.backends.cuda.sample_gumbel import LAPPED, enter
+from preheat.backends.cuda.sample_logprobs import report, tally
+from preheat.backends.cuda.sampler_input import SamplerInput
+from preheat.core import TokenLogprobs
+from preheat.execution.sampling import Level, PenaltyRows
+
+_NO_OWNER = -1
+_COUNTED = 4096  # tokens of a sequence that one program counts
+_TOGETHER = 64  # programs that are launched at once
+_STAGED = _TOGETHER * (_COUNTED + PART)
+_ALIGNED = 4  # words: pointers of the alignment that the kernel was compiled for
+_EDIT_PROGRAMS, _EDITS = 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a row is cut: into chunks (a program each) of groups. Changes no bits."""
+
+    chunk: int = 4096
+    group: int = 64
+
+
+class DeviceCounts:
+    """The device's counts of each slot's tokens, and whose they are.
+
+    A step counts the tokens that it draws for rows with penalties. The host only sees to it that a sequence that takes
+    a slot is counted from its beginning.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.history = torch.zeros(num_slots + 1, vocab_size, dtype=torch.int32, device=device)
+        self._owner = np.full(num_slots, _NO_OWNER, np.int64)
+        self._length = np.zeros(num_slots, np.int64)
+        self._staged = torch.zeros(_STAGED, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sequence = torch.zeros(_STAGED, dtype=torch.int32, device=device)
+        self._used = 0
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def follow(self, rows: PenaltyRows) -> None:
+        """Before a step of level full is launched, count the sequences of which the device does not know yet.
+
+        The step's own tokens are counted when they are drawn. Raises ValueError for a sequence that must be counted
+        although its last token is not known to the host.
+        """
+        lengths = np.array([len(tokens) for tokens in rows.tokens], np.int64)
+        known = (self._owner[rows.slots] == rows.owner) & (self._length[rows.slots] == lengths)
+        if not known.all():
+            self._recount(rows, np.flatnonzero(~known))
+        self._owner[rows.slots], self._length[rows.slots] = rows.owner, lengths + 1
+
+    def forget(self) -> None:
+        """Be as new."""
+        self.history.zero_()
+        self._owner[:], self._length[:] = _NO_OWNER, 0
+
+    def _recount(self, rows: PenaltyRows, which: np.ndarray) -> None:
+        """Count these sequences from their beginning, in one launch unless they are many or long."""
+        parts = list[tuple[int, int, np.ndarray]]()
+        for i in which.tolist():
+            slot, tokens, prompt_len = int(rows.slots[i]), rows.tokens[i], int(rows.prompt_len[i])
+            if (tokens < 0).any():
+                raise ValueError(f"the sequence in slot {slot} cannot be counted while a token of it is being drawn")
+            starts = range(0, len(tokens), _COUNTED)
+            parts += [(slot, prompt_len - first, tokens[first : first + _COUNTED]) for first in starts]
+        slots = np.sort(rows.slots[which])
+        for run in np.split(slots, (np.diff(slots) != 1).nonzero()[0] + 1):
+            self.history[run[0] : run[-1] + 1].zero_()
+        for first in range(0, len(parts), _TOGETHER):
+            self._count(parts[first : first + _TOGETHER])
+
+    def _count(self, parts: list[tuple[int, int, np.ndarray]]) -> None:
+        """Count ``parts`` of sequences: the slot, how many of the tokens are the prompt's, and the tokens."""
+        begin, table = PART * len(parts), list[tuple[int, int, int, int]]()
+        for slot, prompt, tokens in parts:
+            table.append((slot, begin, len(tokens), prompt))
+            begin += len(tokens)
+        words = np.concatenate((np.array(table, np.int32).reshape(-1), *(tokens for *_, tokens in parts)))
+        self.launch(self._stage(words), len(parts))
+
+    def launch(self, words: Tensor, parts: int) -> None:
+        """Count the ``parts`` of sequences that ``words`` tell of, int32: the table of parts, then their tokens."""
+        recount[parts,](self.history, words, self.history.shape[1], _COUNTED, num_warps=4)
+
+    def _stage(self, words: np.ndarray) -> Tensor:
+        """``words`` on the device. The host waits for the device only when all of the staging memory has been used."""
+        if self._used + len(words) > _STAGED:
+            self._used = 0
+            if self._copied:
+                self._copied.synchronize()
+        part = slice(self._used, self._used + len(words))
+        self._staged.numpy()[part] = words
+        self._sequence[part].copy_(self._staged[part], non_blocking=True)
+        if self._copied:
+            self._copied.record()
+        self._used += -(-len(words) // _ALIGNED) * _ALIGNED
+        return self._sequence[part]
+
+
+class DeviceSampler:
+    """Draws tokens for the sequences in ``num_slots`` slots, at most ``max_rows`` a step.
+
+    ``input`` says how the host describes a step; ``settings`` int32 [input.words] is that description on the device,
+    and may be replaced by a part of a larger buffer before anything is launched. ``tokens`` int32 [max_rows] are the
+    answers in row order, ``last_token`` int32 [num_slots + 1] is each slot's latest; the last slot is that of rows that
+    pad. Log-probabilities are reported with the ``most_logprobs`` most likely tokens.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        max_rows: int,
+        handle_topk_duplicates: bool = False,
+        *,
+        most_logprobs: int = 20,
+        cut: Cut = Cut(),
+    ) -> None:
+        if vocab_size > MAX_VOCAB:
+            raise ValueError(f"the sampler takes up to {MAX_VOCAB} tokens, the model has {vocab_size}")
+        self.vocab_size, self.most_logprobs = vocab_size, most_logprobs
+        self.handle_topk_duplicates = handle_topk_duplicates
+        self.input = SamplerInput(max_rows, vocab_size, pad_slot=num_slots)
+        self.counts = DeviceCounts(num_slots, vocab_size, device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.settings = zeros(self.input.words)
+        self.tokens, self.last_token = zeros(max_rows), zeros(num_slots + 1)
+        self.report_ids = zeros(max_rows, 1 + most_logprobs)
+        self.report_values = zeros(max_rows, 1 + most_logprobs, dtype=torch.float32)
+        self._chunks = chunks = -(-vocab_size // cut.chunk)
+        groups = chunks * (cut.chunk // cut.group)
+        self._cut = {"VOCAB": vocab_size, "CHUNK": cut.chunk}
+        self._chunked = self._cut | {"CHUNKS": _power_of_two(chunks)}
+        self._grouped = self._chunked | {"GROUP": cut.group, "GROUPS": _power_of_two(groups)}
+        self._tops = torch.full((max_rows, _power_of_two(groups)), -torch.inf, device=device)
+        self._groups, self._listed = zeros(max_rows, _power_of_two(groups)), zeros(max_rows, cut.chunk)
+        self._nearest, self._befores = zeros(max_rows, chunks, LAPPED.value), zeros(max_rows, chunks)
+        self._leads, self._masses, self._aheads = (zeros(max_rows, chunks, dtype=torch.int64) for _ in range(3))
+
+    def forget(self) -> None:
+        """Be as new."""
+        self.counts.forget()
+
+    def launch(self, level: Level, logits: Tensor, rows: int) -> None:
+        """Draw for ``rows`` rows of ``logits`` (bf16 or fp32 [at least rows, vocab], left alone), as ``settings`` says.
+
+        ``tokens`` and ``last_token`` get the answers; rows beyond the described ones pad and get token 0.
+        """
+        raw = level is not Level.FULL
+        if not raw:
+            logits = self._edit(logits, rows)
+        self._peaks(logits, rows, raw)
+        if level is Level.GREEDY:
+            pick[rows,](
+                self.settings, self._leads, self.tokens, self.last_token, self._chunks,
+                self.vocab_size, self._chunked["CHUNKS"], **sampling(num_warps=1),
+            )  # fmt: skip
+            return
+        grid, row = (self._chunks, rows), logits.stride(0)
+        races = self._leads, self._nearest
+        weights = self._masses, self._aheads
+        enter[grid](self.settings, logits, row, *races, **self._chunked, raw=raw, **sampling(num_warps=4))
+        weigh[grid](self.settings, logits, row, *races, *weights, **self._chunked, raw=raw, **sampling(num_warps=4))
+        settle[rows,](
+            self.settings, logits, row, self._tops, *races, *weights, self._groups, self._listed,
+            self.tokens, self.last_token, None if raw else self.counts.history, self._chunks,
+            **self._grouped, duplicates=self.handle_topk_duplicates, raw=raw, **sampling(num_warps=8),
+        )  # fmt: skip
+
+    def launch_rest(self, logits: Tensor) -> None:
+        """What no program launches, to be compiled: reports of logprobs, and the count of a whole sequence."""
+        self.launch_logprobs(self.settings, logits, self.tokens, 1)
+        self.counts.launch(self.settings, 1)
+
+    def launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor, rows: int) -> None:
+        """Log-probabilities of ``chosen`` (int32 [rows]) and the most likely tokens, of raw ``logits`` [rows, vocab].
+
+        ``live`` int32 [at least 1]: how many rows there are, the rest pad; for the rows of a step that is ``settings``.
+        ``report_ids`` and ``report_values`` [max_rows, 1 + most_logprobs] get the answers, see :func:`read_report`.
+        """
+        self._peaks(logits, rows, raw=True, live=live)
+        row, partial = logits.stride(0), (self._masses, self._befores)
+        tally[self._chunks, rows](
+            live, logits, row, self._leads, chosen, *partial, **self._chunked, **sampling(num_warps=4)
+        )
+        report[rows,](
+            live, logits, row, self._tops, self._leads, chosen, *partial, self._groups, self._listed,
+            self.report_ids, self.report_values, self.most_logprobs, self._chunks, **self._grouped,
+            **sampling(num_warps=8),
+        )  # fmt: skip
+
+    def _peaks(self, logits: Tensor, rows: int, raw: bool, live: Tensor | None = None) -> None:
+        """The greatest logit of every group, and the best token of every chunk."""
+        counted = self.settings if live is None else live
+        peaks[self._chunks, rows](
+            counted, logits, logits.stride(0), self._tops, self._leads,
+            **self._cut, GROUP=self._grouped["GROUP"], GROUPS=self._grouped["GROUPS"], raw=raw, **sampling(num_warps=4),
+        )  # fmt: skip
+
+    def _edit(self, logits: Tensor, rows: int) -> Tensor:
+        """A float32 copy [rows, vocab] after penalties, logit_bias and bans."""
+        edited = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=logits.device)
+        penalise[self._chunks, rows](
+            self.settings, logits, logits.stride(0), self.counts.history, edited, **self._cut, **sampling(num_warps=8)
+        )
+        edit[_EDIT_PROGRAMS,](
+            self.settings, edited, self.input.max_rows, self.vocab_size, _EDITS, **sampling(num_warps=4)
+        )
+        return edited
+
+
+def read_report(
+    ids: np.ndarray, values: np.ndarray, tokens: np.ndarray, alternatives: np.ndarray
+) -> list[TokenLogprobs]:
+    """What :meth:`DeviceSampler.launch_logprobs` reported of rows whose token was ``tokens[i]``, with the first
+    ``alternatives[i]`` most likely ones. All are [n] or [n, 1 + most], on the host.
+    """
+    rows = zip(tokens.tolist(), ids.tolist(), values.tolist(), alternatives.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, own, rank, [entry for entry in zip(top[:n], likely[:n], strict=True) if entry[0] >= 0])
+        for token, (rank, *top), (own, *likely), n in rows
+    ]
+
+
+def _power_of_two(n: int) -> int:
+    """The least one that is not below ``n``."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,102 @@
+"""What the device must know to sample a step, in one stretch of 32-bit words that travels with the step's other input.
+
+A header (the number of rows and of edits), one record a row (:data:`preheat.backends.cuda.sample.ROW`), then the edits:
+logit_bias and banned stop ids. Only the words up to the last edit need be copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from preheat.backends.cuda.sample import EDIT, HEADER, ROW
+from preheat.core import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from preheat.execution.sampling import LogitEdits, SamplingBatch
+from preheat.ops.top_k_top_p import SamplingMetadata, furthest
+
+EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
+"""Room for all that a request may ask for, in every row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerInput:
+    """The layout for at most ``max_rows`` rows of ``vocab_size`` logits; rows that pad belong to slot ``pad_slot``."""
+
+    max_rows: int
+    vocab_size: int
+    pad_slot: int
+
+    @property
+    def max_edits(self) -> int:
+        return self.max_rows * EDITS_PER_ROW
+
+    @property
+    def words(self) -> int:
+        """The size of the stretch, in int32."""
+        return self._edits_at + self.max_edits * EDIT
+
+    @property
+    def _edits_at(self) -> int:
+        return HEADER + self.max_rows * (ROW.itemsize // 4)
+
+    def pack(self, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
+        """Fill ``host`` int32 [words] for ``batch``, whose rows are the sequences in ``slots`` [batch.size].
+
+        Returns how many words are in use. Raises ValueError if there are more edits than room.
+        """
+        words = host[HEADER : self._edits_at].reshape(-1, len(_NOTHING))
+        words[:] = _NOTHING
+        words[:, 0] = self.pad_slot
+        words[: batch.size, 0] = slots
+        records = words.view(ROW)[:, 0]
+        if random := batch.random:
+            rows = random.rows
+            for name in ("temperature", "seed", "position", "choice", "top_p"):
+                records[name][rows] = getattr(random, name)
+            if random.top_k.any():
+                records["top_k"][rows] = np.where(random.cut_by_k(self.vocab_size), random.top_k, 0)
+            if random.min_p.any():
+                records["furthest"][rows] = furthest(random.min_p)
+        if penalties := batch.penalties:
+            for name in ("repetition", "frequency", "presence"):
+                records[name][penalties.rows] = getattr(penalties, name)
+        count = self._pack_edits(host[self._edits_at :], batch.edits) if batch.edits else 0
+        host[:HEADER] = batch.size, count, 0, 0
+        return self._edits_at + count * EDIT
+
+    def advance(self, host: np.ndarray, random: SamplingMetadata) -> None:
+        """``host`` describes the same rows at other positions, and now those of ``random``."""
+        records = host[HEADER : self._edits_at].view(ROW)
+        records["position"][random.rows] = random.position
+
+    def _pack_edits(self, host: np.ndarray, edits: LogitEdits) -> int:
+        """Bans, then what logit_bias adds where nothing is banned. Returns how many."""
+        ban = _places(edits.ban_row, edits.ban_id)
+        bias = ~np.isin(_places(edits.bias_row, edits.bias_id), ban)
+        count = len(ban) + int(np.count_nonzero(bias))
+        if count > self.max_edits:
+            raise ValueError(f"a step has {count} biases and banned ids; {self.max_edits} fit")
+        entries = host[: count * EDIT].reshape(count, EDIT)
+        entries[:, 0] = np.concatenate((edits.ban_row, edits.bias_row[bias]))
+        entries[:, 1] = np.concatenate((np.clip(edits.ban_id, -1, self.vocab_size), edits.bias_id[bias]))
+        change = np.concatenate((np.full(len(ban), -np.inf, np.float32), edits.bias[bias]))
+        entries[:, 2] = change.view(np.int32)
+        return count
+
+
+def _nothing() -> np.ndarray:
+    """The record, int32, of a row of which nothing is asked."""
+    record = np.zeros(1, ROW)
+    record["top_p"] = record["repetition"] = 1
+    record["furthest"] = np.finfo(np.float32).max
+    return record.view(np.int32)
+
+
+_NOTHING = _nothing()
+
+
+def _places(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """One number for each (row, id); an id outside of 32 bits is outside of every vocabulary."""
+    place: np.ndarray = (rows << 33) + np.clip(ids, -1, 2**32)
+    return place

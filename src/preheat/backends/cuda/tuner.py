@@ -1,0 +1,193 @@
+"""Finds the fastest implementation of linear maps by trying them, on an idle device.
+
+Every time is that of a CUDA graph that walks several copies of the weights, so that none is found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import product
+
+import torch
+from triton.runtime.errors import TritonError
+
+from preheat.backends.cuda.graph import capture
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.linear_hopper import fits
+from preheat.backends.cuda.prove import compile_kernels, differing
+from preheat.backends.cuda.tuning import SHARED_BYTES, Entry, KernelConfig, Library, LinearShape, Tile, Wide
+
+ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+COPIED_BYTES = 200 << 20
+FINALISTS = 4
+SPLIT_GAIN = 1.015
+"""What cutting the inputs into parts must gain to be chosen."""
+ALONE = 0.5
+"""Microseconds that cuBLAS costs its neighbours: a kernel of ours starts while the one before it ends, but not behind
+cuBLAS. Half of what that gained in a chain of kernels."""
+
+NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
+BROAD = [(64, 64), (128, 64), (256, 64)]
+WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6)]
+
+
+def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
+    """Everything worth trying for ``rows`` rows of ``shape``."""
+    yield Library()
+    yield Library(split=True)
+    if rows >= 128 and fits(shape):
+        yield from WIDE
+    if rows > 2048 or shape.dtype == torch.float32:
+        return
+    for height, (outputs, inputs), stages, bulk in product(*_sizes(rows), (False, True)):
+        for warps in _warps(outputs, height, shape.gated):
+            tile = Tile(outputs, height, inputs, warps, stages, bulk)
+            if shape.inputs % inputs == 0 and _fits(tile, shape.gated):
+                yield tile
+
+
+def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
+    """Rows of a tile; its outputs and inputs; stages."""
+    if rows <= 64:
+        return [max(16, _power(rows))], NARROW if rows <= 16 else MIDDLE, (3, 4, 6, 8)
+    if rows <= 384:
+        return [height for height in (64, 128, 256) if height < 2 * rows], BROAD, (3, 4)
+    return [128, 256], BROAD[1:], (3, 4)
+
+
+def _power(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
+    """So many that an accumulator fits into registers, and each warp has sixteen outputs."""
+    numbers = outputs * height * (2 if gated else 1)
+    if numbers > 64 * 512:
+        return ()
+    if numbers >= 16 * 1024:
+        return (8,)
+    return (4, 8) if outputs >= 128 and height >= 32 else (max(1, min(4, outputs // 16)),)
+
+
+def _fits(tile: Tile, gated: bool) -> bool:
+    held = (tile.outputs * (2 if gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
+    return 60_000 < held < SHARED_BYTES
+
+
+class Bench:
+    """Times implementations of one map. ``weights`` are enough copies to overflow the L2 cache."""
+
+    def __init__(self, shape: LinearShape, rows: int) -> None:
+        size = shape.outputs * shape.inputs * shape.dtype.itemsize
+        copies = max(2 if size < 1 << 29 else 1, math.ceil(COPIED_BYTES / size))
+        self.shape = shape
+        self.weights = torch.randn(copies, shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype).mul_(0.02)
+        self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
+        self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
+
+    def microseconds(self, choice: KernelConfig, rows: int, replays: int) -> float:
+        """Median of ``replays``; infinite for what cannot run."""
+        x, gated = self._x[:rows], self.shape.gated
+        try:
+            apply(choice, x, self.weights[0], self._bias, gated)
+        except (TritonError, RuntimeError):
+            return math.inf
+        return graph_microseconds(
+            lambda: [apply(choice, x, weight, self._bias, gated) for weight in self.weights], replays
+        ) / len(self.weights)
+
+
+def graph_microseconds(work: Callable[[], object], replays: int) -> float:
+    """Median time of a replay of ``work``, captured."""
+    kept: list[object] = []
+    graph = capture(lambda: kept.append(work()))
+    graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+Report = Callable[[LinearShape, int, dict[KernelConfig, float]], None]
+
+
+def tune(
+    shapes: Sequence[LinearShape],
+    rows: Sequence[int] = ROWS,
+    seconds: float = math.inf,
+    report: Report = lambda shape, rows, times: None,
+) -> list[Entry]:
+    """Entries for ``shapes`` at ``rows``: the fastest of all, and of those that give the contract's bits.
+
+    After ``seconds``, which shapes share alike, it ends with what it has. ``report`` hears every time that was taken.
+    """
+    end = time.monotonic() + seconds
+    entries = []
+    for left, shape in zip(range(len(shapes), 0, -1), shapes, strict=True):
+        share = time.monotonic() + (end - time.monotonic()) / left
+        entries += _entries(shape, _times(shape, rows, share, report))
+    return entries
+
+
+def _times(
+    shape: LinearShape, rows: Sequence[int], end: float, report: Report
+) -> dict[tuple[int, KernelConfig], float]:
+    """Microseconds of the finalists at ``rows``."""
+    bench = Bench(shape, max(rows))
+    found: dict[tuple[int, KernelConfig], float] = {}
+    for size in rows:
+        if time.monotonic() > end:
+            break
+        choices = list(candidates(shape, size))
+        compile_kernels(((shape, choice) for choice in choices), ignore_errors=True)
+        first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
+        ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
+        finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if isinstance(choice, Library)]
+        times = {choice: bench.microseconds(choice, size, 9) for choice in finalists}
+        report(shape, size, first | times)
+        found |= {(size, choice): times[choice] for choice in finalists}
+    return found
+
+
+def _entries(shape: LinearShape, times: dict[tuple[int, KernelConfig], float]) -> list[Entry]:
+    """At each number of rows the best that has the contract's bits, and the best of all where that is another one."""
+    wrong = differing(shape, list(times)) if times else set()
+    return entries_of(shape, times, wrong)
+
+
+def entries_of(
+    shape: LinearShape, times: dict[tuple[int, KernelConfig], float], wrong: Collection[tuple[int, KernelConfig]]
+) -> list[Entry]:
+    """As the tuner writes them, from microseconds of implementations at numbers of rows; ``wrong`` have other bits.
+
+    What is faster yet has the same bits, as cuBLAS that may cut the inputs and does not, is so by chance.
+    """
+    entries = []
+    for rows in sorted({rows for rows, _ in times}):
+        taken = {choice: time for (size, choice), time in times.items() if size == rows}
+        right = [choice for choice in taken if choice != Library(split=True) and (rows, choice) not in wrong]
+        ordered, fastest = _best(taken, right), _best(taken, list(taken))
+        if ordered is not None:
+            entries.append(Entry.of(shape, rows, ordered, taken[ordered], True))
+        if fastest is not None and fastest != ordered and (rows, fastest) in wrong:
+            entries.append(Entry.of(shape, rows, fastest, taken[fastest], False))
+    return entries
+
+
+def _best(taken: dict[KernelConfig, float], some: list[KernelConfig]) -> KernelConfig | None:
+    """Of ``some`` the one that costs least where it runs among kernels of ours."""
+
+    def cost(choice: KernelConfig) -> float:
+        if isinstance(choice, Library):
+            return (taken[choice] + ALONE) * (SPLIT_GAIN if choice.split else 1)
+        return taken[choice]
+
+    return min(some, key=cost, default=None)

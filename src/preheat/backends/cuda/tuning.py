@@ -1,0 +1,240 @@
+"""Which implementation serves which linear map at which number of rows.
+
+A table says what was measured to be fastest; a rule says what is safe where nothing was measured. Both are only ever
+read here: tables are filled by :mod:`preheat.backends.cuda.tuner`, when somebody asks for it. An entry counts for all
+numbers of rows up to its own, down to that of the entry before; above the last one the rule takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+logger = logging.getLogger(__name__)
+
+SHARED_BYTES = 225_000
+"""Of one program's tiles in shared memory, on Hopper."""
+
+FEW_ROWS = 24
+"""Below so many rows, and below so many outputs of all rows together, cuBLAS that may not cut the inputs into parts can
+take ten times as long as tiles."""
+FEW_OUTPUTS = 1 << 17
+
+
+class LinearShape(NamedTuple):
+    """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W."""
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.outputs // 2 if self.gated else self.outputs
+
+
+class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
+
+    ``bulk``: the copy engine loads them.
+    """
+
+    outputs: int
+    rows: int
+    inputs: int
+    warps: int
+    stages: int
+    bulk: bool = False
+
+
+class Wide(msgspec.Struct, frozen=True):
+    """The kernel for many rows on Hopper, :mod:`preheat.backends.cuda.linear_hopper`, with tiles of ``outputs`` x
+    ``rows``.
+
+    ``outputs`` are rows of W: gates and ups both count. At most 128 for 256 rows, 256 for 128.
+    """
+
+    outputs: int
+    rows: int
+    stages: int
+
+
+class Library(msgspec.Struct, frozen=True):
+    """cuBLAS. With ``split`` it may cut the inputs into parts, and so change the bits."""
+
+    split: bool = False
+
+
+KernelConfig = Tile | Wide | Library
+
+REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
+"""The plain kernel, whose bits are the contract's."""
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fastest implementation of a map up to ``rows``: ``tile`` or ``wide``, or cuBLAS where there is neither.
+
+    ``ordered``: the fastest of those that keep the contract's order. The fastest of all has an entry of its own where
+    it is another one.
+    """
+
+    outputs: int
+    inputs: int
+    rows: int
+    microseconds: float
+    gated: bool = False
+    dtype: str = "bfloat16"
+    ordered: bool = True
+    split: bool = False
+    tile: Tile | None = None
+    wide: Wide | None = None
+
+    @property
+    def choice(self) -> KernelConfig:
+        return self.tile or self.wide or Library(self.split)
+
+    @property
+    def shape(self) -> LinearShape:
+        """A bias makes no difference to the choice."""
+        return LinearShape(self.outputs, self.inputs, self.gated, getattr(torch, self.dtype))
+
+    @classmethod
+    def of(cls, shape: LinearShape, rows: int, choice: KernelConfig, microseconds: float, ordered: bool) -> Entry:
+        return cls(
+            outputs=shape.outputs,
+            inputs=shape.inputs,
+            rows=rows,
+            microseconds=round(microseconds, 2),
+            gated=shape.gated,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            ordered=ordered,
+            split=isinstance(choice, Library) and choice.split,
+            tile=choice if isinstance(choice, Tile) else None,
+            wide=choice if isinstance(choice, Wide) else None,
+        )
+
+
+class Table(msgspec.Struct):
+    """Entries that were measured on ``device``, a GPU's name, of this compute capability."""
+
+    device: str
+    capability: tuple[int, int]
+    entries: list[Entry]
+
+
+class KernelConfigs:
+    """From a map and a number of rows to an implementation.
+
+    Of several ``tables`` that know a map the last one counts. ``invariant``: only what keeps the contract's order.
+    """
+
+    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True) -> None:
+        self.invariant = invariant
+        self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
+        self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
+        self._refused: set[tuple[LinearShape, int]] = set()
+        for table in tables:
+            self._entries |= _by_shape(table, invariant)
+
+    def __call__(self, shape: LinearShape, rows: int) -> KernelConfig:
+        made = self._made.get((shape, rows))
+        if made is None:
+            made = self._made[shape, rows] = self._find(shape, rows)
+        return made
+
+    def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
+        if (shape, rows) in self._refused:
+            return tile_rule(shape, rows)
+        found = self._entries.get(shape._replace(bias=False), {})
+        size = min((size for size in found if size >= rows), default=None)
+        return rule(shape, rows) if size is None else found[size]
+
+    def refuse(self, shape: LinearShape, rows: int) -> None:
+        """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
+        self._refused.add((shape, rows))
+        self._made.pop((shape, rows), None)
+
+
+def _by_shape(table: Table, invariant: bool) -> dict[LinearShape, dict[int, KernelConfig]]:
+    found: dict[LinearShape, dict[int, KernelConfig]] = {}
+    for entry in sorted(table.entries, key=lambda entry: not entry.ordered):
+        if entry.ordered or not invariant:
+            found.setdefault(entry.shape, {})[entry.rows] = entry.choice
+    return found
+
+
+def choices(device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True) -> KernelConfigs:
+    """What serves on a GPU of this name and compute capability: the tables that come with preheat, and the one that the
+    tuner left in ``folder``.
+
+    A table of another GPU of the same capability is better than none: what it prefers is right, if not always fastest.
+    """
+    known = [table for table in shipped() if table.capability == capability]
+    own = [table for table in known if table.device == device]
+    own += read(place(folder, device)) if folder else []
+    if known and not own:
+        names = ", ".join(table.device for table in known)
+        logger.info("Linear maps run as measured on %s; `preheat tune` measures on this %s", names, device)
+    return KernelConfigs([table for table in known if table.device != device] + own, invariant=invariant)
+
+
+def shipped() -> list[Table]:
+    """The tables that come with preheat."""
+    folder = resources.files("preheat.backends.cuda") / "tables"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    return [msgspec.json.decode(file.read_bytes(), type=Table) for file in files]
+
+
+def place(folder: Path, device: str) -> Path:
+    """Where the tuner leaves the table of a GPU."""
+    return folder / f"linear-maps-{re.sub('[^A-Za-z0-9]+', '-', device)}.json"
+
+
+def read(path: Path) -> list[Table]:
+    """The table that the tuner wrote to ``path``; what is not there or cannot be read is done without."""
+    try:
+        return [msgspec.json.decode(path.read_bytes(), type=Table)]
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("%s cannot be read and is ignored: %s", path, error)
+        return []
+
+
+def encode(table: Table) -> bytes:
+    """The text of a table, one entry a line."""
+    head = msgspec.json.encode({"device": table.device, "capability": table.capability}).removesuffix(b"}")
+    entries = b",\n  ".join(msgspec.json.encode(entry) for entry in table.entries)
+    return head + b',"entries":[\n  ' + entries + b"\n]}\n"
+
+
+def rule(shape: LinearShape, rows: int) -> KernelConfig:
+    """A guess for what is in no table."""
+    many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
+    return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
+
+
+def tile_rule(shape: LinearShape, rows: int) -> Tile:
+    """The kernel with tiles as low as the rows allow, and so narrow that there is one for every processor."""
+    if shape.dtype == torch.float32:
+        return REFERENCE[torch.float32]
+    if rows > 64:
+        many = -(-shape.columns // 128) * -(-rows // 128) >= 100
+        return Tile(128, 128, 64, 8, 4) if many else Tile(64, 64, 64, 4, 4)
+    height = max(16, 1 << (rows - 1).bit_length())
+    if height > 16 or 6144 <= shape.columns < 1 << 16:
+        width, depth = 64, 128
+    else:
+        width, depth = (32, 256) if shape.columns < 6144 else (128, 128)
+    bytes_a_stage = (width * (2 if shape.gated else 1) + height) * depth * 2
+    return Tile(width, height, depth, min(4, width // 16), min(6, SHARED_BYTES // bytes_a_stage))

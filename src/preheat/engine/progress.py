@@ -1,0 +1,50 @@
+"""A progress bar of the engine's start, for whoever waits for it at a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+from preheat.core import Died, FromEngine, Progress, Ready
+
+_WIDTH = 72  # less than a line of the log, which is written over the bar
+
+
+class ProgressBar:
+    """Give every message of the engine to :meth:`show`. Nothing is drawn unless standard error is a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def show(self, message: FromEngine) -> None:
+        """Draw a Progress; clear the bar once the engine is ready, or dead."""
+        match message:
+            case Progress():
+                self._draw(message)
+            case Ready() | Died() if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc="Warming up", total=progress.total, leave=False, disable=None, file=_LineStart(sys.stderr),
+                ncols=_WIDTH, bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
+            )  # fmt: skip
+        left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
+        self._bar.set_postfix_str(left, refresh=False)
+        self._bar.update(progress.done - self._bar.n)
+
+
+class _LineStart:
+    """Leaves the cursor at the line's start, so that what others log replaces the bar instead of continuing it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.isatty, self.flush = stream.isatty, stream.flush
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> None:
+        self._stream.write(text + "\r")

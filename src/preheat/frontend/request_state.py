@@ -1,0 +1,180 @@
+"""One client's request while it is served: its choices, what they have said, and what was handed over already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from preheat.core import Finish, SamplingParams, TokenLogprobs
+from preheat.errors import PreheatError
+from preheat.frontend.detokenize import SILENT, Detokenizer
+from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from preheat.frontend.stop import StopChecker
+from preheat.frontend.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class News:
+    """What became known of a choice since the last time it was asked; ``begins``: it was never asked before."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    begins: bool
+
+
+class Choice:
+    """One sequence as its client sees it: tokens become text, up to a stop string."""
+
+    __slots__ = (
+        "_detokenizer", "_given", "_given_parts", "_stop", "finish_reason", "id", "index", "last_token_at",
+        "logprobs", "parts", "started", "stop_reason", "ticket", "token_ids", "told", "told_end",
+    )  # fmt: skip
+
+    def __init__(self, ticket: Ticket, index: int, id: int, detokenizer: Detokenizer, stop: StopChecker | None) -> None:
+        self.ticket, self.index, self.id = ticket, index, id
+        self._detokenizer, self._stop = detokenizer, stop
+        self.token_ids: list[int] = []
+        self.parts: list[str] = []
+        self.logprobs: list[TokenLogprobs] | None = None if ticket.params.logprobs is None else []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.started = False
+        self.last_token_at = 0.0
+        self.told = self.told_end = False
+        self._given = self._given_parts = 0
+
+    def push(self, token: int, logprobs: TokenLogprobs | None, hidden: bool) -> bool:
+        """Book a token; a ``hidden`` one adds no text. True when a stop string is complete."""
+        self.token_ids.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs)
+        if hidden:
+            return False
+        text = self._detokenizer.push(token)
+        if self._stop is not None:
+            return self._show(text)
+        if text:
+            self.parts.append(text)
+        return False
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End for ``reason``; what was held back is shown, and may itself complete a stop string."""
+        if reason != "abort" and (self._stop is None or self._stop.found is None):
+            if self._show(self._detokenizer.finish()):
+                reason, stop_reason = "stop", self.found_stop
+            elif self._stop is not None and (held := self._stop.finish()):
+                self.parts.append(held)
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    @property
+    def found_stop(self) -> str | None:
+        return self._stop.found if self._stop else None
+
+    @property
+    def has_news(self) -> bool:
+        """There is text to hand over (tokens, where no text is made), or the end; an error is the ticket's to tell.
+
+        Where the prompt's logprobs are asked for, they come first: nothing is news before them.
+        """
+        ticket = self.ticket
+        if self.told_end or (ticket.params.prompt_logprobs is not None and not ticket.prompt_logprobs):
+            return False
+        if self.finish_reason is not None:
+            return self.finish_reason != "error"
+        if self._detokenizer is SILENT:
+            return len(self.token_ids) > self._given
+        return len(self.parts) > self._given_parts
+
+    def news(self) -> News:
+        """What was not handed over yet; the caller hands it over now."""
+        parts, ids, first = self.parts[self._given_parts :], self.token_ids[self._given :], self._given
+        self._given_parts, self._given = len(self.parts), len(self.token_ids)
+        begins, self.told = not self.told, True
+        self.told_end = self.finish_reason is not None
+        text = parts[0] if len(parts) == 1 else "".join(parts)
+        return News(text, ids, None if self.logprobs is None else self.logprobs[first:], begins)
+
+    def _show(self, text: str) -> bool:
+        if self._stop is not None:
+            text = self._stop.push(text, armed=len(self.token_ids) > self.ticket.params.min_tokens)
+        if text:
+            self.parts.append(text)
+        return self._stop is not None and self._stop.found is not None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """What a front door gives for a request. ``error`` is set when it failed; then nothing more will come.
+
+    ``on_change`` is called after each step that brought something: in a ``stream`` any text, else only the end.
+    ``max_tokens`` is what each choice may generate.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    tokenizer: Tokenizer
+    stream: bool = False
+    cache_salt: str = ""
+    on_change: Callable[[], None] | None = None
+    choices: list[Choice] = field(default_factory=list)
+    running: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    error: PreheatError | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or (self.running == 0 and bool(self.choices))
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text, also when it came as token ids."""
+        return self.tokenizer.decode(self.prompt_ids) if self.prompt is None else self.prompt
+
+    def output(self) -> RequestOutput:
+        """Everything that is known so far."""
+        wanted = self.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            prompt_logprobs=[None if p is None else self.position(p) for p in self.prompt_logprobs] if wanted else None,
+            outputs=[self._completion(choice) for choice in self.choices],
+            finished=self.finished,
+            num_cached_tokens=self.cached_tokens,
+        )
+
+    def position(self, entry: TokenLogprobs) -> PositionLogprobs:
+        """One position's logprobs by token id, the chosen one first."""
+        decode = self.tokenizer.token_text
+        position = {entry.token: Logprob(entry.logprob, entry.rank, decode(entry.token))}
+        for rank, (token, logprob) in enumerate(entry.top, 1):
+            position.setdefault(token, Logprob(logprob, rank, decode(token)))
+        return position
+
+    def _completion(self, choice: Choice) -> CompletionOutput:
+        logprobs = choice.logprobs
+        return CompletionOutput(
+            index=choice.index,
+            text="".join(choice.parts),
+            token_ids=choice.token_ids,
+            cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
+            logprobs=None if logprobs is None else [self.position(entry) for entry in logprobs],
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+
+
+def stop_reason(ticket: Ticket, end: Finish) -> int | None:
+    """A stop token that the request named is told to its client; the model's own end of sequence is not."""
+    return end.stop_id if end.stop_id in (ticket.params.stop_token_ids or ()) else None

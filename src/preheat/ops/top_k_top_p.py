@@ -1,0 +1,155 @@
+"""Which tokens min_p, top_k and top_p leave of a row, in this order.
+
+Contract: a row's survivors depend on that row alone. A token is judged by its *deficit* ``(best - logit) /
+temperature`` in float32; its probability, up to the row's constant, is ``exp(-deficit)``. Probability mass is counted
+in integers (of 2**-34 of the best token's mass, held exactly in float64), so a sum does not depend on its order, on the
+number of rows or on how many of a row's tokens were looked at. Only element-wise operations round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+
+from preheat.ops.order import best
+
+WINDOW = 128
+"""Tokens of a row that are sorted at first; it widens until the row's survivors end within. Changes no bits."""
+
+_WIDEN = 8
+
+_MASS = np.float32(2**34)  # times 2**18 tokens still fits the 53 bits of a float64
+
+
+@dataclass(slots=True)
+class SamplingMetadata:
+    """The rows of a step that draw at random, and how. All arrays are [n].
+
+    ``rows`` are their places in the step. ``temperature`` is above 0; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
+    off. ``seed``, ``position`` (of the token to draw, in the output) and ``choice`` key the noise.
+    """
+
+    rows: np.ndarray  # int64
+    temperature: np.ndarray  # float32
+    top_p: np.ndarray  # float32
+    top_k: np.ndarray  # int32
+    min_p: np.ndarray  # float32
+    seed: np.ndarray  # uint64
+    position: np.ndarray  # int32
+    choice: np.ndarray  # int32
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, index: np.ndarray | slice) -> Self:
+        """The rows at ``index`` alone."""
+        return type(self)(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def later(self, steps: int) -> Self:
+        """The same rows, each so many tokens further."""
+        return type(self)(
+            self.rows, self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.position + steps,
+            self.choice,
+        )  # fmt: skip
+
+    def ordered(self, vocab: int) -> np.ndarray:
+        """Which rows need their tokens in order: those with an effective top_k or top_p. Bool [n]."""
+        ordered: np.ndarray = (self.top_p < 1) | self.cut_by_k(vocab)
+        return ordered
+
+    def cut_by_k(self, vocab: int) -> np.ndarray:
+        """Which rows have a top_k that leaves something out. Bool [n]."""
+        cut: np.ndarray = (self.top_k > 0) & (self.top_k < vocab)
+        return cut
+
+
+@dataclass(slots=True)
+class KeptTokens:
+    """Tokens still in the race: ``ids[i]`` of row ``rows[i]`` (ascending, none without a token) and its deficit."""
+
+    rows: np.ndarray  # int64 [n]
+    ids: np.ndarray  # int64 [n]
+    deficit: np.ndarray  # float32 [n]
+
+
+def deficits(logits: np.ndarray, peak: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """How far each of ``logits`` [rows, any] is behind its row's ``peak`` [rows], divided by ``temperature`` [rows]."""
+    deficit: np.ndarray = peak[:, None] - logits
+    deficit /= temperature[:, None]
+    return deficit
+
+
+def furthest(min_p: np.ndarray) -> np.ndarray:
+    """The deficit beyond which ``min_p`` drops a token; float32, as ``min_p``. Off, it drops only the impossible."""
+    with np.errstate(divide="ignore"):
+        cut: np.ndarray = np.minimum(-np.log(min_p), np.finfo(np.float32).max)
+    return cut
+
+
+def keep_ordered(
+    logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata, duplicates: bool
+) -> Iterator[tuple[np.ndarray, KeptTokens]]:
+    """Survivors of rows with top_k or top_p, in groups: which rows, int64 [m], and their survivors, as rows 0 to m - 1.
+
+    ``logits`` float32 [rows, vocab], ``peak`` [rows] its maxima, ``how`` one entry a row. ``top_k`` keeps exactly k
+    tokens, or with ``duplicates`` also every token that equals the k-th. Every row is in one group.
+    """
+    pending, width = np.arange(len(logits)), min(WINDOW, logits.shape[1])
+    while len(pending):
+        keep, ids, deficit, settled = _keep_first(logits[pending], peak[pending], how.take(pending), width, duplicates)
+        if settled.any():
+            keep, ids, deficit = keep[settled], ids[settled], deficit[settled]
+            yield pending[settled], KeptTokens(np.nonzero(keep)[0], ids[keep], deficit[keep])
+        pending, width = pending[~settled], min(width * _WIDEN, logits.shape[1])
+
+
+def _keep_first(
+    logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata, width: int, duplicates: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Judge the first ``width`` tokens in order: keep, id and deficit, each [rows, width].
+
+    The last answer, [rows], says which rows are settled: no token outside the window can survive.
+    """
+    vocab = logits.shape[1]
+    values, ids = best(logits, width)
+    deficit = deficits(values, peak, how.temperature)
+    keep = deficit <= furthest(how.min_p)[:, None]
+    has_k = how.cut_by_k(vocab)
+    k = np.where(has_k, np.minimum(how.top_k, width), width)
+    within = np.arange(width) < k[:, None]
+    if duplicates:
+        within |= values >= np.take_along_axis(values, k[:, None] - 1, axis=-1)
+    keep &= within
+    mass = _masses(deficit) * keep
+    before = np.cumsum(mass, axis=-1)
+    total = before[:, -1].copy()
+    before -= mass
+    open_end = keep[:, -1] & (width < vocab)
+    nucleus = how.top_p < 1
+    outside = np.flatnonzero(nucleus & ~has_k & open_end)
+    if len(outside):
+        total[outside] = _total_mass(logits[outside], peak[outside], how.take(outside))
+    limit = np.where(nucleus, how.top_p.astype(np.float64) * total, np.inf)
+    keep &= before < limit[:, None]
+    keep[:, 0] = True  # also where top_p is so small that its product with the total is nothing
+    return keep, ids, deficit, ~(open_end & (keep[:, -1] | has_k))
+
+
+def _masses(deficit: np.ndarray) -> np.ndarray:
+    """exp(-deficit) in integers of 2**-34, as float64."""
+    mass = np.exp(-deficit)
+    mass *= _MASS
+    whole: np.ndarray = np.rint(mass, out=mass).astype(np.float64)
+    return whole
+
+
+def _total_mass(logits: np.ndarray, peak: np.ndarray, how: SamplingMetadata) -> np.ndarray:
+    """The mass that min_p leaves of each whole row, float64 [rows]."""
+    deficit = deficits(logits, peak, how.temperature)
+    mass = _masses(deficit)
+    mass *= deficit <= furthest(how.min_p)[:, None]
+    total: np.ndarray = mass.sum(axis=-1)
+    return total

@@ -1,0 +1,174 @@
+"""Which needs can arise within the limits, phase by phase.
+
+A phase's needs are points (a, b) on two axes, for example the rows and the longest row of a prompt step. Each region
+here says which points the scheduler may ever produce; the table is built for exactly those, and the laws are tested
+on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from preheat.plan.buckets import Phase, StepSize
+
+UNBOUNDED = 2**62
+"""The second axis of a phase that has only one: every need is below it."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Region(Protocol):
+    """The points (a, b), at least 1 each, that a phase's needs take. ``axes`` are the fields of Need that they are."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def axes(self) -> tuple[str, str]: ...
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The largest a and the largest b."""
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """For each i, the first and last a that occurs with some b in [low[i], high[i]] (none: last < first)."""
+
+    def top(self, a: Ints) -> Ints:
+        """The largest b that occurs with each a."""
+
+    def need(self, a: int, b: int) -> StepSize:
+        """The heaviest need at a point."""
+
+
+@dataclass(frozen=True)
+class PromptNeeds:
+    """Rows (a) and longest row (b) of a prompt step. Other rows may be short, so only a + b - 1 tokens are sure."""
+
+    max_rows: int
+    max_len: int
+    budget: int
+    phase: Phase = "prompt"
+    axes: tuple[str, str] = ("rows", "longest")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return min(self.max_rows, self.budget), min(self.max_len, self.budget)
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        last = np.minimum(self.max_rows, self.budget + 1 - low)
+        return np.ones_like(low), np.where(low <= self.max_len, last, 0)
+
+    def top(self, a: Ints) -> Ints:
+        largest: Ints = np.minimum(self.max_len, self.budget + 1 - a)
+        return largest
+
+    def need(self, a: int, b: int) -> StepSize:
+        return StepSize("prompt", a, min(a * b, self.budget), b)
+
+
+@dataclass(frozen=True)
+class DecodeNeeds:
+    """Rows (a) alone: the context's length is no part of the program."""
+
+    max_rows: int
+    phase: Phase = "decode"
+    axes: tuple[str, str] = ("rows", "blocks")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.max_rows, UNBOUNDED
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        return np.ones_like(low), np.full_like(low, self.max_rows)
+
+    def top(self, a: Ints) -> Ints:
+        return np.full_like(a, UNBOUNDED)
+
+    def need(self, a: int, b: int) -> StepSize:
+        return StepSize("decode", a, a)
+
+
+@dataclass(frozen=True)
+class DecodeByBlocks:
+    """Rows (a) and KV blocks summed over them (b): at least one a row and at most a sequence's. ``num_blocks`` bounds
+    the sum where no block is shared; one that is counts once for each row, so that sharing can take it further.
+    """
+
+    max_rows: int
+    blocks_per_row: int
+    num_blocks: int
+    phase: Phase = "decode"
+    axes: tuple[str, str] = ("rows", "blocks")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.max_rows, min(self.max_rows * self.blocks_per_row, self.num_blocks)
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        first = -(-low // self.blocks_per_row)
+        return first, np.where(low <= self.bounds[1], np.minimum(self.bounds[0], high), 0)
+
+    def top(self, a: Ints) -> Ints:
+        largest: Ints = np.minimum(a * self.blocks_per_row, self.num_blocks)
+        return largest
+
+    def need(self, a: int, b: int) -> StepSize:
+        return StepSize("decode", a, a, blocks=b)
+
+
+@dataclass(frozen=True)
+class DecodeByLength:
+    """Rows (a) and the longest row's context in tokens (b); each other row holds at least one block."""
+
+    max_rows: int
+    max_len: int
+    block_size: int
+    num_blocks: int
+    phase: Phase = "decode"
+    axes: tuple[str, str] = ("rows", "longest")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.max_rows, min(self.max_len, self.num_blocks * self.block_size)
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        last = np.minimum(self.max_rows, self.num_blocks + 1 + -low // self.block_size)
+        return np.ones_like(low), np.where(low <= self.max_len, last, 0)
+
+    def top(self, a: Ints) -> Ints:
+        largest: Ints = np.minimum(self.max_len, (self.num_blocks + 1 - a) * self.block_size)
+        return largest
+
+    def need(self, a: int, b: int) -> StepSize:
+        return StepSize("decode", a, a, longest=b)
+
+
+@dataclass(frozen=True)
+class MixedNeeds:
+    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row."""
+
+    max_tokens: int
+    max_rows: int
+    max_len: int
+    phase: Phase = "mixed"
+    axes: tuple[str, str] = ("tokens", "rows")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        rows = min(self.max_rows, self.max_tokens)
+        return min(self.max_tokens, rows * self.max_len), rows
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        rows = np.minimum(high, self.bounds[1])
+        return low, np.where(low <= self.bounds[1], np.minimum(self.max_tokens, rows * self.max_len), 0)
+
+    def top(self, a: Ints) -> Ints:
+        largest: Ints = np.minimum(self.bounds[1], a)
+        return largest
+
+    def need(self, a: int, b: int) -> StepSize:
+        return StepSize("mixed", b, a)

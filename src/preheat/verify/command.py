@@ -1,0 +1,102 @@
+"""What ``preheat verify`` does, for the command line. Torch is imported where an engine is booted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from preheat.core import Ready
+from preheat.errors import SettingsError
+from preheat.frontend.tokenizer import Tokenizer
+from preheat.model.files import find_checkpoint
+from preheat.settings import Settings
+from preheat.transport import InlineTransport
+from preheat.verify.against import verify_server
+from preheat.verify.compare import PathResult, Verdict, header, line, summary
+from preheat.verify.identity import differences, read_proof
+from preheat.verify.prompts import FULL, REDUCED, Prompt, Size, make_prompts, with_settings
+from preheat.warmup.record import Record
+
+if TYPE_CHECKING:
+    from preheat.verify.drive import Boot, Engine
+
+Say = Callable[[str], None]
+Given = list[str | list[int]] | None
+"""Prompts of the user's, as text or as token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command's own flags."""
+
+    prompts: str | None
+    reduced: bool
+    json: bool
+    digest: str | None
+    against: str | None
+
+    def __post_init__(self) -> None:
+        if self.digest and (self.against or self.prompts or self.reduced or self.json):
+            raise SettingsError("--digest compares two boots and runs no prompts: give it without the other flags")
+
+    @property
+    def size(self) -> Size:
+        return REDUCED if self.reduced else FULL
+
+
+def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
+    """Verify the engine of ``settings``, telling of each path as it is done."""
+    from preheat.verify.verification import Verification
+
+    def prompts(engine: Engine) -> list[Prompt]:
+        if given is None:
+            return make_prompts(asked.size, engine.vocab_size, engine.ready.max_model_len)
+        return with_settings(_encoded(settings, given), asked.size.outputs)
+
+    verification = Verification(boot, settings, prompts, asked.size)
+    verdict = verification.verdict(_told(verification.results(), say))
+    say(summary(verdict))
+    return verdict
+
+
+def server(settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
+    """Verify the server at ``asked.against``."""
+    assert asked.against is not None
+    prompts = None if given is None else with_settings(_encoded(settings, given), asked.size.outputs)
+    key = next(iter(settings.api_key), None)
+    return Verdict(_told(verify_server(asked.against, asked.size, prompts, key), say))
+
+
+def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
+    """Compare this boot's digest with the one stored in ``path``: the exit status, 0 if the bits are equal."""
+    stored = read_proof(path)
+    transport = InlineTransport()
+    boot(settings, transport)
+    ready = next(message for message in transport.receive() if isinstance(message, Ready))
+    now = Record.from_json(ready.record).proof
+    if not now.digest:
+        raise SettingsError("this boot has no digest: it needs the warm-up and --boot-check quick or full")
+    for said in differences(stored, now):
+        say(said)
+    equal = stored.digest == now.digest
+    say(f"The bits are {'equal' if equal else 'not equal'}: digest {now.digest}")
+    if ready.held:
+        say(ready.held)
+    return 0 if equal and not ready.held else 1
+
+
+def _told(results: Iterable[PathResult], say: Say) -> list[PathResult]:
+    """All results; each is told when it is there."""
+    say(header())
+    found = []
+    for result in results:
+        found.append(result)
+        say(line(result))
+    return found
+
+
+def _encoded(settings: Settings, given: list[str | list[int]]) -> list[list[int]]:
+    """Token ids of the user's prompts."""
+    tokenizer = Tokenizer(find_checkpoint(settings.tokenizer or settings.model, settings.revision, with_weights=False))
+    return [tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in given]

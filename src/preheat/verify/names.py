@@ -1,0 +1,87 @@
+"""Which cross-checks a boot runs: their names in the plan, from settings and limits alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from preheat.backends.cpu import tiles
+from preheat.backends.cuda import work
+from preheat.errors import SettingsError
+from preheat.limits import Limits
+from preheat.plan.modes import Mode
+from preheat.settings import OPTIONS, Settings
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What decides which checks there are."""
+
+    settings: Settings
+    limits: Limits
+    mode: Mode
+    lengths: tuple[int, ...]
+
+
+SPLITS: Mapping[str, int] = MappingProxyType({"cpu": tiles.SPLIT, "cuda": work.SPLIT})
+"""Keys of a KV split, by platform."""
+
+CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
+    {
+        "later run": lambda asked: True,
+        "co-batched": lambda asked: asked.limits.max_num_seqs > 1,
+        "next bucket": lambda asked: asked.limits.max_num_seqs > 1 and asked.settings.boot_check == "quick",
+        "every bucket": lambda asked: asked.limits.max_num_seqs > 1 and asked.settings.boot_check == "full",
+        "chunked": lambda asked: asked.settings.enable_chunked_prefill and asked.lengths[0] > 1,
+        "prefix hit": lambda asked: asked.settings.enable_prefix_caching and asked.lengths[0] > asked.limits.block_size,
+        "decode": lambda asked: asked.lengths[0] > 1,
+        "compaction": lambda asked: (
+            asked.settings.bucketing_policy == "unified" and asked.lengths[0] > 1 and asked.limits.num_blocks > 2
+        ),
+        "eager": lambda asked: asked.mode != "eager",
+    }
+)
+"""Every check, and whether it can run: a lone slot has no neighbours, what is not captured or compiled is eager."""
+
+
+def check_names(settings: Settings, limits: Limits, mode: Mode, platform: str) -> tuple[str, ...]:
+    """The checks of a boot, in their order; none with ``boot_check`` off. Without invariance paths may differ, and the
+    same path again is all that is compared.
+    """
+    if settings.boot_check == "off":
+        return ()
+    if not settings.batch_invariant:
+        return ("later run",)
+    asked = Asked(settings, limits, mode, context_lengths(limits, platform))
+    return tuple(name for name, runs in CHECKS.items() if runs(asked))
+
+
+def context_lengths(limits: Limits, platform: str) -> tuple[int, ...]:
+    """Tokens of the contexts that are checked: across a KV split, across a block or two, and within one.
+
+    All within the limits: half a step's tokens and half of the blocks at most, so that there is room for neighbours and
+    for a second copy; one token at least.
+    """
+    lengths = (SPLITS[platform] + 44, 70, 5)
+    longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
+    blocks = max((limits.num_blocks - 1) // 2, 1)
+    return tuple(dict.fromkeys(min(length, longest, blocks * limits.block_size) for length in lengths))
+
+
+def check_required(settings: Settings) -> None:
+    """Raise SettingsError, naming them all, for settings with which ``require_invariance`` cannot be kept."""
+    if not settings.require_invariance:
+        return
+    loose = {
+        "batch_invariant": not settings.batch_invariant and "lets bits depend on what shares a batch",
+        "boot_check": settings.boot_check == "off" and "leaves it unproved",
+        "skip_warmup": settings.skip_warmup and "skips the proof with the rest of the warm-up",
+    }
+    found = [
+        f"{OPTIONS[name].flag} {str(getattr(settings, name)).lower()} {reason}"
+        for name, reason in loose.items()
+        if reason
+    ]
+    if found:
+        raise SettingsError(f"require_invariance refuses to start: {'; '.join(found)}", param="require_invariance")
