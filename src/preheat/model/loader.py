@@ -7,7 +7,7 @@ held, neither there nor on the host.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from preheat.backends.cpu.linear import Linear
-from preheat.backends.cuda.upload import Upload
+from preheat.backends.base import Backend, Linear, Norm
 from preheat.errors import ModelError
 from preheat.model.files import indexed_names, weight_files
 from preheat.model.layout import (
@@ -31,13 +30,8 @@ from preheat.model.layout import (
     layer_layout,
 )
 from preheat.model.specs import ModelSpec
-from preheat.ops.activation import Gated
-from preheat.ops.norm import RMSNorm
 
 _NAMES_SHOWN = 8
-
-Map = Callable[[Tensor], Tensor]
-"""A linear map [tokens, inputs] -> [tokens, outputs]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +40,13 @@ class LayerWeights:
     it gives what ``down`` takes.
     """
 
-    input_norm: RMSNorm
-    qkv: Map
-    qk_norm: RMSNorm | None
-    o: Map
-    post_norm: RMSNorm
-    gate_up: Map
-    down: Map
+    input_norm: Norm
+    qkv: Linear
+    qk_norm: Norm | None
+    o: Linear
+    post_norm: Norm
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +55,13 @@ class Weights:
 
     embedding: Tensor
     layers: list[LayerWeights]
-    final_norm: RMSNorm
-    head: Map
+    final_norm: Norm
+    head: Linear
+
+    def layer_linears(self) -> Iterator[Linear]:
+        """The linear layers of all layers."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
 
 
 class Source(Protocol):
@@ -76,46 +75,23 @@ def load_weights(
     spec: ModelSpec,
     directory: Path,
     dtype: torch.dtype,
+    backend: Backend,
+    *,
     load_format: str = "auto",
     seed: int = 0,
-    *,
-    device: torch.device | str = "cpu",
-    make_linear: MakeLinear | None = None,
 ) -> Weights:
-    """The weights of ``spec`` in ``dtype`` on ``device``, read from ``directory`` or, for ``load_format`` dummy, drawn
-    there by ``seed``. ``make_linear`` makes the device's linear maps of them; None makes a CPU's.
+    """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, for ``load_format``
+    dummy, drawn there by ``seed``.
 
     Raises ModelError, naming the tensors, if the checkpoint lacks one, has one too many or one of another shape.
     """
-    place, make = torch.device(device), make_linear or linear_on_host
     if load_format == "dummy":
-        return _Builder(spec, DummyTensors(seed), dtype, place, make).build()
+        return _Builder(spec, DummyTensors(seed), dtype, backend).build()
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
-    if place.type == "cpu":
-        return _Builder(spec, SafetensorsFiles(spec, directory), dtype, place, make).build()
-    with Upload(place) as upload:
-        return _Builder(spec, SafetensorsFiles(spec, directory, upload.copy), dtype, place, make).build()
-
-
-class MakeLinear(Protocol):
-    """Makes the linear map of ``weight`` [outputs, inputs] and ``bias`` [outputs], on the device where they lie.
-
-    ``gated``: the first half of its outputs is the gate of the second, and SwiGLU of both is what it gives.
-    """
-
-    def __call__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map: ...
-
-
-def linear_on_host(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map:
-    """A CPU's."""
-    linear = Linear(weight, bias)
-    return Gated(linear) if gated else linear
-
-
-def _copy_on_host(tensor: Tensor, out: Tensor) -> None:
-    out.copy_(tensor)
+    with backend.uploading() as copy:
+        return _Builder(spec, SafetensorsFiles(spec, directory, copy), dtype, backend).build()
 
 
 class SafetensorsFiles:
@@ -124,9 +100,7 @@ class SafetensorsFiles:
     ``copy`` brings a tensor of a file into its place.
     """
 
-    def __init__(
-        self, spec: ModelSpec, directory: Path, copy: Callable[[Tensor, Tensor], object] = _copy_on_host
-    ) -> None:
+    def __init__(self, spec: ModelSpec, directory: Path, copy: Callable[[Tensor, Tensor], object]) -> None:
         self._copy = copy
         self._files: dict[str, Any] = {}  # safetensors' handles, by tensor name
         shapes: dict[str, tuple[int, ...]] = {}
@@ -198,19 +172,16 @@ def _some(items: list[str]) -> str:
 
 
 class _Builder:
-    """Allocates what ``spec`` needs on ``device`` and has ``source`` fill it."""
+    """Allocates what ``spec`` needs on the backend's device and has ``source`` fill it."""
 
-    def __init__(
-        self, spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear
-    ) -> None:
-        self._spec, self._source, self._make_linear = spec, source, make_linear
-        self._dtype, self._device = dtype, device
+    def __init__(self, spec: ModelSpec, source: Source, dtype: torch.dtype, backend: Backend) -> None:
+        self._spec, self._source, self._dtype, self._backend = spec, source, dtype, backend
 
     def build(self) -> Weights:
         spec = self._spec
         embedding = self._tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
         layers = [self._layer(layer_layout(spec, index)) for index in range(spec.num_layers)]
-        head = self._make_linear(embedding) if spec.tie_word_embeddings else self._linear(head_layout(spec))
+        head = self._backend.linear(embedding) if spec.tie_word_embeddings else self._linear(head_layout(spec))
         return Weights(embedding, layers, self._norm(FINAL_NORM), head)
 
     def _layer(self, layout: Layer) -> LayerWeights:
@@ -224,19 +195,19 @@ class _Builder:
             down=self._linear(layout.down),
         )
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensor(name, self._spec.hidden_size), self._spec.rms_norm_eps)
+    def _norm(self, name: str) -> Norm:
+        return self._backend.norm(self._tensor(name, self._spec.hidden_size), self._spec.rms_norm_eps)
 
-    def _qk_norm(self, layout: Layer) -> RMSNorm | None:
+    def _qk_norm(self, layout: Layer) -> Norm | None:
         """One norm for all heads that have one, queries first."""
         if not (layout.q_norm and layout.k_norm):
             return None
         spec = self._spec
         q, k = (self._tensor(name, spec.head_dim) for name in (layout.q_norm, layout.k_norm))
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
-        return RMSNorm(weight, spec.rms_norm_eps)
+        return self._backend.norm(weight, spec.rms_norm_eps)
 
-    def _linear(self, matrix: Matrix, *, gated: bool = False) -> Map:
+    def _linear(self, matrix: Matrix, *, gated: bool = False) -> Linear:
         """One joined matrix, each part read into its rows."""
         weight = self._empty(matrix.rows, matrix.columns)
         bias = self._empty(matrix.rows) if matrix.bias else None
@@ -246,7 +217,7 @@ class _Builder:
             if bias is not None:
                 self._source.fill(f"{name}.bias", bias[start : start + rows])
             start += rows
-        return self._make_linear(weight, bias, gated=gated)
+        return self._backend.linear(weight, bias, gated=gated)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         out = self._empty(*shape)
@@ -254,4 +225,4 @@ class _Builder:
         return out
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._backend.device)
