@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from preheat.bench import commands, table
-from preheat.bench.client import Client, Served, quantile, summary
-from preheat.bench.first import SETTINGS, ratio_row
-from preheat.bench.report import Clock, Report, read_parts
-from preheat.bench.serve import flags
-from preheat.bench.shapes import FULL, SHAPES, TINY, engine_options, long_answer, long_length
+from benchmarks.common import table
+from benchmarks.suite import command
+from benchmarks.common.client import Client, Served, quantile, summary
+from benchmarks.suite.first import SETTINGS, ratio_row
+from benchmarks.common.report import Clock, Report, read_parts
+from benchmarks.suite.serve import flags
+from benchmarks.common.shapes import FULL, SHAPES, TINY, engine_options, long_answer, long_length
 from preheat.cli import main
 from preheat.model.specs import read_spec
 from preheat.settings import Settings
 
 
 def test_the_mix_is_the_one_of_the_anchors():
-    from preheat.bench.offline import nanobench
+    from benchmarks.suite.offline import nanobench
 
     prompts, params = nanobench(FULL, 128256)
     assert (len(prompts), sum(each.max_tokens for each in params)) == (256, 133_966)
@@ -50,7 +51,7 @@ def test_arrivals_are_those_of_the_anchors(monkeypatch):
 
     monkeypatch.setattr(client, "ask", ask)
     monkeypatch.setattr(client, "prompt", lambda length: [0] * length)
-    monkeypatch.setattr("preheat.bench.client.asyncio.sleep", at_once)
+    monkeypatch.setattr("benchmarks.common.client.asyncio.sleep", at_once)
     sent = [
         asyncio.run(client.sweep(rate, FULL.rate_seconds, FULL.served_tokens, FULL.answer_tokens))["sent"]
         for rate in FULL.rates
@@ -88,8 +89,8 @@ def test_options_survive_the_command_line(tmp_path):
 
 
 def test_a_report_is_whole_after_every_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr("preheat.bench.report.fingerprint", dict)
-    monkeypatch.setattr("preheat.bench.report.fingerprint_from_outside", dict)
+    monkeypatch.setattr("benchmarks.common.report.fingerprint", dict)
+    monkeypatch.setattr("benchmarks.common.report.fingerprint_from_outside", dict)
     path = tmp_path / "new" / "x.json"
     latency = Report(path, "latency", {"a": 1})
     latency.put(4.0, "itl_ms", "1")
