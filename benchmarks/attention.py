@@ -31,7 +31,7 @@ READING = ("1x2048", "4x2048", "8x1024", "1x16384")
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionSizes:
     """Sizes of an attention layer, in bfloat16."""
 
     heads: int
@@ -53,13 +53,13 @@ class Pages:
     how these lie.
     """
 
-    def __init__(self, lengths: Sequence[int], heads: Heads, by_block: bool) -> None:
+    def __init__(self, lengths: Sequence[int], heads: AttentionSizes, by_block: bool) -> None:
         counts = [-(-length // heads.block_size) for length in lengths]
         copies = 1 + COPIED_BYTES // (sum(counts) * heads.block_size * heads.token_bytes)
         outer = (sum(counts), copies) if by_block else (copies, sum(counts))
         inner = (2, heads.kv_heads, heads.block_size, heads.dim)
         self.layers = torch.randn(*outer, *inner, dtype=torch.bfloat16, device="cuda").unbind(int(by_block))
-        blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+        blocks = torch.split(torch.randperm(sum(counts), dtype=torch.int32), counts)
         self.table = pad_sequence(list(blocks), batch_first=True).cuda()
 
 
@@ -68,41 +68,42 @@ def whole_numbers(values: Any) -> Tensor:
     return torch.as_tensor(np.asarray(values, np.int32), device="cuda")
 
 
-def decoding(lengths: Sequence[int], heads: Heads, by_block: bool) -> float:
+def decoding(lengths: Sequence[int], heads: AttentionSizes, by_block: bool) -> float:
     """Microseconds of a layer in which every sequence has one token."""
     rows, pages, positions = len(lengths), Pages(lengths, heads, by_block), np.asarray(lengths) - 1
     work = decode_work(np.arange(rows), positions, SPLIT, None)
-    where: Any = [whole_numbers(each) for each in (range(rows), positions, work, [len(work)])]
+    slots, at, pieces, count = map(whole_numbers, (range(rows), positions, work, [len(work)]))
     q = heads.queries(rows)
     out, space = torch.empty_like(q), Workspace(len(work), rows, heads.heads, heads.dim, q.device)
+    scale = heads.dim**-0.5
 
     def step() -> None:
         for cache in pages.layers:
-            decode_attention(q, cache, pages.table, *where, out, space, heads.dim**-0.5, None, rows=rows)
+            decode_attention(q, cache, pages.table, slots, at, pieces, count, out, space, scale, None, rows=rows)
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)
 
 
-def reading(prompts: int, length: int, heads: Heads, by_block: bool) -> float:
+def reading(prompts: int, length: int, heads: AttentionSizes, by_block: bool) -> float:
     """Microseconds of a layer that reads whole prompts."""
     pages, tile = Pages([length] * prompts, heads, by_block), prefill_how(heads.dim, torch.bfloat16)
-    first, count = np.arange(prompts) * length, np.full(prompts, length)
-    tiles = prefill_tiles(first, count, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))
-    slots, positions = np.repeat(np.arange(prompts), length), np.tile(np.arange(length), prompts)
-    where: Any = [whole_numbers(each) for each in (slots, positions, tiles, [len(tiles)])]
+    first, lengths = np.arange(prompts) * length, np.full(prompts, length)
+    tiles = prefill_tiles(first, lengths, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))
+    rows, positions = np.repeat(np.arange(prompts), length), np.tile(np.arange(length), prompts)
+    slots, at, on_device, count = map(whole_numbers, (rows, positions, tiles, [len(tiles)]))
     q = heads.queries(prompts * length)
     out = torch.empty_like(q)
 
     def step() -> None:
         for cache in pages.layers:
-            prefill_attention(q, cache, pages.table, *where, out, heads.dim**-0.5, None)
+            prefill_attention(q, cache, pages.table, slots, at, on_device, count, out, heads.dim**-0.5, None)
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)
 
 
-def measure(heads: Heads) -> list[dict[str, Any]]:
+def measure(heads: AttentionSizes) -> list[dict[str, Any]]:
     chance, lines = np.random.default_rng(0), []
     cases: list[tuple[str, str, Callable[[bool], float], float]] = []
     for name in DECODING:
@@ -128,6 +129,6 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--kv-heads", type=int, default=8)
     flags.add_argument("--dim", type=int, default=128)
     flags.add_argument("--block-size", type=int, default=64)
-    heads = Heads(**vars(flags.parse_args(words)))
+    heads = AttentionSizes(**vars(flags.parse_args(words)))
     pick_platform("cuda").prepare(None)
     save("attention", {"sizes": asdict(heads), "cases": measure(heads)})

@@ -32,7 +32,7 @@ def decode_batch(llm: LLM, rows: int) -> Batch:
     pack = llm.loop.packer.pack
 
     def keep(schedule: Any) -> Batch:
-        batch = pack(schedule)
+        batch: Batch = pack(schedule)
         packed.append(batch)
         return batch
 
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> None:
         for rows in ROWS:
             count, seconds = compilations(), compile_seconds()
             batch = decode_batch(llms["compile"], rows)
-            executors = {mode: llm.loop.executor for mode, llm in llms.items()}
+            executors: dict[str, Any] = {mode: llm.loop.executor for mode, llm in llms.items()}
             for executor in executors.values():
                 executor.execute(batch)
             built = {"compilations": compilations() - count, "compile_seconds": round(compile_seconds() - seconds, 2)}

@@ -53,7 +53,8 @@ def make(args: argparse.Namespace, reads: dict[str, Any]) -> LLM:
         skip_warmup=True, on_cold="off", **reads,
     )  # fmt: skip
     llm.loop.transport = NoTransport()
-    llm.loop.executor.cache.data.normal_()
+    executor: Any = llm.loop.executor
+    executor.cache.data.normal_()
     return llm
 
 

@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.decoding import DecodingRows, Span, spans
 from benchmarks.common.report import RESULTS, parser, save
-from benchmarks.common.shapes import CHOICES
+from benchmarks.common.shapes import CHOICES, config_of
 from benchmarks.suite.offline import Offline
 from preheat.model.layout import num_parameters
-from preheat.model.specs import ModelSpec
+from preheat.model.specs import ModelSpec, read_spec
 
 KINDS = {
     "attention": ("_decode", "_prefill", "attention"),
@@ -101,16 +101,17 @@ def decode(offline: Offline, rows: int, context: int, steps: int) -> profile:
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     decoding = DecodingRows(offline.llm, offline.vocabulary, rows, context, steps, temperature=0.0)
-    with decoding, profile(activities=activities) as found:
+    profiler = profile(activities=activities)
+    with decoding, profiler:
         for _ in range(steps):
             offline.llm.advance()
         if cuda:
             torch.cuda.synchronize()
-    return found
+    return profiler
 
 
 def measure(offline: Offline, rows: int, speed: float, args: argparse.Namespace) -> dict[str, Any]:
-    spec = offline.llm.loop.executor.decoder.spec
+    spec = read_spec(config_of(args.shape))
     floors = {kind: round(size / speed * 1e6, 1) for kind, size in floor_bytes(spec, rows, args.context).items()}
     listed = spans(decode(offline, rows, args.context, args.steps), torch.cuda.is_available())
     return {

@@ -1,21 +1,26 @@
 """How long the plan takes to make, and to answer for one step.
 
-Prints nanoseconds a ``fit`` (with and without making the Need) for plans of growing size, the seconds of planning
-10,000 and 100,000 candidate shapes, and what ``preheat plan`` of an 8-billion-parameter model's config takes from
-start to end: processor time (user and system, of the whole process) and wall time, the best of five.
+    python -m benchmarks plan_fit
+
+Plans of growing size; the seconds of planning with 10,000 and with 100,000 candidate buckets; and what ``preheat plan``
+takes for Llama-3.1-8B from start to end: processor time (user and system, of the whole process) and wall time.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common.report import parser
+from benchmarks.common.report import parser, save
+from benchmarks.common.shapes import SHAPES
 from preheat.limits import Limits
 from preheat.plan.buckets import StepSize
 from preheat.plan.options import PlanOptions
@@ -34,41 +39,47 @@ def main(words: Sequence[str]) -> None:
         block_size=64,
         num_blocks=256 * 64 + 1,
     )
-    for policy in ("unified", "split"):
-        for strategy in ("exponential", "linear", "padding_aware"):
-            _one(limits, PlanOptions(bucketing_policy=policy, bucketing_strategy=strategy))
-    _scaling()
-    _command()
+    plans = [
+        plan_and_fit(limits, PlanOptions(bucketing_policy=policy, bucketing_strategy=strategy))
+        for policy in ("unified", "split")
+        for strategy in ("exponential", "linear", "padding_aware")
+    ]
+    candidates = {str(count): round(planning_seconds(count), 3) for count in (10_000, 100_000)}
+    figures = {"plans": plans, "planning_s_by_candidates": candidates, "command": command_seconds()}
+    print(json.dumps(figures, indent=1))
+    save("plan_fit", figures)
 
 
-def _command() -> None:
-    model = Path(__file__).parents[1] / "tests" / "models" / "llama-3.1-8b"
-    command = [sys.executable, "-m", "preheat", "plan", str(model), "--max-num-seqs", "256", "--max-model-len", "4096"]
-    runs = []
-    for _ in range(5):
-        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-        runs.append((after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, wall))
+def command_seconds() -> dict[str, float]:
+    """The best of five runs of ``preheat plan`` for the config of Llama-3.1-8B."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"]), encoding="utf-8")
+        command = [sys.executable, "-m", "preheat", "plan", folder, "--max-num-seqs", "256", "--max-model-len", "4096"]
+        runs = []
+        for _ in range(5):
+            before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+            runs.append((after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, wall))
     processor, wall = min(runs)
-    print(f"preheat plan, 256 sequences x 4,096 tokens: {processor:.2f} s of processor time, {wall:.2f} s in all")
+    return {"processor_s": round(processor, 2), "wall_s": round(wall, 2)}
 
 
-def _one(limits: Limits, options: PlanOptions) -> None:
+def plan_and_fit(limits: Limits, options: PlanOptions) -> dict[str, Any]:
+    """Milliseconds to make a plan; nanoseconds to choose a bucket in it, with and without making the StepSize."""
     seconds = _best(lambda: make_plan(limits, options), 5)
     plan = make_plan(limits, options)
-    need = StepSize("decode", 200, 200, longest=900, blocks=3000)
-    fit = _best(lambda: plan.fit(need), CALLS)
+    size = StepSize("decode", 200, 200, longest=900, blocks=3000)
+    fit = _best(lambda: plan.fit(size), CALLS)
     both = _best(lambda: plan.fit(StepSize("decode", 200, 200, 900, 3000)), CALLS)
-    print(
-        f"{options.bucketing_policy:8} {options.bucketing_strategy:14} {len(plan.table.shapes):5} shapes"
-        f"  plan {seconds * 1e3:6.1f} ms  fit {fit * 1e9:4.0f} ns  need + fit {both * 1e9:4.0f} ns"
-    )
-
-
-def _scaling() -> None:
-    seconds = [planning_seconds(count) for count in (10_000, 100_000)]
-    print(f"planning 10,000 candidates {seconds[0]:.3f} s, 100,000 {seconds[1]:.3f} s: x {seconds[1] / seconds[0]:.1f}")
+    return {
+        "policy": options.bucketing_policy,
+        "strategy": options.bucketing_strategy,
+        "buckets": len(plan.table.shapes),
+        "plan_ms": round(seconds * 1e3, 1),
+        "fit_ns": round(fit * 1e9),
+        "size_and_fit_ns": round(both * 1e9),
+    }
 
 
 def planning_seconds(count: int) -> float:
@@ -94,5 +105,5 @@ def planning_seconds(count: int) -> float:
     return min(timeit.repeat(lambda: make_plan(limits, options), number=1, repeat=5, timer=time.process_time))
 
 
-def _best(call: object, calls: int) -> float:
-    return min(timeit.repeat(call, number=calls, repeat=3, timer=time.perf_counter)) / calls  # type: ignore[arg-type]
+def _best(call: Callable[[], object], calls: int) -> float:
+    return min(timeit.repeat(call, number=calls, repeat=3, timer=time.perf_counter)) / calls

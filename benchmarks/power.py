@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.report import parser, save
-from benchmarks.common.shapes import CHOICES
+from benchmarks.common.shapes import CHOICES, config_of
 from benchmarks.suite.offline import Offline, greedy
+from preheat.model.specs import read_spec
 from preheat.plan.cost import ModelSizes
 
 QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
@@ -82,7 +83,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--seconds", type=float, default=6.0)
     args = flags.parse_args(words)
     offline = Offline.of_shape(args.shape, {})
-    numbers = ModelSizes.of(offline.llm.loop.executor.decoder.spec).layer_params
+    numbers = ModelSizes.of(read_spec(config_of(args.shape))).layer_params
 
     def read(prompts: int) -> int:
         offline.seconds([offline.prompt(PROMPT) for _ in range(prompts)], greedy(1))

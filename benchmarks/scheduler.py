@@ -67,7 +67,8 @@ def decode(rows: int, steps: int, aligned: bool) -> dict[str, dict[str, float]]:
 
 
 def _summary(values: list[float]) -> dict[str, float]:
-    figures = {"mean": np.mean(values), "p50": np.median(values), "p99": np.quantile(values, 0.99), "max": max(values)}
+    median, high = np.quantile(values, [0.5, 0.99])
+    figures = {"mean": sum(values) / len(values), "p50": median, "p99": high, "max": max(values)}
     return {name: round(float(value), 1) for name, value in figures.items()}
 
 

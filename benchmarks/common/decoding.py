@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import profile
 
 from preheat import LLM, SamplingParams
@@ -20,7 +21,7 @@ class DecodingRows:
     Inside the ``with`` block all of them decode, for at least ``steps`` more steps; at its end they are aborted.
     """
 
-    def __init__(self, llm: LLM, vocabulary: int, count: int, context: int, steps: int, **sampling: float) -> None:
+    def __init__(self, llm: LLM, vocabulary: int, count: int, context: int, steps: int, **sampling: Any) -> None:
         door, chance = llm.frontdoor, random.Random(0)
         tokens = steps + 2 * count + count * context // 2048 + 40
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **sampling)
@@ -51,7 +52,8 @@ class Span:
 
 def spans(found: profile, cuda: bool) -> list[Span]:
     """Kernels and copies on the device, in order; on a CPU, the operations that no other one called."""
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    events = [event for event in found.events() if event.device_type == wanted and (cuda or event.cpu_parent is None)]
-    listed = [Span(event.name, event.time_range.start, event.time_range.end) for event in events]
-    return sorted(listed, key=lambda span: span.start)
+    wanted = DeviceType.CUDA if cuda else DeviceType.CPU
+    listed = found.events()  # type: ignore[no-untyped-call]
+    events = [event for event in listed if event.device_type == wanted and (cuda or event.cpu_parent is None)]
+    found_spans = [Span(event.name, event.time_range.start, event.time_range.end) for event in events]
+    return sorted(found_spans, key=lambda span: span.start)

@@ -43,7 +43,7 @@ class Clock:
         return self.started + self.seconds - time.monotonic()
 
 
-class Report:
+class PartReport:
     """The figures of one ``part`` of the suite, in ``path``, which is complete after every figure.
 
     Other parts in the file stay as they are.
@@ -78,7 +78,7 @@ class Report:
 
 
 def read_parts(path: Path) -> dict[str, Any]:
-    """The parts in a file that ``Report`` wrote, by name; empty if there is no such file."""
+    """The parts in a file that ``PartReport`` wrote, by name; empty if there is no such file."""
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"]

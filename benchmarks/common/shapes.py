@@ -1,4 +1,4 @@
-"""The models that are measured: published sizes, with weights drawn at random, since speed does not depend on them."""
+"""The models that are measured: published sizes with random weights, on which speed does not depend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.checkpoint import write_checkpoint
-from preheat.model.files import BUNDLED, BUNDLED_PATH
+from preheat.model.files import BUNDLED, BUNDLED_PATH, read_config
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -50,13 +50,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
+"""The published config of each model. One more entry here is one more ``--shape``."""
 
 CHOICES = (*SHAPES, BUNDLED)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run. ``TINY`` is for a smoke test: its figures mean nothing."""
+    """How much is run: ``FULL``, or ``TINY`` for a smoke test, whose figures mean nothing."""
 
     batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     context: int = 128
@@ -107,7 +108,7 @@ ENGINE: dict[str, Any] = {
     "on_cold": "raise",
     "log_level": "warning",
 }
-"""The options that the figures beside ours were taken with; any can be given otherwise."""
+"""The options that vLLM's figures were taken with. The command line can change each of them."""
 
 SMALL_ENGINE: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -128,10 +129,14 @@ def with_weights(shape: str, options: dict[str, Any]) -> dict[str, Any]:
     return options | {"load_format": "safetensors"}
 
 
+def config_of(shape: str) -> dict[str, Any]:
+    """The config.json of ``shape``, one of ``CHOICES``."""
+    return SHAPES.get(shape) or read_config(BUNDLED_PATH)
+
+
 def vocabulary(shape: str) -> int:
     """How many tokens the model knows."""
-    config = SHAPES.get(shape) or json.loads((BUNDLED_PATH / "config.json").read_text(encoding="utf-8"))
-    return int(config["vocab_size"])
+    return int(config_of(shape)["vocab_size"])
 
 
 def long_answer(sizes: Sizes, rows: int, context: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common import table
 from benchmarks.common.process import flags
-from benchmarks.common.report import Clock, Report, read_parts
+from benchmarks.common.report import Clock, PartReport, read_parts
 from benchmarks.common.shapes import (
     CHOICES,
     FULL,
@@ -154,9 +154,9 @@ def _path(own: argparse.Namespace) -> Path:
     return Path(own.output) / f"{own.shape}.json"
 
 
-def _report(part: str, own: argparse.Namespace, options: dict[str, Any]) -> Report:
+def _report(part: str, own: argparse.Namespace, options: dict[str, Any]) -> PartReport:
     shown = {name: value for name, value in options.items() if name != "model"}
     try:
-        return Report(_path(own), part, shown)
+        return PartReport(_path(own), part, shown)
     except OSError as error:
         raise PreheatError(f"cannot write {_path(own)}: {error.strerror}") from None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.common.report import Clock, Report
+from benchmarks.common.report import Clock, PartReport
 from benchmarks.common.shapes import FULL, TINY, Sizes, engine_options, long_answer, vocabulary
 from benchmarks.suite.first import REPEATS, SETTINGS, ratio_row
 from preheat.core import SamplingParams
@@ -49,7 +49,7 @@ class Offline:
         self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return time.perf_counter() - started
 
-    def first(self, report: Report) -> None:
+    def first(self, report: PartReport) -> None:
         """The first request of each kind that this engine has ever seen, against the median of the next ones."""
         rows = []
         for name, setting in SETTINGS.items():
@@ -63,7 +63,7 @@ class Offline:
         if rows:
             report.put(max(row["ratio"] for row in rows), "worst_ratio")
 
-    def latency(self, report: Report) -> None:
+    def latency(self, report: PartReport) -> None:
         """Milliseconds between tokens for several batches, to the first token, and the speed of reading prompts."""
         for batch in self.sizes.batches:
             if batch > self.llm.settings.max_num_seqs:
@@ -83,7 +83,7 @@ class Offline:
                 speed = self._reading(max(sizes.length_tokens // length, 1), length)
                 report.put(round(speed), "prefill_tok_s_by_length", str(length))
 
-    def throughput(self, report: Report) -> None:
+    def throughput(self, report: PartReport) -> None:
         """Output tokens a second for a mix of requests, given all at once."""
         prompts, params = nanobench(self.sizes, self.vocabulary)
         tokens = sum(each.max_tokens or 0 for each in params)
@@ -95,13 +95,13 @@ class Offline:
             found = {"requests": len(prompts), "tokens": tokens, "s": round(best, 2), "tok_s": round(tokens / best)}
             report.put(found, "nanobench")
 
-    def long(self, report: Report) -> None:
+    def long(self, report: PartReport) -> None:
         """Milliseconds between tokens for rows with a long past, once all of them decode."""
         for rows, context in self.sizes.long:
             if not self._late(report, f"{rows} rows of {context}", rows * context / 20_000):
                 report.put(round(self._steady(rows, context), 3), "itl_ms_long", f"{rows}x{context}")
 
-    def _late(self, report: Report, what: str, seconds: float) -> bool:
+    def _late(self, report: PartReport, what: str, seconds: float) -> bool:
         """Whether ``what``, which takes about ``seconds``, would come too late; noted where it would."""
         late = self._clock.left < seconds
         if late:

@@ -7,20 +7,20 @@ from typing import Any
 
 from benchmarks.common.client import Client
 from benchmarks.common.process import serving
-from benchmarks.common.report import Clock, Report
+from benchmarks.common.report import Clock, PartReport
 from benchmarks.common.shapes import Sizes
 from benchmarks.suite.first import REPEATS, SETTINGS, ratio_row
 from preheat.errors import PreheatError
 
 
-def serve(report: Report, options: dict[str, Any], sizes: Sizes, vocabulary: int, clock: Clock) -> None:
+def serve(report: PartReport, options: dict[str, Any], sizes: Sizes, vocabulary: int, clock: Clock) -> None:
     """First requests, equal streams, a sweep over rates of arrival, and as many requests at once as are asked for."""
     with serving(options) as server:
         report.put(round(server.wait_for("/ready", clock.left), 2), "ready_s")
         asyncio.run(_load(server.port, vocabulary, report, sizes, clock))
 
 
-async def _load(port: int, vocabulary: int, report: Report, sizes: Sizes, clock: Clock) -> None:
+async def _load(port: int, vocabulary: int, report: PartReport, sizes: Sizes, clock: Clock) -> None:
     client = await Client.practised(port, vocabulary)
     await _first(client, report, sizes, clock)
     if clock.left > 5:
@@ -37,7 +37,7 @@ async def _load(port: int, vocabulary: int, report: Report, sizes: Sizes, clock:
         report.put(await client.burst(sizes.burst, sizes.served_tokens, sizes.answer_tokens), "saturation")
 
 
-async def _first(client: Client, report: Report, sizes: Sizes, clock: Clock) -> None:
+async def _first(client: Client, report: PartReport, sizes: Sizes, clock: Clock) -> None:
     """The first request of each kind that this server has ever seen, against the median of the next ones."""
     rows = []
     for name, setting in SETTINGS.items():

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.process import environment
-from benchmarks.common.report import Clock, Report
+from benchmarks.common.report import Clock, PartReport
 
 
-def startup(report: Report, options: dict[str, Any], folder: Path, clock: Clock) -> None:
+def startup(report: PartReport, options: dict[str, Any], folder: Path, clock: Clock) -> None:
     """Boot twice, each in a process of its own; both keep what they compile in ``folder``, which is empty at first."""
     for name in ("cold", "second"):
         if clock.left < 1:

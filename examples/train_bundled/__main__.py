@@ -14,7 +14,7 @@ DEFAULT_OUT = Path("src/preheat/bundled")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.bundled_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.train_bundled", description=__doc__)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="intermediate files")
     steps = parser.add_subparsers(dest="step", required=True)
 

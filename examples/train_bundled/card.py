@@ -60,10 +60,10 @@ easily falls into repeating itself.
   generated tables, `encodings`, `pydoc_data` and very large files.
 - *docs*: the reStructuredText sources of Python 3.11.2's documentation, as Debian's
   `python3.11-doc` ships them.
-- *chat*, *snippet*: made from those two by `tools/bundled_model/chat.py`: descriptions of
+- *chat*, *snippet*: made from those two by `examples/train_bundled/chat.py`: descriptions of
   objects, modules and glossary terms as answers to questions, and documented functions.
 - *primer*: greetings, sums, some capitals and about a hundred simple functions, written for
-  this project (`tools/bundled_model/primer.py`), under preheat's own licence.
+  this project (`examples/train_bundled/primer.py`), under preheat's own licence.
 
 Python's library and documentation are copyright © 2001 Python Software Foundation; all rights
 reserved. They are used under the PSF licence agreement, of which `LICENSE-PYTHON.txt` is a
@@ -92,10 +92,10 @@ For comparison, the mean loss on the training text over the last steps, with dro
 With Python 3.11 for the text, from the repository's root; the training step wants one GPU.
 
 ```sh
-python -m tools.bundled_model corpus --docs DIR       # DIR: html/_sources of python3.11-doc
-python -m tools.bundled_model tokenizer
-python -m tools.bundled_model train --out RUN --steps {steps_plain}
-python -m tools.bundled_model export --run RUN --licence LICENSE.txt   # Python's own
+python -m examples.train_bundled corpus --docs DIR       # DIR: html/_sources of python3.11-doc
+python -m examples.train_bundled tokenizer
+python -m examples.train_bundled train --out RUN --steps {steps_plain}
+python -m examples.train_bundled export --run RUN --licence LICENSE.txt   # Python's own
 ```
 
 Corpus and tokenizer come out identical; the training is seeded, but GPU arithmetic may differ in

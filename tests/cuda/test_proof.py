@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from preheat.backends.cuda.tuning import KernelConfigs, Library
 from benchmarks.common.shapes import SHAPES
+from preheat.backends.cuda.tuning import KernelConfigs, Library
 from preheat.core import Ready
 from preheat.ops.digest import row_digests
 from preheat.settings import Settings

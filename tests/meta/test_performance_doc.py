@@ -11,8 +11,9 @@ MACHINE = {"gpu": "Some GPU, 1.0 GiB", "cpu": "x", "versions": {"torch": "2.0"},
 
 
 def test_the_tables_are_those_of_the_files():
-    text = DOCUMENT.read_text()
-    assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(text)} >= {("beside_vllm", shape) for shape in SHAPES}
+    measured = {("beside_vllm", shape) for shape in SHAPES if (RESULTS / f"{shape}.json").exists()}
+    assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(DOCUMENT.read_text())} >= measured
+    assert len(measured) >= 2
     for document in DOCUMENTS:
         assert document.read_text() == filled(document.read_text()), "run: python -m benchmarks.performance_doc"
 
@@ -31,7 +32,9 @@ def test_the_cost_of_invariance_comes_from_its_file(tmp_path):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pictures_are_those_of_the_files(shape):
     path = DOCUMENT.parent / f"itl-{shape}.svg"
-    assert (path.read_text() if path.exists() else None) == svg(shape, RESULTS), "run: python -m benchmarks.performance_doc"
+    assert (path.read_text() if path.exists() else None) == svg(shape, RESULTS), (
+        "run: python -m benchmarks.performance_doc"
+    )
 
 
 def test_figures_come_from_files_alone(tmp_path):

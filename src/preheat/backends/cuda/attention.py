@@ -50,7 +50,7 @@ MANY = 64
 
 
 def decode_how(rows: int, dim: int, dtype: torch.dtype) -> How:
-    """For steps of ``rows`` and heads of ``dim`` numbers; measured on an H200 (bench/attention.py)."""
+    """For steps of ``rows`` and heads of ``dim`` numbers; measured on an H200 (benchmarks/attention.py)."""
     if dim * dtype.itemsize > 256:
         return How(rows=16, warps=4, stages=2, programs=6)
     return How(rows=16, warps=2, stages=2, programs=6) if rows >= MANY else How(rows=16, warps=4, stages=3, programs=6)
