@@ -8,12 +8,10 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-import jinja2
-
 from . import rst
-from .layout import CHAT_TEMPLATE
+from .common import render_chat
 
-Pair = tuple[str, str]
+Pair = tuple[str, ...]
 
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
@@ -49,17 +47,10 @@ VERBS = set(
 )
 
 
-def render(messages: list[dict[str, str]]) -> str:
-    """The conversation as the model sees it, less the opening token."""
-    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
-    return template.render(messages=messages, bos_token="", add_generation_prompt=False)
-
-
 def conversations(pairs: list[Pair], rng: random.Random) -> Iterator[str]:
     """Group pairs to conversations of one to three turns, some with a system prompt.
 
-    The order is shuffled, lest two questions with the same answer follow each other and teach
-    the model to repeat itself.
+    The order is shuffled: two questions with the same answer in a row would teach the model to repeat itself.
     """
     pairs = rng.sample(pairs, len(pairs))
     position = 0
@@ -72,40 +63,27 @@ def conversations(pairs: list[Pair], rng: random.Random) -> Iterator[str]:
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": answer})
         position += turns
-        yield render(messages)
-
-
-def _ask(templates: list[str], name: str, rng: random.Random, count: int) -> list[str]:
-    return [template.format(name=name) for template in rng.sample(templates, count)]
+        yield render_chat(messages)
 
 
 def pairs_from_docs(text: str, rng: random.Random) -> Iterator[Pair]:
-    """Questions that one page of the documentation answers."""
-    yield from _object_pairs(text, rng)
-    yield from _overview_pairs(text, rng)
+    """Questions that one page answers: about objects, its module, the glossary's terms and its sections."""
 
+    def ask(templates: list[str], entry: rst.Entry, answer: str, count: int) -> Iterator[Pair]:
+        yield from [(template.format(name=entry.name), answer) for template in rng.sample(templates, count)]
 
-def _object_pairs(text: str, rng: random.Random) -> Iterator[Pair]:
-    """Questions about functions, classes and the like."""
     for entry in rst.object_entries(text):
         if len(entry.text) >= SHORTEST_ANSWER and "{" not in entry.name:
-            answer = f"`{_full_signature(entry)}`\n\n{entry.text}"
-            yield from ((q, answer) for q in _ask(OBJECT_QUESTIONS, entry.name, rng, 2))
-
-
-def _overview_pairs(text: str, rng: random.Random) -> Iterator[Pair]:
-    """Questions about the module, the glossary's terms and the page's sections."""
+            yield from ask(OBJECT_QUESTIONS, entry, f"`{_full_signature(entry)}`\n\n{entry.text}", 2)
     if module := rst.module_entry(text):
-        answer = f"{_module_headline(module)}\n\n{module.text}"
-        yield from ((q, answer) for q in _ask(MODULE_QUESTIONS, module.name, rng, 4))
+        synopsis = f": {module.signature.rstrip('.')}." if module.signature else "."
+        yield from ask(MODULE_QUESTIONS, module, f"The `{module.name}` module{synopsis}\n\n{module.text}", 4)
     for entry in rst.glossary_entries(text):
         if len(entry.text) >= SHORTEST_ANSWER:
-            yield from ((q, entry.text) for q in _ask(TERM_QUESTIONS, entry.name, rng, 4))
+            yield from ask(TERM_QUESTIONS, entry, entry.text, 4)
     for entry in rst.sections(text):
         if len(entry.text) >= SHORTEST_ANSWER and len(entry.name) > 8:
-            asks_already = entry.name.endswith("?")
-            templates = ["{name}"] if asks_already else SECTION_QUESTIONS
-            yield from ((q, entry.text) for q in _ask(templates, entry.name, rng, 1))
+            yield from ask(["{name}"] if entry.name.endswith("?") else SECTION_QUESTIONS, entry, entry.text, 1)
 
 
 def _full_signature(entry: rst.Entry) -> str:
@@ -114,11 +92,6 @@ def _full_signature(entry: rst.Entry) -> str:
         return entry.signature
     _, opening, arguments = entry.signature.partition("(")
     return f"{entry.name}{opening}{arguments}"
-
-
-def _module_headline(module: rst.Entry) -> str:
-    headline = f"The `{module.name}` module"
-    return f"{headline}: {module.signature.rstrip('.')}." if module.signature else f"{headline}."
 
 
 def documented_functions(source: str) -> Iterator[tuple[str, str, str, str]]:
@@ -150,16 +123,11 @@ def pairs_from_source(source: str, rng: random.Random) -> Iterator[Pair]:
         if not 10 < len(first) < 200:
             continue
         code = f"```python\n{rng.choice([whole, bare])}```"
-        yield _request_for(name, first, rng), code
+        requests = [f"Write a Python function `{name}`. {first}", f"Implement `{name}`: {first}"]
+        verb, _, rest = first.partition(" ")
+        if verb.lower() in VERBS:
+            requests += [f"Write a {kind} to {verb.lower()} {rest}" for kind in ("function", "Python function")]
+        yield rng.choice(requests), code
         if rng.random() < 0.5:
             question = rng.choice(["What does this function do?", "Explain this code."])
             yield f"{question}\n\n```python\n{bare}```", docstring
-
-
-def _request_for(name: str, first: str, rng: random.Random) -> str:
-    verb, _, rest = first.partition(" ")
-    forms = [f"Write a Python function `{name}`. {first}", f"Implement `{name}`: {first}"]
-    if verb.lower() in VERBS:
-        forms.append(f"Write a function to {verb.lower()} {rest}")
-        forms.append(f"Write a Python function to {verb.lower()} {rest}")
-    return rng.choice(forms)

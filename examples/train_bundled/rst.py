@@ -1,8 +1,7 @@
 """Reads just enough reStructuredText to turn Python's documentation into short answers.
 
-This is no general parser: it knows the directives that describe objects, section titles, the
-glossary and the module header, and it flattens the markup of the text below them to the
-Markdown-like prose that a chat answer is made of.
+It knows the directives that describe objects, section titles, the glossary and the module header, and turns the text
+below them into the simple Markdown of a chat answer.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 OBJECT_DIRECTIVE = re.compile(
     r"^(?P<indent> *)\.\. (?P<prefix>c:)?"
@@ -27,11 +26,9 @@ ROLE = re.compile(r":[\w:+-]+:`[~!]?([^`]+)`")
 LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`__?")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A documented thing: what to call it, how it is written, and what the text says of it."""
 
-    kind: str
     name: str
     signature: str
     text: str
@@ -61,19 +58,17 @@ def _fenced(blocks: list[str]) -> str:
 
 def _prose(block: str) -> str:
     """A paragraph on one line; list items keep a line each."""
-    lines = [line.strip() for line in block.splitlines()]
     joined = ""
-    for line in lines:
+    for line in map(str.strip, block.splitlines()):
         item = re.match(r"[*\-] |\d+\. |#\. ", line)
         joined += ("\n" if item and joined else " " if joined else "") + line
     return plain_inline(joined)
 
 
 def to_markdown(text: str, limit: int = 1000) -> str:
-    """The first paragraphs of some reStructuredText, as simple Markdown of about ``limit``.
+    """The first paragraphs of some reStructuredText, as simple Markdown of about ``limit`` characters.
 
-    Directives are left out with what they enclose: notes on versions, index entries and
-    cross-references say little to someone who asked what a function does.
+    Directives are left out with what they enclose: notes on versions, index entries and cross-references.
     """
     blocks = _blocks(textwrap.dedent(text))
     parts: list[str] = []
@@ -113,10 +108,7 @@ def _body_below(lines: list[str], start: int, indent: int) -> list[str]:
 
 def _without_header(body: list[str]) -> str:
     """Drop the further signatures and options that precede the first blank line."""
-    for position, line in enumerate(body):
-        if not line.strip():
-            return "\n".join(body[position:])
-    return ""
+    return "\n".join(itertools.dropwhile(str.strip, body))
 
 
 def object_entries(text: str) -> Iterator[Entry]:
@@ -143,7 +135,7 @@ def object_entries(text: str) -> Iterator[Entry]:
         is_top_level = found["prefix"] or not module or module == "builtins"
         name = bare if is_top_level or bare.startswith(module) else f"{module}.{bare}"
         body = to_markdown(_without_header(_body_below(lines, number + 1, indent)))
-        yield Entry(found["kind"], name, plain_inline(signature), body)
+        yield Entry(name, plain_inline(signature), body)
 
 
 def module_entry(text: str) -> Entry | None:
@@ -152,14 +144,14 @@ def module_entry(text: str) -> Entry | None:
     if not found:
         return None
     synopsis = re.search(r":synopsis: (.*)", found[2])
-    after = [block for block in _blocks(text[found.end() :]) if not _is_page_furniture(block)]
+    after = [block for block in _blocks(text[found.end() :]) if not _is_header(block)]
     body = to_markdown("\n\n".join(after), limit=600)
-    return Entry("module", found[1], synopsis[1].strip() if synopsis else "", body)
+    return Entry(found[1], synopsis[1].strip() if synopsis else "", body)
 
 
-def _is_page_furniture(block: str) -> bool:
-    is_rule = UNDERLINE.match(block) is not None
-    return is_rule or block.startswith("**Source code") or ":source:`" in block
+def _is_header(block: str) -> bool:
+    """A rule, or the link to the source."""
+    return bool(UNDERLINE.match(block)) or block.startswith("**Source code") or ":source:`" in block
 
 
 def sections(text: str) -> Iterator[Entry]:
@@ -176,7 +168,7 @@ def sections(text: str) -> Iterator[Entry]:
     for start, end in itertools.pairwise([*starts, len(lines)]):
         title = plain_inline(lines[start].strip())
         if not UNDERLINE.match(title):
-            yield Entry("section", title, "", to_markdown("\n".join(lines[start + 2 : end])))
+            yield Entry(title, "", to_markdown("\n".join(lines[start + 2 : end])))
 
 
 def glossary_entries(text: str) -> Iterator[Entry]:
@@ -186,4 +178,4 @@ def glossary_entries(text: str) -> Iterator[Entry]:
     for number, line in enumerate(lines):
         if indent_of(line) == 3 and line.strip() and not line.strip().startswith((":", "..")):
             body = to_markdown("\n".join(_body_below(lines, number + 1, 3)))
-            yield Entry("term", line.strip().strip("`"), "", body)
+            yield Entry(line.strip().strip("`"), "", body)
