@@ -1,4 +1,7 @@
-"""Command line of the steps that make the bundled model. Each imports only what it needs: training needs no tokenizer."""
+"""Command line of the steps that make the bundled model.
+
+Each step imports only what it needs: training needs no tokenizer.
+"""
 
 from __future__ import annotations
 

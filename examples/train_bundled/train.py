@@ -1,9 +1,4 @@
-"""Trains the model on one GPU (or, at toy size, on a CPU).
-
-Two checkpoints are kept: the one with the lowest held-out loss and the last. The loss is nearly
-flat towards the end, where the learning rate fades out, so they differ little in figures; the
-last one has seen the whole schedule.
-"""
+"""Trains the model on one GPU (or, at toy size, on a CPU)."""
 
 from __future__ import annotations
 
@@ -14,24 +9,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .layout import SEED, WorkFolder
+from .common import CONTEXT, SEED, WorkFolder
 from .model import CausalLM, LlamaShape
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Everything a run depends on besides the corpus."""
+    """Everything a run depends on besides the corpus. ``batch`` are sequences of ``context`` tokens in a step."""
 
-    steps: int = 3200
-    minutes: float = 10.0
+    steps: int = 3419
     batch: int = 32
-    context: int = 2048
+    context: int = CONTEXT
     peak_lr: float = 2e-3
     warmup: int = 100
     weight_decay: float = 0.1
@@ -42,20 +37,11 @@ class TrainOptions:
     shape: LlamaShape = field(default_factory=LlamaShape)
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """One kind of held-out text as tokens, with its size in bytes."""
-
-    kind: str
-    tokens: Tensor
-    text_bytes: int
-
-
-def learning_rate(step: int, total: int, options: TrainOptions) -> float:
+def learning_rate(step: int, options: TrainOptions) -> float:
     """Linear warm-up, then a cosine down to a fiftieth of the peak."""
     if step < options.warmup:
         return options.peak_lr * (step + 1) / options.warmup
-    progress = (step - options.warmup) / max(1, total - options.warmup)
+    progress = (step - options.warmup) / max(1, options.steps - options.warmup)
     floor = options.peak_lr / 50
     return floor + (options.peak_lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -65,179 +51,93 @@ def load_tokens(path: Path, device: torch.device) -> Tensor:
     return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
 
 
-def load_heldout(work: WorkFolder, device: torch.device) -> list[HeldOut]:
-    """The held-out streams that the encoding step listed in its manifest."""
-    listed = json.loads(work.manifest.read_text())["heldout"]
-    return [
-        HeldOut(kind, load_tokens(work.heldout_tokens(kind), device), entry["bytes"])
-        for kind, entry in sorted(listed.items())
-    ]
-
-
 def random_batches(tokens: Tensor, options: TrainOptions) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches of windows that start anywhere in the stream."""
     generator = torch.Generator().manual_seed(options.seed)
     offsets = torch.arange(options.context + 1, device=tokens.device)
-    last_start = len(tokens) - options.context - 1
     while True:
-        starts = torch.randint(0, last_start, (options.batch, 1), generator=generator)
+        starts = torch.randint(0, len(tokens) - options.context - 1, (options.batch, 1), generator=generator)
         window = tokens[starts.to(tokens.device) + offsets].long()
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Bfloat16 arithmetic on a GPU; plain float32 elsewhere."""
-    if device.type == "cuda":
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-    return contextlib.nullcontext()
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, heldout: list[HeldOut], context: int) -> dict[str, dict[str, float]]:
-    """Nats per token and bits per byte for each kind and over all of them."""
+def evaluate(model: CausalLM, heldout: dict[str, tuple[Tensor, int]], context: int) -> dict[str, dict[str, float]]:
+    """Nats per token and bits per byte for each kind and over all; ``heldout`` gives tokens and bytes of each kind."""
     model.eval()
-    report: dict[str, dict[str, float]] = {}
-    nats_in_all, tokens_in_all, bytes_in_all = 0.0, 0, 0
-    for part in heldout:
-        nats, count = stream_loss(model, part.tokens, context)
-        report[part.kind] = loss_figures(nats, count, part.text_bytes)
-        nats_in_all, tokens_in_all = nats_in_all + nats, tokens_in_all + count
-        bytes_in_all += part.text_bytes
-    report["all"] = loss_figures(nats_in_all, tokens_in_all, bytes_in_all)
+    sums = {"all": [0.0, 0, 0]}
+    for kind, (tokens, text_bytes) in heldout.items():
+        nats = 0.0
+        for start in range(0, len(tokens) - 1, context):
+            window = tokens[start : start + context + 1].long()[None]
+            with autocast(tokens.device):
+                nats += model.token_losses(window[:, :-1], window[:, 1:]).sum().item()
+        sums[kind] = [nats, len(tokens) - 1, text_bytes]
+        sums["all"] = [total + more for total, more in zip(sums["all"], sums[kind], strict=True)]
     model.train()
-    return report
-
-
-def loss_figures(nats: float, tokens: int, text_bytes: int) -> dict[str, float]:
-    """The two usual ways to state a loss."""
     return {
-        "nats_per_token": nats / tokens,
-        "bits_per_byte": nats / math.log(2) / text_bytes,
-        "tokens": tokens,
+        kind: {"nats_per_token": nats / count, "bits_per_byte": nats / math.log(2) / text_bytes, "tokens": count}
+        for kind, (nats, count, text_bytes) in sums.items()
     }
-
-
-def stream_loss(model: CausalLM, tokens: Tensor, context: int) -> tuple[float, int]:
-    """Summed loss over consecutive windows that do not overlap, and the tokens counted."""
-    nats = 0.0
-    for start in range(0, len(tokens) - 1, context):
-        window = tokens[start : start + context + 1].long()[None]
-        with autocast(tokens.device):
-            nats += model.token_losses(window[:, :-1], window[:, 1:]).sum().item()
-    return nats, len(tokens) - 1
 
 
 def make_optimizer(model: CausalLM, options: TrainOptions) -> torch.optim.Optimizer:
     """AdamW that decays matrices and leaves the norms' gains alone."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    gains = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": gains, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(groups, lr=options.peak_lr, betas=(0.9, 0.95), fused=fused)
 
 
-def save_weights(model: CausalLM, path: Path) -> None:
-    """Write the parameters as bfloat16, under the names other programs expect."""
-    rounded = {
+def train(work: WorkFolder, out: Path, options: TrainOptions) -> None:
+    """Train; leaves the weights in bfloat16 (``model.safetensors``) and ``metrics.json`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    model = CausalLM(options.shape, options.dropout).to(device)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        return model.token_losses(tokens, targets).mean()
+
+    compiled = torch.compile(loss_of) if options.compile else loss_of
+    optimizer = make_optimizer(model, options)
+    listed = json.loads(work.manifest.read_text())["heldout"]
+    heldout = {kind: (load_tokens(work.heldout_tokens(kind), device), listed[kind]["bytes"]) for kind in sorted(listed)}
+    tokens, started, losses = load_tokens(work.train_tokens, device), time.monotonic(), []
+    for step, batch in zip(range(1, options.steps + 1), random_batches(tokens, options), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step - 1, options)
+        with autocast(device):
+            loss = compiled(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        if step % options.eval_every == 0 or step == options.steps:
+            report, train_loss = evaluate(model, heldout, options.context), torch.stack(losses).mean().item()
+            print(f"step {step}: train {train_loss:.4f}, held-out {report['all']['nats_per_token']:.4f}", flush=True)
+            losses = []
+    weights = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()
     }
-    save_file(rounded, path, metadata={"format": "pt"})
-
-
-class Run:
-    """One training run: its state, its record, and the best checkpoint so far."""
-
-    def __init__(self, work: WorkFolder, out: Path, options: TrainOptions) -> None:
-        self.options, self.out = options, out
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(options.seed)
-        torch.set_float32_matmul_precision("high")
-        self.model = CausalLM(options.shape, options.dropout).to(self.device)
-        self.step_loss = torch.compile(self._loss) if options.compile else self._loss
-        self.optimizer = make_optimizer(self.model, options)
-        self.train_tokens = load_tokens(work.train_tokens, self.device)
-        self.heldout = load_heldout(work, self.device)
-        self.total_steps = options.steps
-        self.history: list[dict[str, float]] = []
-        self.best: dict[str, dict[str, float]] | None = None
-        self.started = time.monotonic()
-
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model.token_losses(tokens, targets).mean()
-
-    def minutes(self) -> float:
-        return (time.monotonic() - self.started) / 60
-
-    def _step(self, step: int, batch: tuple[Tensor, Tensor]) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.total_steps, self.options)
-        with autocast(self.device):
-            loss = self.step_loss(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def _fit_to_time(self, step: int, seconds_per_step: float) -> None:
-        """Shorten the schedule, while it is still at its start, if it would not fit."""
-        seconds_left = (self.options.minutes - self.minutes()) * 60
-        affordable = step + int(seconds_left * 0.95 / seconds_per_step)
-        self.total_steps = max(step + 1, min(self.total_steps, affordable))
-        print(f"{seconds_per_step * 1e3:.1f} ms/step, {self.total_steps} steps", flush=True)
-
-    def _record(self, step: int, train_loss: float) -> None:
-        report = evaluate(self.model, self.heldout, self.options.context)
-        entry = {"step": step, "minutes": self.minutes(), "train": train_loss}
-        entry |= {kind: figures["nats_per_token"] for kind, figures in report.items()}
-        self.history.append(entry)
-        print(" ".join(f"{key}={value:.4g}" for key, value in entry.items()), flush=True)
-        best_so_far = self.best["all"]["nats_per_token"] if self.best else math.inf
-        if report["all"]["nats_per_token"] < best_so_far:
-            self.best = report
-            save_weights(self.model, self.out / "best.safetensors")
-        if step >= self.total_steps:
-            save_weights(self.model, self.out / "last.safetensors")
-        self._write_metrics(step, report)
-
-    def _write_metrics(self, step: int, report: dict[str, dict[str, float]]) -> None:
-        options = self.options
-        metrics = {
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "steps": step,
-            "tokens_seen": step * options.batch * options.context,
-            "tokens_per_epoch": len(self.train_tokens),
-            "minutes": self.minutes(),
-            "heldout": {"best": self.best, "last": report},
-            "options": asdict(options),
-            "history": self.history,
-        }
-        (self.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-
-    def train(self) -> None:
-        timing_from, timing_to = min(20, self.options.steps // 4), min(60, self.options.steps // 2)
-        clock = time.monotonic()
-        losses: list[Tensor] = []
-        batches = random_batches(self.train_tokens, self.options)
-        for step, batch in enumerate(batches, start=1):
-            losses.append(self._step(step - 1, batch))
-            if step in (timing_from, timing_to):
-                losses[-1].item()  # waits for the device, so that the clock tells the truth
-                elapsed, clock = time.monotonic() - clock, time.monotonic()
-                if step == timing_to:
-                    self._fit_to_time(step, elapsed / (timing_to - timing_from))
-            if step % self.options.eval_every == 0 or step >= self.total_steps:
-                self._record(step, torch.stack(losses).mean().item())
-                losses = []
-            if step >= self.total_steps:
-                return
-
-
-def train(work: WorkFolder, out: Path, options: TrainOptions) -> None:
-    """Train; leaves ``best.safetensors``, ``last.safetensors``, ``metrics.json`` in ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    Run(work, out, options).train()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    metrics: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_seen": options.steps * options.batch * options.context,
+        "tokens_per_epoch": len(tokens),
+        "minutes": (time.monotonic() - started) / 60,
+        "train_loss": train_loss,
+        "heldout": report,
+        "options": asdict(options),
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
