@@ -144,10 +144,8 @@ def test_training_it_again_writes_the_same_configuration():
 
 
 def test_training_it_again_makes_the_same_parameters(weights):
-    parameters = CausalLM(LlamaShape()).named_parameters()
-    assert {name: tuple(value.shape) for name, value in parameters} == {
-        name: shape for name, (_, shape) in weights.items()
-    }
+    made = {name: tuple(value.shape) for name, value in CausalLM(LlamaShape()).named_parameters()}
+    assert made == {name: shape for name, (_, shape) in weights.items()}
 
 
 def test_the_primer_holds_simple_functions_and_answers():
