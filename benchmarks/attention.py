@@ -21,10 +21,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common.report import parser, save
-from preheat.backends.base import pick_platform
-from preheat.backends.cuda.paged_attention import Workspace, decode_attention, prefill_attention, prefill_config, query_tile
+from preheat.backends import pick_backend
+from preheat.backends.cuda.paged_attention import (
+    Workspace,
+    decode_attention,
+    prefill_attention,
+    prefill_config,
+    query_tile,
+)
 from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.settings import Settings
 
 DECODING = ("1x128", "32x128", "256x128", "256x1000", "64xragged", "256xragged", "32x8192", "4x32768")
 READING = ("1x2048", "4x2048", "8x1024", "1x16384")
@@ -130,5 +137,5 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--dim", type=int, default=128)
     flags.add_argument("--block-size", type=int, default=64)
     heads = AttentionSizes(**vars(flags.parse_args(words)))
-    pick_platform("cuda").prepare(None)
+    pick_backend("cuda").prepare(Settings(), None)
     save("attention", {"sizes": asdict(heads), "cases": measure(heads)})

@@ -20,19 +20,19 @@ from benchmarks.common.report import parser, save
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.compile import compilations, compile_seconds
 from preheat.execution.executor import Executor
-from preheat.execution.pack import Batch
+from preheat.execution.input_batch import InputBatch
 
 ROWS = (1, 8, 32)
 CONTEXT = 64
 
 
-def decode_batch(llm: LLM, rows: int) -> Batch:
+def decode_batch(llm: LLM, rows: int) -> InputBatch:
     """A real step of ``rows`` decoding sequences, caught on its way to the executor."""
-    packed: list[Batch] = []
+    packed: list[InputBatch] = []
     pack = llm.loop.packer.pack
 
-    def keep(schedule: Any) -> Batch:
-        batch: Batch = pack(schedule)
+    def keep(schedule: Any) -> InputBatch:
+        batch: InputBatch = pack(schedule)
         packed.append(batch)
         return batch
 
@@ -41,21 +41,22 @@ def decode_batch(llm: LLM, rows: int) -> Batch:
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     llm.loop.packer.pack = pack  # type: ignore[method-assign]
     return next(
-        batch for batch in reversed(packed) if batch.shape.phase == "decode" and len(batch.sampled_rows) == rows
+        batch for batch in reversed(packed) if batch.bucket.phase == "decode" and len(batch.sampled_rows) == rows
     )
 
 
-def measure(executors: dict[str, Executor], batch: Batch, steps: int) -> dict[str, dict[str, float]]:
+def measure(executors: dict[str, Executor], batches: dict[str, InputBatch], steps: int) -> dict[str, dict[str, float]]:
     """Median microseconds of a step and of its forward pass, for each mode."""
     spent: dict[str, dict[str, list[float]]] = {mode: {"step": [], "forward": []} for mode in executors}
     for _ in range(steps):
         for mode, executor in executors.items():
+            batch = batches[mode]
             begin = time.perf_counter()
             executor.execute(batch)
             spent[mode]["step"].append(time.perf_counter() - begin)
             with torch.inference_mode():
                 begin = time.perf_counter()
-                executor.decoder.finish(executor.forward(batch))
+                executor.forward(batch)
                 spent[mode]["forward"].append(time.perf_counter() - begin)
     return {
         mode: {part: round(statistics.median(times) * 1e6) for part, times in parts.items()}
@@ -77,11 +78,11 @@ def main(words: Sequence[str]) -> None:
         }
         for rows in ROWS:
             count, seconds = compilations(), compile_seconds()
-            batch = decode_batch(llms["compile"], rows)
+            batches = {mode: decode_batch(llm, rows) for mode, llm in llms.items()}
             executors: dict[str, Any] = {mode: llm.loop.executor for mode, llm in llms.items()}
-            for executor in executors.values():
-                executor.execute(batch)
+            for mode, executor in executors.items():
+                executor.execute(batches[mode])
             built = {"compilations": compilations() - count, "compile_seconds": round(compile_seconds() - seconds, 2)}
-            figures["rows"][f"{dtype} {rows}"] = {**measure(executors, batch, args.steps), **built}
+            figures["rows"][f"{dtype} {rows}"] = {**measure(executors, batches, args.steps), **built}
             print(dtype, rows, json.dumps(figures["rows"][f"{dtype} {rows}"]), flush=True)
     save("compile_mode", figures)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.common.report import parser, save
-from preheat.backends.base import pick_platform
+from preheat.backends import pick_backend
 from preheat.backends.cuda.prove import prove
 from preheat.backends.cuda.tuner import Bench
-from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, choices
+from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, kernel_configs
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.specs import read_spec
+from preheat.settings import Settings
 from preheat.warmup.tune import shapes
 
 
@@ -56,8 +57,8 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--replays", type=int, default=9)
     flags.add_argument("--bandwidth", type=float, help="of the device's memory, in GB/s")
     args = flags.parse_args(words)
-    pick_platform("cuda").prepare(None)
-    found = choices(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
+    pick_backend("cuda").prepare(Settings(), None)
+    found = kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
     layers, head = shapes(read_spec(read_config(find_checkpoint(args.model, None, with_weights=False))), torch.bfloat16)
     lines = [
         line for shape in [*layers, head] for line in measure(shape, args.rows, found, args.replays, args.bandwidth)

@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -34,11 +35,11 @@ from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES
 from benchmarks.suite.offline import Offline
 from preheat import LLM
-from preheat.backends.cuda.work import SPLIT
+from preheat.backends.base import Attention, AttentionLayer
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import Request, SamplingParams, StepResult
 from preheat.execution.buffers import StepBuffers
-from preheat.execution.flat import FlatPacker
-from preheat.execution.pack import Packer
+from preheat.execution.input_batch import Packer
 from preheat.limits import Limits
 from preheat.model.files import BUNDLED_PATH, read_config
 from preheat.model.specs import read_spec
@@ -47,10 +48,10 @@ from preheat.plan.plan import make_plan
 from preheat.schedule.defrag import THRESHOLD
 from preheat.schedule.scheduler import Scheduler
 
-PACKERS = ("cpu", "cuda")
+PACKERS = ("cpu", *(["cuda"] if find_spec("triton") else []))
 
 
-def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer | FlatPacker]:
+def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
     """``rows`` sequences past their prompt, and the packer of a platform."""
     spec = read_spec(read_config(BUNDLED_PATH))
     limits = Limits(
@@ -71,10 +72,28 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer | FlatPa
         scheduler.settle(step, StepResult(np.full(int(step.samples.sum()), 7)))
     assert step is not None
     scheduler.settle(step, StepResult(np.full(rows, 7)))
+    layer = AttentionLayer(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=1.0,
+        window=None,
+        cache=torch.zeros(1, 2, spec.num_kv_heads, limits.block_size, spec.head_dim, dtype=torch.bfloat16),
+        rope=torch.zeros(1),
+        qk_norm=None,
+    )
+    backend = CpuBackend()
+    attention = _attention(packer, layer, limits, backend)
+    return scheduler, Packer(scheduler.slots, plan, StepBuffers(limits, attention, backend))
+
+
+def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuBackend) -> Attention:
+    """A platform's way to cut a step into work; only its host part is used."""
     if packer == "cpu":
-        return scheduler, Packer(scheduler.slots, spec, torch.bfloat16, plan)
-    buffers = StepBuffers(limits, tile=TILE, split=SPLIT, windows=[None], device=torch.device("cpu"))
-    return scheduler, FlatPacker(scheduler.slots, plan, buffers)
+        return backend.attention([layer], limits, contiguous=False)
+    from preheat.backends.cuda.attention import CudaAttention
+
+    return CudaAttention([layer], limits, backend)
 
 
 def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
@@ -107,7 +126,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "filtered": {"temperature": 0.6, "top_p": 0.95, "top_k": 50},
 }
-TILE = 64  # of queries; no row here is as long
 CONTEXT = 128
 PROFILED = 50
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from benchmarks.common.report import parser, save
-from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.backends.cpu.sampler import Sampler
 from preheat.core import Request, SamplingParams
-from preheat.execution.sampling import SamplingBatch
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.logprobs import token_logprobs
 from preheat.ops.philox import gumbel_rows
+from preheat.ops.sampler import HostSampler
 from preheat.schedule.slots import Slots
 
 KINDS: dict[str, SamplingParams] = {
@@ -73,10 +73,10 @@ def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
         logits.copy_(fresh)
 
     for name, params in KINDS.items():
-        slots, sampler = filled(rows, vocab, params), Sampler(rows, vocab)
-        batch = SamplingBatch.build(slots, places)
+        slots, sampler = filled(rows, vocab, params), HostSampler(rows, vocab)
+        batch = sampling_input(slots, places)
         figures[name] = {
-            "pack": median(nothing, lambda slots=slots: SamplingBatch.build(slots, places), repeats),  # type: ignore[misc]
+            "pack": median(nothing, lambda slots=slots: sampling_input(slots, places), repeats),  # type: ignore[misc]
             "draw": median(renew, lambda s=sampler, b=batch: s.sample(logits, b), repeats),  # type: ignore[misc]
         }
     zeros, five = np.zeros(rows, np.int64), np.full(rows, 5)
@@ -90,24 +90,23 @@ def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
 
 def on_gpu(rows: int, vocab: int, repeats: int) -> dict[str, float]:
     """Microseconds that the kernels of each kind's step take."""
-    from preheat.backends.cuda.sampler import DeviceSampler
+    from preheat.backends.cuda.backend import CudaBackend
+    from preheat.backends.cuda.sampler import CudaSampler
+
+    backend = CudaBackend()
 
     chance, places = torch.Generator("cuda").manual_seed(0), np.arange(rows)
     logits = (torch.randn(rows, vocab, generator=chance, device="cuda") * 3).bfloat16()
     figures = {}
     for name, params in KINDS.items():
-        batch = SamplingBatch.build(filled(rows, vocab, params), places)
-        sampler = DeviceSampler(rows, vocab, torch.device("cuda"), rows)
-        host = np.zeros(sampler.input.words, np.int32)
-        sampler.input.pack(host, batch, places)
-        sampler.settings.copy_(torch.from_numpy(host))
-        if batch.penalties:
-            sampler.counts.follow(batch.penalties)
-        sampler.launch(batch.level, logits, rows)
+        batch = sampling_input(filled(rows, vocab, params), places)
+        sampler = CudaSampler(rows, vocab, backend, rows)
+        sampler.describe(0, batch, places)
+        sampler.sample(batch.level, logits)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(STEPS):
-                sampler.launch(batch.level, logits, rows)
+                sampler.sample(batch.level, logits)
 
         def replay(graph: torch.cuda.CUDAGraph = graph) -> None:
             graph.replay()

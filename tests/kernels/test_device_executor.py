@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from preheat.backends.cuda.sampler_input import SamplerInput
 
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.core import Request, SamplingParams
 from preheat.execution import device_executor
