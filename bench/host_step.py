@@ -68,9 +68,9 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer | FlatPa
         prompt = [rng.randrange(4096) for _ in range(rng.randrange(16, 500))]
         scheduler.add(Request(number, prompt, params, number, steps + 1000, stop_ids=[0, 1]))
     while (step := scheduler.schedule()) is not None and step.num_decode < rows:
-        scheduler.settle(step, StepResult(np.full(int(step.samples.sum()), 7)))
+        scheduler.process_results(step, StepResult(np.full(int(step.samples.sum()), 7)))
     assert step is not None
-    scheduler.settle(step, StepResult(np.full(rows, 7)))
+    scheduler.process_results(step, StepResult(np.full(rows, 7)))
     if packer == "cpu":
         return scheduler, Packer(scheduler.slots, spec, torch.bfloat16, plan)
     buffers = StepBuffers(limits, tile=TILE, split=SPLIT, windows=[None], device=torch.device("cpu"))
@@ -92,7 +92,7 @@ def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
         times.append(time.perf_counter())
         packer.pack(schedule)
         times.append(time.perf_counter())
-        delta = scheduler.settle(schedule, result)
+        delta = scheduler.process_results(schedule, result)
         times.append(time.perf_counter())
         delta.stats = scheduler.stats()
         encode(delta)
@@ -122,7 +122,7 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
         "pack": (loop.packer, "pack"),
         "launch": (loop.executor, "launch"),
         "observe": (loop.listener, "step"),
-        "settle": (loop.scheduler, "settle"),
+        "settle": (loop.scheduler, "process_results"),
         "front door": (llm.frontdoor, "handle"),
     }
     spent: dict[str, list[float]] = {name: [] for name in parts}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preheat.core import ALONE, Schedule, StepResult
+from preheat.core import NO_PERSISTENT_BATCH, Schedule, StepResult
 from preheat.execution import flat
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.flat import FlatBatch, FlatPacker
@@ -52,7 +52,7 @@ class Steps:
 
     def settle(self, schedule: Schedule) -> None:
         tokens = np.arange(np.count_nonzero(schedule.samples), dtype=np.int32)
-        self.scheduler.settle(schedule, StepResult(tokens))
+        self.scheduler.process_results(schedule, StepResult(tokens))
 
     def expected(self, schedule: Schedule, batch: FlatBatch) -> dict:
         slots, tokens, tiles, last = self.scheduler.slots, [], [], []
@@ -172,7 +172,7 @@ def run_steady(steps: Steps) -> None:
 def test_rows_that_only_decode_are_one_line_up() -> None:
     steps = Steps()
     run_steady(steps)
-    assert steps.line_ups == [ALONE] + [1] * 23
+    assert steps.line_ups == [NO_PERSISTENT_BATCH] + [1] * 23
 
 
 @pytest.mark.parametrize("later", [SamplingBatch.later, flat.steady_steps])
@@ -196,7 +196,7 @@ def test_rows_of_another_line_up_are_noticed() -> None:
         steps.settle(schedule)
     schedule = steps.scheduler.schedule()
     slots, first = schedule.slots[::-1].copy(), schedule.first[::-1].copy()
-    liar = Schedule(slots, first, schedule.extend, schedule.samples, 2, persistent_batch=schedule.persistent_batch)
+    liar = Schedule(slots, first, schedule.extend, schedule.num_sampled, 2, persistent_batch=schedule.persistent_batch)
     batch = steps.packer.pack(liar)
     assert steps.sent(liar, batch) != steps.expected(liar, batch)
 

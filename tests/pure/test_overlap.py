@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from preheat.core import Drain, ToEngine
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.engine.loop import Loop
-from preheat.schedule import results as settle_module
+from preheat.schedule import results as results_module
 from preheat.schedule.scheduler import Scheduler
 from tests.pure.paper import JUNK, Harness, WrongCache, limits, reference, request
 
@@ -101,7 +101,7 @@ def test_a_length_is_known_ahead() -> None:
 
 
 def test_control_a_row_that_is_not_dropped_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(settle_module, "_live", lambda running, schedule: schedule.ids == schedule.ids)
+    monkeypatch.setattr(results_module, "_live", lambda running, schedule: schedule.ids == schedule.ids)
     with pytest.raises((AssertionError, KeyError)):
         stopping(stop=True)
 

@@ -19,7 +19,6 @@ from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
-from preheat.schedule.running import Running
 from preheat.schedule.scheduler import Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
 from tests.pure.paper import Harness, WrongCache, limits, reference, request
@@ -166,7 +165,7 @@ def test_control_a_block_hashed_without_its_parent_is_noticed(monkeypatch) -> No
     def digest(self, sequence, tokens, index):
         return tokens[index * 4 : index * 4 + 4].tobytes()
 
-    monkeypatch.setattr(PrefixCache, "_digest", digest)
+    monkeypatch.setattr(PrefixCache, "_block_hash", digest)
     with pytest.raises(WrongCache):
         shared_prefix([5, 6, 7, 8, 5, 6, 7, 8, 9])
 
@@ -327,14 +326,14 @@ def test_steps_are_settled_once_in_the_order_they_run() -> None:
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None
     with pytest.raises(RuntimeError, match="not the oldest"):
-        scheduler.settle(second, StepResult(np.zeros(1, np.int32)))
+        scheduler.process_results(second, StepResult(np.zeros(1, np.int32)))
     with pytest.raises(ValueError, match="tokens"):
-        scheduler.settle(first, StepResult(np.zeros(2, np.int32)))
+        scheduler.process_results(first, StepResult(np.zeros(2, np.int32)))
     scheduler.fail(first, "wrong result")
     with pytest.raises(RuntimeError, match="not the oldest"):
         scheduler.fail(first, "again")
     assert not scheduler.idle
-    assert scheduler.settle(second, StepResult(np.zeros(1, np.int32))).tokens == []
+    assert scheduler.process_results(second, StepResult(np.zeros(1, np.int32))).tokens == []
     assert scheduler.idle
     scheduler.check()
 
@@ -431,7 +430,7 @@ def beat(scheduler: Scheduler) -> Schedule:
     """Schedule a step and settle it."""
     schedule = scheduler.schedule()
     assert schedule is not None
-    scheduler.settle(schedule, StepResult(np.zeros(np.count_nonzero(schedule.samples), np.int32)))
+    scheduler.process_results(schedule, StepResult(np.zeros(np.count_nonzero(schedule.samples), np.int32)))
     return schedule
 
 

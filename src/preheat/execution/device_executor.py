@@ -81,7 +81,7 @@ class Running:
         result = StepResult(tokens[: len(rows)].copy(), prompt_logprobs=self.prompt_logprobs)
         if len(reporting):
             entries = read_report(ids[reporting], values[reporting], result.tokens[reporting], batch.alternatives)
-            result.logprobs = dict(zip(rows[reporting].tolist(), entries, strict=True))
+            result.logprobs = dict(zip(reporting.tolist(), entries, strict=True))
         return result
 
 

@@ -98,7 +98,7 @@ class Executor:
         result = StepResult(tokens=self.sampler.sample(logits, batch.sampling).numpy())
         if raw is not None:
             entries = token_logprobs(raw, result.tokens[wanted], batch.logprobs[wanted])
-            result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
+            result.logprobs = dict(zip(wanted.tolist(), entries, strict=True))
         return result
 
     def _attention(self, batch: Batch) -> Attention:

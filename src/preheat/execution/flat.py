@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from preheat.backends.cuda.work import decode_work, prefill_tiles, steady_steps
-from preheat.core import ALONE, Schedule
+from preheat.core import NO_PERSISTENT_BATCH, Schedule
 from preheat.execution.buffers import HOST_COPIES, MAX_LISTS, Layout, StepBuffers
 from preheat.execution.sampling import SamplingBatch
 from preheat.execution.step_size import step_size_of
@@ -51,6 +51,10 @@ class FlatBatch:
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.shape
 
     @property
     def padded_tokens(self) -> int:
@@ -134,7 +138,7 @@ class FlatPacker:
 
     def _rows_of(self, schedule: Schedule) -> _Rows:
         kept, slots = self._rows, self.slots
-        if kept is not None and kept.persistent_batch == schedule.persistent_batch != ALONE:
+        if kept is not None and kept.persistent_batch == schedule.persistent_batch != NO_PERSISTENT_BATCH:
             return kept
         sampled_rows = schedule.samples.nonzero()[0]
         sampled_slots = schedule.slots[sampled_rows]

@@ -57,6 +57,10 @@ class Batch:
     prompt_rows: list[PromptRow]
 
     @property
+    def bucket(self) -> Bucket:
+        return self.shape
+
+    @property
     def padded_tokens(self) -> int:
         """What the step computes, padding included."""
         return len(self.tokens)

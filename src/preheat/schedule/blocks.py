@@ -31,7 +31,7 @@ class BlockPool:
         self._blank = list(range(1, num_blocks))  # a heap
         self._cached: OrderedDict[bytes, None] = OrderedDict()  # digests of free blocks, least recently used first
         self._block_of: dict[bytes, int] = {}
-        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
 
     @property
     def num_usable(self) -> int:
@@ -64,7 +64,7 @@ class BlockPool:
     def share(self, blocks: Ids[int]) -> None:
         """Add a reference to each of ``blocks``, all found by :meth:`find`."""
         for block in blocks:
-            digest = self._digest_of[block]
+            digest = self._hash_of[block]
             if not self.refs[block] and digest is not None:
                 del self._cached[digest]
             self.refs[block] += 1
@@ -80,7 +80,7 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
-            digest = self._digest_of[block]
+            digest = self._hash_of[block]
             if digest is None:
                 heapq.heappush(self._blank, block)
             else:
@@ -88,9 +88,9 @@ class BlockPool:
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let the content of used ``block`` be found by ``digest``; the first block published for a digest stays it."""
-        if digest not in self._block_of and self._digest_of[block] is None:
+        if digest not in self._block_of and self._hash_of[block] is None:
             self._block_of[digest] = block
-            self._digest_of[block] = digest
+            self._hash_of[block] = digest
 
     def find(self, digest: bytes) -> int | None:
         """The block whose content has ``digest``, used or cached."""
@@ -107,7 +107,7 @@ class BlockPool:
         """
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
         self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
-        digests = self._digest_of
+        digests = self._hash_of
         for one, other in pairs.tolist():
             digests[one], digests[other] = digests[other], digests[one]
             for block in (one, other):
@@ -121,7 +121,7 @@ class BlockPool:
         heapq.heapify(self._blank)
         self._cached.clear()
         self._block_of.clear()
-        self._digest_of = [None] * self.num_blocks
+        self._hash_of = [None] * self.num_blocks
 
     def check(self, references: np.ndarray | None = None) -> None:
         """Prove that the books agree; with ``references`` [num_blocks], that they are exactly the counts held.
@@ -130,7 +130,7 @@ class BlockPool:
         """
         blank, cached = set(self._blank), {self._block_of.get(digest, PAD_BLOCK) for digest in self._cached}
         free = set(np.flatnonzero(self.refs == 0).tolist()) - {PAD_BLOCK}
-        known = {block for block, digest in enumerate(self._digest_of) if digest is not None}
+        known = {block for block, digest in enumerate(self._hash_of) if digest is not None}
         for broken, message in (
             (self.refs[PAD_BLOCK] != 0 or PAD_BLOCK in blank | cached | known, "the pad block was handed out"),
             ((self.refs < 0).any(), "a reference count is negative"),
@@ -139,7 +139,7 @@ class BlockPool:
             (bool(cached - known) or bool(blank & known), "a free block is filed under the wrong state"),
             (
                 len(known) != len(self._block_of)
-                or any(self._digest_of[block] != digest for digest, block in self._block_of.items()),
+                or any(self._hash_of[block] != digest for digest, block in self._block_of.items()),
                 "digests and blocks disagree",
             ),
             (
@@ -153,5 +153,5 @@ class BlockPool:
     def _evict(self) -> int:
         digest, _ = self._cached.popitem(last=False)
         block = self._block_of.pop(digest)
-        self._digest_of[block] = None
+        self._hash_of[block] = None
         return block

@@ -15,14 +15,14 @@ import numpy as np
 from preheat.core import Swaps
 from preheat.plan.items import SWAP_SIZES
 from preheat.schedule.blocks import BlockPool
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 
 logger = logging.getLogger(__name__)
 
 THRESHOLD = 32
 
 
-def compact(running: Running, threshold: int = THRESHOLD) -> Swaps | None:
+def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | None:
     """Book the next swaps with the pool and the block tables; the device owes the exchange before it runs a step.
 
     None up to the threshold. More than 512 pairs take several calls.

@@ -14,7 +14,7 @@ from preheat.core import Request
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 
-DIGEST_BYTES = 16
+HASH_BYTES = 16
 
 
 def chain_root(request: Request) -> bytes:
@@ -22,7 +22,7 @@ def chain_root(request: Request) -> bytes:
 
     Today that is the salt; an adapter and images will be further fields.
     """
-    return hashlib.blake2b(request.cache_salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+    return hashlib.blake2b(request.cache_salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 class PrefixCache:
@@ -44,7 +44,7 @@ class PrefixCache:
             return []
         blocks: list[int] = []
         for index in range((len(sequence.tokens) - 1) // self.pool.block_size):
-            block = self.pool.find(self._digest(sequence, sequence.tokens, index))
+            block = self.pool.find(self._block_hash(sequence, sequence.tokens, index))
             if block is None:
                 break
             blocks.append(block)
@@ -58,14 +58,14 @@ class PrefixCache:
         if not self.enabled:
             return
         for index in range(first, last):
-            self.pool.publish(int(table[index]), self._digest(sequence, tokens, index))
+            self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index))
 
-    def _digest(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
+    def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
         """Digest of logical block ``index``. Remembered: the known tokens of a sequence only grow."""
-        digests, size = sequence.digests, self.pool.block_size
+        digests, size = sequence.block_hashes, self.pool.block_size
         while len(digests) <= index:
             done = len(digests)
             parent = digests[-1] if digests else chain_root(sequence.request)
             content = parent + tokens[done * size : (done + 1) * size].tobytes()
-            digests.append(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
+            digests.append(hashlib.blake2b(content, digest_size=HASH_BYTES).digest())
         return digests[index]

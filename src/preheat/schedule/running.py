@@ -16,7 +16,7 @@ from preheat.schedule.slots import NO_LOGPROBS, Slots
 NOBODY = np.iinfo(np.int64).min
 
 
-class Running:
+class RunningSequences:
     """``order`` int64 lists the running slots by arrival: sequences start in that order and the last is preempted.
 
     ``ids`` int64 [slots] are their request ids, NOBODY where a slot is free. ``changes`` counts who came and left.

@@ -19,7 +19,7 @@ class Sequence:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started = False  # it ran before: a resumed sequence does not start again
-        self.digests: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
         self.owes_prompt_logprobs = request.params.prompt_logprobs is not None
 
