@@ -473,7 +473,7 @@ def test_running_rows_own_what_their_tables_say() -> None:
     harness = Harness(limits())
     harness.add(request(0, [1] * 9))
     harness.step()
-    running: Running = harness.scheduler.running
+    running: RunningSequences = harness.scheduler.running
     running.slots.set_blocks(0, 0, 7)
     with pytest.raises(RuntimeError, match="differ"):
         harness.scheduler.check()
