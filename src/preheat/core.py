@@ -275,12 +275,20 @@ class Schedule:
         return self.num_sampled > 0
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether some row, which is then the last, has draft tokens."""
+        return self.rows > 0 and bool(self.num_sampled[-1] > 1)
+
+    @property
     def total_sampled(self) -> int:
         """The tokens that the step samples."""
         return self.rows if self.num_decode == self.rows else int(self.num_sampled.sum())
 
     def sampled(self) -> tuple[np.ndarray, np.ndarray]:
         """Row and position, int [total_sampled] each, of every token that the step samples, in row order."""
+        if not self.has_drafts:
+            rows = self.num_sampled.nonzero()[0]
+            return rows, self.ends[rows]
         rows = np.arange(self.rows).repeat(self.num_sampled)
         left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))  # of the row, this token included
         return rows, self.ends[rows] + 1 - left

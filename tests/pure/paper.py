@@ -11,6 +11,7 @@ All that it knows of a step is what it was given at launch, and the token that i
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepR
 from preheat.engine.loop import Loop
 from preheat.limits import Limits
 from preheat.schedule.scheduler import Scheduler
-from preheat.schedule.slots import NO_LOGPROBS, UNSEEN
+from preheat.schedule.slots import NO_LOGPROBS, UNSEEN, Slots
 from preheat.transport import InlineTransport
 
 VOCAB = 7
@@ -433,3 +434,25 @@ class Harness:
         for number, finish in delta.finished.items():
             assert self.outcomes[number].finish is None
             self.outcomes[number].finish = finish
+
+
+class Scripted:
+    """Drafts up to ``most`` tokens a row, each of them right with a probability of ``right``."""
+
+    def __init__(self, most: int, right: float, seed: int = 0) -> None:
+        self.num_speculative_tokens, self.right, self.rng = most, right, random.Random(seed)
+        self.asked = 0
+
+    def propose(self, slots: Slots, rows: np.ndarray) -> list[np.ndarray]:
+        self.asked += len(rows)
+        return [self._drafts(slots, slot) for slot in rows.tolist()]
+
+    def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
+        known = slots.tokens[slot, : slots.device_len[slot]].tolist()
+        owner = slots.request[slot]
+        assert owner is not None
+        assert UNSEEN not in known
+        truth = reference(request(0, owner.prompt, 64, salt=owner.cache_salt)).tokens[len(known) - len(owner.prompt) :]
+        count = self.rng.randrange(self.num_speculative_tokens + 2)  # now and then more than is allowed
+        drafts = [t if self.rng.random() < self.right else self.rng.randrange(VOCAB) for t in truth[:count]]
+        return np.array(drafts, np.int32)

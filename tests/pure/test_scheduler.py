@@ -21,7 +21,7 @@ from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
 from preheat.schedule.scheduler import Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
-from tests.pure.paper import Harness, WrongCache, limits, reference, request
+from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
 
 
 def to_eights(rows: int, tokens: int, longest: int) -> int:
@@ -48,6 +48,8 @@ class Anything(RuleBasedStateMachine):
         padded = data.draw(st.sampled_from([unpadded, to_eights, rectangle]))
         chunked = data.draw(st.booleans())
         spare = data.draw(st.integers(0, 12)) if chunked else 24
+        mixed = data.draw(st.booleans())
+        most = data.draw(st.sampled_from([0, 0, 1, 4])) if mixed else 0
         self.harness = Harness(
             limits(
                 max_model_len=length,
@@ -59,7 +61,8 @@ class Anything(RuleBasedStateMachine):
             ),
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
-            mixed_steps=data.draw(st.booleans()),
+            mixed_steps=mixed,
+            proposer=Scripted(most, right=0.7, seed=size),
             mixed_tokens=data.draw(st.sampled_from([None, 1, 6])),
             overlap=data.draw(st.booleans()),
             padded=padded,
@@ -473,8 +476,7 @@ def test_running_rows_own_what_their_tables_say() -> None:
     harness = Harness(limits())
     harness.add(request(0, [1] * 9))
     harness.step()
-    running: RunningSequences = harness.scheduler.running
-    running.slots.set_blocks(0, 0, 7)
+    harness.scheduler.running.slots.set_blocks(0, 0, 7)
     with pytest.raises(RuntimeError, match="differ"):
         harness.scheduler.check()
 

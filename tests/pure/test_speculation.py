@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import numpy as np
@@ -15,32 +14,10 @@ from preheat.errors import SettingsError
 from preheat.schedule import results as results_module
 from preheat.schedule.proposer import NoProposer
 from preheat.schedule.scheduler import Scheduler
-from preheat.schedule.slots import UNSEEN, Slots
-from tests.pure.paper import VOCAB, Harness, WrongCache, limits, reference, request
+from preheat.schedule.slots import Slots
+from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
 from tests.pure.test_overlap import REQUESTS
 from tests.pure.test_same_schedule import steps_of, workload
-
-
-class Scripted:
-    """Drafts up to ``most`` tokens a row, each of them right with a probability of ``right``."""
-
-    def __init__(self, most: int, right: float, seed: int = 0) -> None:
-        self.num_speculative_tokens, self.right, self.rng = most, right, random.Random(seed)
-        self.asked = 0
-
-    def propose(self, slots: Slots, rows: np.ndarray) -> list[np.ndarray]:
-        self.asked += len(rows)
-        return [self._drafts(slots, slot) for slot in rows.tolist()]
-
-    def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
-        known = slots.tokens[slot, : slots.device_len[slot]].tolist()
-        owner = slots.request[slot]
-        assert owner is not None
-        assert UNSEEN not in known
-        truth = reference(request(0, owner.prompt, 64, salt=owner.cache_salt)).tokens[len(known) - len(owner.prompt) :]
-        count = self.rng.randrange(self.num_speculative_tokens + 2)  # now and then more than is allowed
-        drafts = [t if self.rng.random() < self.right else self.rng.randrange(VOCAB) for t in truth[:count]]
-        return np.array(drafts, np.int32)
 
 
 def drafted(asked, proposer, overlap: bool, spare: int = 4, every: int = 1, **options) -> Harness:
@@ -56,7 +33,7 @@ def drafted(asked, proposer, overlap: bool, spare: int = 4, every: int = 1, **op
     return harness
 
 
-@effort(deadline=None, max_examples=60)
+@effort(deadline=None)
 @given(
     REQUESTS, st.integers(1, 6), st.sampled_from([0.0, 0.6, 1.0]), st.booleans(), st.integers(0, 6), st.integers(0, 3),
     st.sampled_from([None, 0, 1]), st.integers(0, 99),
@@ -172,10 +149,10 @@ def test_control_drafts_that_are_not_rolled_back_are_noticed(monkeypatch) -> Non
 def test_control_tokens_after_a_stop_id_are_noticed(monkeypatch) -> None:
     right: Callable = results_module._up_to_first
     monkeypatch.setattr(results_module, "_up_to_first", lambda last, rows: right(np.zeros_like(last), rows))
+    said = reference(request(0, [0, 1, 2, 3, 4], 20)).tokens
+    asked = [([0, 1, 2, 3, 4], 20, {"stop_ids": [stop]}) for stop in said[:4]]
     with pytest.raises((AssertionError, WrongCache)):
-        drafted(MANY, Scripted(3, 1.0), False, spare=60, every=0)
-        said = reference(request(0, [0, 1, 2, 3, 4], 20)).tokens
-        drafted([([0, 1, 2, 3, 4], 20, {"stop_ids": [stop]}) for stop in said[:4]], Scripted(6, 1.0), False, spare=60)
+        drafted(asked, Scripted(6, 1.0), False, spare=60)
 
 
 class Silent(Scripted):

@@ -99,7 +99,7 @@ def _kept_tokens(
     rows, positions = schedule.sampled()
     places = live[rows].nonzero()[0]
     taken = _take(schedule, result, rows, positions, places)
-    if schedule.num_sampled.max() <= 1:
+    if not schedule.has_drafts:
         return taken, schedule.ends
     last = _wrong_drafts(slots, taken) | _stops(slots, taken) | _at_max_len(slots, taken)
     places = places[_up_to_first(last, rows[places])]

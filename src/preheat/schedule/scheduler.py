@@ -308,8 +308,8 @@ class Scheduler:
 
     def _decoding(self) -> NextStep:
         """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
-        slots = self.slots
-        step = NextStep(self._decode_slots())
+        slots, batch = self.slots, self._last_batch()
+        step = NextStep(self._decode_slots() if batch is None or self._speculates else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
@@ -318,9 +318,6 @@ class Scheduler:
 
     def _decode_slots(self) -> np.ndarray:
         """The slots with one token to compute; a proposer must know that token, so its rows wait for their results."""
-        batch = self._last_batch()
-        if batch is not None and not self._speculates:
-            return batch.slots
         decode: np.ndarray = self.running.order[self._due() == 1]
         if self._speculates:
             decode = decode[self.slots.tokens[decode, self.slots.device_len[decode] - 1] != UNSEEN]
