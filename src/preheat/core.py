@@ -1,4 +1,4 @@
-"""The nouns that cross a border: one per hop of a request's life.
+"""The types that cross a border, one for each hop of a request's life.
 
 ``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it holds tensors
 and so lives in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
@@ -21,7 +21,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
 OWN_ID = -2
-"""The first id of requests of preheat's own, counted downwards: no client's, and not the sampler's "nobody"."""
+"""The first id of preheat's own dummy requests, counted downwards: never a client's id, nor the sampler's -1."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -206,7 +206,7 @@ class Progress(msgspec.Struct, tag="progress"):
 class Ready(msgspec.Struct, tag="ready"):
     """The engine can run, within these limits. ``record`` is what became of the plan, as JSON.
 
-    ``held`` says why it must take no requests all the same: what it would answer was found to be unreliable.
+    ``held`` says why it must take no requests all the same: the check at boot failed.
     """
 
     max_model_len: int

@@ -1,18 +1,19 @@
-"""The scheduler: which rows run in the next step, and what their outcome means for everyone else.
+"""The scheduler: which rows run in the next step, and what their results mean for the others.
 
-A step is mixed. First every decoding row, one token each, so that nobody's stream stutters; then, with what is left of
-the budget, the next chunk of prompts already begun; then waiting sequences, strictly by arrival. The budget counts
-*padded* tokens: what the step will cost once it has the shape that the device runs (source: the padding-aware
-scheduling of vLLM on Gaudi).
+A step is mixed. First every decoding row, one token each, so that no stream stutters; then, within what is left of the
+budget, the next chunk of prompts already begun; then waiting sequences, strictly by arrival; last the drafts of a
+proposer, if there is one. The budget counts *padded* tokens: what the step costs in the bucket that the device runs
+(source: the padding-aware scheduling of vLLM on Gaudi).
 
 When a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
 returns to the front of the queue and is later computed again up to where it was. The earliest arrival therefore
 always advances, and so, in their turn, do all.
 
-A step is booked when it is scheduled: its tokens count as computed and the ones that it draws as known, so that the
-next step can be scheduled while this one runs. What a token *is* matters to few decisions. Whether it ends its sequence
-is one: then the row has been scheduled once more in vain, and is dropped when that step is settled. That a sequence has
-reached its length is known ahead. Preempting is another, since the tokens must be kept: it waits until all is settled.
+Lengths move when a step is scheduled: its tokens count as computed and those that it samples as known, so that the next
+step can be scheduled while this one runs. Few decisions depend on what a token *is*. If it ends its sequence, the row
+has been scheduled once more in vain and is dropped when that step's results are processed (that a sequence reaches its
+length is known ahead). Preemption must keep the tokens, so it waits until nothing is in flight. How many drafts of a
+row are accepted decides its next step, so that row waits for its results.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.next_step import NextStep
 from preheat.schedule.persistent_batch import PersistentBatch
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.proposer import NoProposer, Proposer
@@ -38,7 +39,7 @@ from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import UNSEEN, Slots
 
 WATERMARK = 0.01
-"""The share of blocks that stay free when a sequence is admitted, lest the running ones be preempted at once."""
+"""The share of blocks that stay free when a sequence is admitted, so that no running one is preempted at once."""
 
 Padded = Callable[[int, int, int], int]
 """(rows, tokens, longest row) of a step -> the tokens it is padded to; grows with each of the three."""
@@ -49,58 +50,19 @@ def unpadded(rows: int, tokens: int, longest: int) -> int:
     return tokens
 
 
-@dataclass(slots=True)
-class NextStep:
-    """The step being composed: ``decode`` slots, ``prefill`` slots with their ``chunks``, and the ``drafts`` of some of
-    the decode slots.
-    """
-
-    decode: np.ndarray
-    prefill: list[int] = field(default_factory=list)
-    chunks: list[int] = field(default_factory=list)
-    drafts: dict[int, np.ndarray] = field(default_factory=dict)
-    more_tokens: int = 0  # in chunks and drafts, beside one for each decode slot
-    longest: int = 1
-    started: dict[int, int] = field(default_factory=dict)
-    preempted: bool = False
-
-    def with_row(self, chunk: int) -> tuple[int, int, int]:
-        """Rows, tokens and longest row of the step with one more row of ``chunk`` tokens."""
-        decode = len(self.decode)
-        return decode + len(self.prefill) + 1, decode + self.more_tokens + chunk, max(self.longest, chunk)
-
-    def with_drafts(self, count: int) -> tuple[int, int, int]:
-        """The same with ``count`` drafts for a decode slot."""
-        decode = len(self.decode)
-        return decode + len(self.prefill), decode + self.more_tokens + count, max(self.longest, 1 + count)
-
-    def add_row(self, slot: int, chunk: int) -> None:
-        """Append a prefill row."""
-        self.prefill.append(slot)
-        self.chunks.append(chunk)
-        self.more_tokens += chunk
-        self.longest = max(self.longest, chunk)
-
-    def add_drafts(self, slot: int, drafts: np.ndarray) -> None:
-        """Give a decode slot ``drafts`` int32 [k >= 1]."""
-        self.drafts[slot] = drafts
-        self.more_tokens += len(drafts)
-        self.longest = max(self.longest, 1 + len(drafts))
-
-
 class _MustWait(Exception):
     """The next step depends on the outcome of one in flight."""
 
 
 class Scheduler:
-    """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`settle` or
-    :meth:`fail`. Several may be: the device runs them in order, and in order they are settled. Requests come and go at
-    any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
+    """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`process_results` or
+    :meth:`fail`. Several may be: the device runs them in order, and their results are processed in that order. Requests
+    come and go at any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
 
     ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). A step
-    in which others decode has ``mixed_tokens`` at most, so that these do not wait for long; without ``mixed_steps`` it
-    either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
-    Raises SettingsError, naming the options, for limits under which some sequence could never run.
+    with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without ``mixed_steps`` a step
+    either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi). ``proposer`` drafts
+    tokens. Raises SettingsError, naming the options, for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -145,7 +107,7 @@ class Scheduler:
         return not self.running and not self.waiting and not self._in_flight
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest for one that could never run; the front door refuses those before."""
+        """Queue a request. Raises InvalidRequest for one that could never run; the frontend rejects those before."""
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
             raise InvalidRequest(f"request {request.id} is already here")
@@ -170,7 +132,7 @@ class Scheduler:
         return True
 
     def cancel_all(self) -> None:
-        """Forget everyone."""
+        """Forget all requests."""
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
 
@@ -180,8 +142,8 @@ class Scheduler:
         return self._defrag_threshold is not None and defrag.is_due(self.pool, self._defrag_threshold)
 
     def compact(self) -> Swaps | None:
-        """Where the blocks in use lie scattered, the swaps that bring them together, already booked: the device must
-        exchange the contents before the next step. None when there is nothing to do.
+        """The swaps that bring scattered blocks in use together; pool and tables are updated already, so the device
+        must exchange the contents before the next step. None when there is nothing to do.
         """
         self._nothing_in_flight()
         if self._defrag_threshold is None:
@@ -192,15 +154,15 @@ class Scheduler:
         return swaps
 
     def lose_cache(self, message: str) -> Delta:
-        """Nobody knows what the cache holds: end all running requests with an error, keep nothing for later prompts."""
+        """The cache's contents are unknown: end all running requests with an error, keep nothing for later prompts."""
         self._nothing_in_flight()
         return results.lose_cache(self.running, message)
 
     def schedule(self) -> Schedule | None:
-        """The next step, its blocks allocated and its outcome booked; it must be packed before another is scheduled.
+        """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
 
-        None when nothing can run now. With nothing in flight that is exactly when :attr:`idle`; else what runs next
-        depends on what is in flight: settle the oldest and ask again.
+        None when nothing can run now. With nothing in flight that means :attr:`idle`; otherwise what runs next depends
+        on what is in flight: process the oldest results and ask again.
         """
         try:
             step = self._compose()
@@ -223,7 +185,7 @@ class Scheduler:
     def fail(self, schedule: Schedule, message: str) -> Delta:
         """The step failed: end its requests with an error and free what they hold; the others go on.
 
-        Rows of the same requests in later steps are dropped when those are settled.
+        Rows of the same requests in later steps are dropped when those steps' results are processed.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
@@ -341,7 +303,7 @@ class Scheduler:
             self._add_prefill(step, slot, chunk)
 
     def _admit(self, step: NextStep) -> None:
-        """Start waiting sequences, in order, while slots, budget and blocks last."""
+        """Start waiting sequences, in order, as far as slots, budget and blocks go."""
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
             sequence = self.waiting.first()
             cached = self.prefix.lookup(sequence)
@@ -403,7 +365,7 @@ class Scheduler:
         return fits
 
     def _budget(self, decoding: int) -> int:
-        """The most tokens of a step in which so many rows decode: never so few that nobody else could join them."""
+        """The most tokens of a step with ``decoding`` rows: always enough for one more row to join them."""
         most = self.limits.max_num_batched_tokens
         if self._mixed_tokens is None or not decoding or not self.chunked:
             return most
@@ -413,7 +375,7 @@ class Scheduler:
         """Whether all that is known of ``sequence`` has a place besides what the running ones still need.
 
         Asking for the whole of it, not just the first chunk, keeps a long prompt from being begun, preempted and
-        begun again. Someone alone always has a place.
+        begun again. A sequence alone always fits.
         """
         if not self.running:
             return True
@@ -421,7 +383,7 @@ class Scheduler:
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
     def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
-        """See that each of ``slots`` can have a block, preempting from the end; those that were not preempted."""
+        """Make sure each of ``slots`` can have a block, preempting from the end; returns those not preempted."""
         while len(slots) > self.pool.num_free:
             if self._in_flight:
                 raise _MustWait
@@ -437,11 +399,11 @@ class Scheduler:
 
     def _nothing_in_flight(self) -> None:
         if self._in_flight:
-            raise RuntimeError("a step is in flight: settle it or let it fail first")
+            raise RuntimeError("a step is in flight: process its results or let it fail first")
 
     def _must_be_oldest(self, schedule: Schedule) -> None:
         if not self._in_flight or schedule is not self._in_flight[0]:
-            raise RuntimeError("this step is not the oldest in flight: steps are settled once, in the order they run")
+            raise RuntimeError("this step is not the oldest in flight: results are processed once, in launch order")
 
 
 def _check_limits(limits: Limits, padded: Padded) -> None:

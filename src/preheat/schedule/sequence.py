@@ -1,4 +1,4 @@
-"""A sequence: one request on its way, and what it must remember while it owns no slot."""
+"""A sequence: one request in progress, and what must be remembered of it while it owns no slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Sequence:
     """Waits in the queue, runs in a slot, and may go back and forth between the two.
 
     ``tokens`` int32 is everything known when it last began to wait: the prompt, and after a preemption the output
-    too. While it runs, the slots' arrays know better. ``digests`` are those of its leading full blocks.
+    too. While it runs, the slots' arrays are ahead of it. ``block_hashes`` are those of its leading full blocks.
     """
 
     def __init__(self, request: Request) -> None:
