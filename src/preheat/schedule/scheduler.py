@@ -30,6 +30,7 @@ from preheat.limits import Limits
 from preheat.schedule import defrag, results
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.next_step import NextStep
+from preheat.schedule.padded import Padded, check_limits, unpadded
 from preheat.schedule.persistent_batch import PersistentBatch
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.proposer import NoProposer, Proposer
@@ -40,14 +41,6 @@ from preheat.schedule.slots import UNSEEN, Slots
 
 WATERMARK = 0.01
 """The share of blocks that stay free when a sequence is admitted, so that no running one is preempted at once."""
-
-Padded = Callable[[int, int, int], int]
-"""(rows, tokens, longest row) of a step -> the tokens it is padded to; grows with each of the three."""
-
-
-def unpadded(rows: int, tokens: int, longest: int) -> int:
-    """A flat batch that is not padded."""
-    return tokens
 
 
 class _MustWait(Exception):
@@ -77,7 +70,7 @@ class Scheduler:
         defrag_threshold: int | None = None,
         proposer: Proposer | None = None,
     ) -> None:
-        _check_limits(limits, padded)
+        check_limits(limits, padded)
         self.proposer = proposer or NoProposer()
         self._speculates = self.proposer.num_speculative_tokens > 0
         if self._speculates and not mixed_steps:
@@ -404,21 +397,3 @@ class Scheduler:
     def _must_be_oldest(self, schedule: Schedule) -> None:
         if not self._in_flight or schedule is not self._in_flight[0]:
             raise RuntimeError("this step is not the oldest in flight: results are processed once, in launch order")
-
-
-def _check_limits(limits: Limits, padded: Padded) -> None:
-    """Every sequence must be able to run alone, and every slot to advance by a token in one step."""
-    if limits.num_blocks - 1 < limits.max_blocks_per_seq:
-        raise SettingsError(
-            f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "
-            f"tokens, but the cache has {limits.num_blocks - 1}: lower max_model_len or give the cache more memory "
-            f"(gpu_memory_utilization, kv_cache_memory_bytes, num_gpu_blocks_override)"
-        )
-    seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
-    if padded(seqs, seqs, 1) > budget:
-        raise SettingsError(
-            f"max_num_batched_tokens {budget} is too few for a token of each of max_num_seqs {seqs} sequences, which "
-            f"take {padded(seqs, seqs, 1)} with padding: raise the one or lower the other"
-        )
-    if limits.max_num_prefill_seqs is not None and limits.max_num_prefill_seqs < 1:
-        raise SettingsError(f"max_num_prefill_seqs must be 1 or more, or unset; got {limits.max_num_prefill_seqs}")
