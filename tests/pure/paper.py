@@ -224,7 +224,7 @@ class PaperDevice:
 
 
 class Parts:
-    """The loop's packer, executor and observer, in front of the device. ``fails``: where the next step is to fail, why.
+    """The loop's packer, executor and listener, in front of the device. ``fails``: where the next step is to fail, why.
 
     The loop takes an error for one of a step; a broken promise is kept in ``wrong``, for the harness to raise.
     """
@@ -250,7 +250,7 @@ class Parts:
         return Watched(self, self.device.launch(step))
 
     def step(self, event: PaperStep | Swaps) -> None:
-        self._fail_at("observer")
+        self._fail_at("listener")
 
     def swap(self, swaps: Swaps) -> None:
         with self._kept():
@@ -327,7 +327,7 @@ class Harness:
         return schedule
 
     def step(self, fail: str | None = None, at: str = "result") -> Schedule | None:
-        """A beat of the loop, and what it launched; a step that is to ``fail`` does so ``at`` pack, launch, observer or
+        """A beat of the loop, and what it launched; a step that is to ``fail`` does so ``at`` pack, launch, listener or
         result.
         """
         self.parts.launched, self.parts.fails = None, (at, fail) if fail else ("", "")

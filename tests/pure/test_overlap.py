@@ -231,7 +231,7 @@ def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
     assert [len(harness.outcomes[number].tokens) for number in range(3)] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("at", ["pack", "launch", "observer", "result"])
+@pytest.mark.parametrize("at", ["pack", "launch", "listener", "result"])
 def test_a_step_that_fails_with_another_in_flight(at) -> None:
     """Both steps' requests were those that fail; nobody else is harmed, and what the device made up is not told."""
     harness = decoding(prompts=2)

@@ -99,7 +99,7 @@ class Anything(RuleBasedStateMachine):
             was_here = self.harness.outcomes[number].finish is None and number not in self.harness.cancelled
             assert self.harness.cancel(number) == was_here
 
-    @rule(at=st.sampled_from(["pack", "launch", "observer", "result"]))
+    @rule(at=st.sampled_from(["pack", "launch", "listener", "result"]))
     def fail(self, at) -> None:
         self.harness.step("out of paper", at)
 
