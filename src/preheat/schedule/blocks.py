@@ -46,11 +46,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_usable - self.num_free
 
-    @property
-    def usage(self) -> float:
-        """The share of usable blocks that some sequence references, 0 to 1."""
-        return self.num_used / self.num_usable
-
     def allocate(self, count: int) -> list[int]:
         """``count`` blocks with one reference each. Raises RuntimeError, taking none, if fewer are free."""
         if count > self.num_free:
