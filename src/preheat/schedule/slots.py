@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -68,19 +68,16 @@ class SamplingFields:
 
     def __init__(self, num_slots: int) -> None:
         nothing = Request(0, [], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
-        self._fields: list[tuple[np.ndarray, Callable[[Request], float]]] = []
         for name, (dtype, of) in FIELDS.items():
-            array = np.full(num_slots, of(nothing), dtype)
-            setattr(self, name, array)
-            self._fields.append((array, of))
+            setattr(self, name, np.full(num_slots, of(nothing), dtype))
 
     def describe(self, slots: Index, request: Request) -> None:
         """Fill in ``request``, for one slot or for several alike."""
-        for array, of in self._fields:
-            array[slots] = of(request)
+        for name, field in FIELDS.items():
+            getattr(self, name)[slots] = field.of(request)
 
 
-FIELDS: dict[str, Any] = {name: field for name, field in vars(SamplingFields).items() if isinstance(field, _Field)}
+FIELDS: dict[str, _Field] = {name: field for name, field in vars(SamplingFields).items() if isinstance(field, _Field)}
 
 
 class Slots(SamplingFields):
