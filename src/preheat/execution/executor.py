@@ -123,9 +123,9 @@ class Executor:
             self._send(batch)
             self._states = self._forward(batch.bucket, self._layers, tap)
             self._hidden(batch.sampling_size, tap)
-        logits = self._sample_rows(batch, eager=eager)
+        logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
-        return logits[: len(batch.sampled_rows)].float()
+        return self._logits[:0].float() if logits is None else logits[: len(batch.sampled_rows)].float()
 
     @torch.inference_mode()
     def swap(self, swaps: Swaps) -> None:
