@@ -20,7 +20,7 @@ from preheat.backends.cuda.prove import prove
 from preheat.backends.cuda.tuner import Bench
 from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, choices
 from preheat.model.files import find_checkpoint, read_config
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 from preheat.warmup.tune import shapes
 
 

@@ -29,7 +29,6 @@ from preheat.bench.machine import fingerprint
 from preheat.bench.offline import Offline, greedy
 from preheat.bench.report import Clock
 from preheat.bench.shapes import CHOICES, FULL, engine_options, vocabulary
-from preheat.model.layout import num_parameters
 from preheat.model.specs import ModelSpec
 
 KINDS = {
@@ -59,9 +58,8 @@ def kind_of(name: str) -> str:
 
 def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
     """Bytes that a step must read at least, in bfloat16: each weight of a linear map once, each key and value once."""
-    numbers = num_parameters(spec) - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
-    cache = rows * context * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
-    return {"linear": 2.0 * numbers, "attention": 2.0 * cache}
+    numbers = spec.num_params - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+    return {"linear": 2.0 * numbers, "attention": float(rows * context * spec.kv_bytes_per_token(2))}
 
 
 def bandwidth(device: torch.device) -> float:

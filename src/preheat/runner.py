@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from preheat.backends.base import Platform
 from preheat.backends.cpu.compile import builder
+from preheat.backends.cuda.upload import Upload
 from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Decoder, project
-from preheat.model.files import find_checkpoint, read_config
-from preheat.model.loader import MakeLinear, Weights, load_weights
-from preheat.model.specs import ModelSpec, read_spec, resolve_dtype
+from preheat.model import loader
+from preheat.model.layers import Linear, Weights
+from preheat.model.loader import HOST, Model
+from preheat.ops.norm import RMSNorm
 from preheat.plan.buckets import Bucket
-from preheat.plan.cost import ModelSizes
 from preheat.plan.modes import Mode
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
@@ -35,54 +36,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
+class _Device:
+    """A GPU, for loading."""
 
-    folder: Path
-    spec: ModelSpec
-    dtype: torch.dtype
-    dtype_name: str
-    weights: Weights
-    bytes_per_block: int
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        from preheat.backends.cuda.tuning import choices
 
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embedding.device
+        self.device = device
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        self._choices = choices(name, capability, cache_root(settings), invariant=settings.batch_invariant)
 
-    @property
-    def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self.spec, self.dtype.itemsize)
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+        from preheat.backends.cuda.linear import CudaLinear
+
+        return CudaLinear(weight, bias, gated=gated, choices=self._choices)
+
+    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        return RMSNorm(weight, eps)
+
+    @contextmanager
+    def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        with Upload(self.device) as upload:
+            yield upload.copy
 
 
 def load_model(settings: Settings, platform: Platform) -> Model:
     """The model that the settings name, on the platform's device."""
-    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
-    spec = read_spec(read_config(folder))
-    name, remark = resolve_dtype(settings.dtype, spec.dtype, platform.supports_bfloat16())
-    if remark:
-        logger.info("%s", remark)
-    dtype = getattr(torch, name)
-    make_linear = _linear_on_device(settings) if platform.name == "cuda" else None
-    weights = load_weights(
-        spec,
-        folder,
-        dtype,
-        settings.load_format,
-        settings.seed or 0,
-        device=platform.device,
-        make_linear=make_linear,
-    )
-    return Model(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
-
-
-def _linear_on_device(settings: Settings) -> MakeLinear:
-    from preheat.backends.cuda.linear import CudaLinear
-    from preheat.backends.cuda.tuning import choices
-
-    device, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    chosen = choices(device, capability, cache_root(settings), invariant=settings.batch_invariant)
-    return partial(CudaLinear, choices=chosen)
+    device = _Device(settings, platform.device) if platform.name == "cuda" else HOST
+    return loader.load_model(settings, device, native_bfloat16=platform.supports_bfloat16())
 
 
 def on_host(
@@ -141,7 +122,7 @@ def _settle_linear(weights: Weights, plan: Plan) -> None:
     from preheat.backends.cuda.prove import settle
 
     rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Bucket)})
-    maps: list[Any] = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    maps: list[Any] = [linear for path, linear in weights.linears() if path != "head"]
     head: Any = weights.head
     settle(maps, rows, head, [size for size in plan.sampler_sizes if size])
 

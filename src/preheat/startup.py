@@ -22,11 +22,12 @@ from preheat.frontend.frontdoor import FrontDoor
 from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
+from preheat.model.config import resolve_dtype
+from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config, weight_files
-from preheat.model.specs import read_spec, resolve_dtype
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
-from preheat.plan.cost import MACHINES, Costs
+from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.dispatcher import WarnOnce
 from preheat.plan.modes import Mode, resolve
 from preheat.plan.options import PlanOptions
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from preheat.backends.base import Platform
     from preheat.engine.loop import EngineSide, Loop
     from preheat.execution.device_executor import DeviceExecutor
-    from preheat.runner import Model
+    from preheat.model.loader import Model
     from preheat.warmup.cold_monitor import ColdMonitor
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -169,7 +170,7 @@ def _plan(
     """The plan, with what the store knows of its costs, and the record in which nothing has become of it yet."""
     from preheat.warmup.record import Record
 
-    costs = Costs(model.sizes, MACHINES[platform.name], limits.block_size, store.costs())
+    costs = Costs(ModelSizes.of(model.spec, model.dtype.itemsize), MACHINES[platform.name], limits.block_size, store.costs())
     misses: dict[str, int] = {}
     checks = check_names(settings, limits, mode, platform.name)
     plan = make_plan(limits, PlanOptions.of(settings), costs, checks=checks, on_miss=WarnOnce(misses))
@@ -214,7 +215,7 @@ def _heat(
 
     plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
     if record.mode == GRAPHS and warm.platform.name == "cpu":
-        warm.capture = partial(capture_twin, plan, record, settings, budget, model.sizes)
+        warm.capture = partial(capture_twin, plan, record, settings, budget, ModelSizes.of(model.spec, model.dtype.itemsize))
     elif record.mode == GRAPHS:
         executor = cast("DeviceExecutor", warm.executor)
         with steps("Compiling kernels"):

@@ -10,7 +10,7 @@ import torch
 from preheat.bench.checkpoint import write_checkpoint
 from preheat.cli import main
 from preheat.model.loader import load_weights
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,7 +12,8 @@ from torch import Tensor
 from preheat.model.decoder import Attention, Decoder
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
-from preheat.model.specs import ModelSpec, read_spec
+from preheat.model.families import read_spec
+from preheat.model.specs import ModelSpec
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 
 TOKENS = 90

@@ -17,7 +17,8 @@ from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.layout import expected_tensors
 from preheat.model.loader import DummyTensors, SafetensorsFiles, check_tensors, load_weights
-from preheat.model.specs import ModelSpec, read_spec
+from preheat.model.families import read_spec
+from preheat.model.specs import ModelSpec
 from tests.cpu.test_model_families import dense_attention
 
 CONFIG = {

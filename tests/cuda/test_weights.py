@@ -11,7 +11,7 @@ from preheat.backends.cuda.platform import CUDA
 from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.layout import expected_tensors, num_parameters
 from preheat.model.loader import Map, load_weights
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

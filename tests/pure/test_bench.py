@@ -15,7 +15,7 @@ from preheat.bench.report import Clock, Report, read_parts
 from preheat.bench.serve import flags
 from preheat.bench.shapes import FULL, SHAPES, TINY, engine_options, long_answer, long_length
 from preheat.cli import main
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 from preheat.settings import Settings
 
 

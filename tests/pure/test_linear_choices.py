@@ -24,7 +24,7 @@ from preheat.backends.cuda.tuning import (
     tile_rule,
 )
 from preheat.model.layout import head_layout
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)

@@ -19,8 +19,9 @@ from preheat.model.files import (
     weight_files,
 )
 from preheat.model.layout import expected_tensors, layer_layout, num_parameters
-from preheat.model.registry import FAMILIES
-from preheat.model.specs import ModelSpec, RopeSpec, read_spec, resolve_dtype
+from preheat.model.config import resolve_dtype
+from preheat.model.families import FAMILIES, read_spec
+from preheat.model.specs import ModelSpec, RopeSpec
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

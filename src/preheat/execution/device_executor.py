@@ -306,7 +306,7 @@ class DeviceExecutor:
         slots, positions, table = inputs.slots, inputs.positions, buffers.table.rows
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            window, kv, norm = spec.layer_windows[layer], cache.layers[layer], layers[layer].qk_norm
+            window, kv, norm = spec.layer_windows[layer], cache.layers[layer], layers[layer].attention.qk_norm
             weight = None if norm is None else norm.weight
             rope_and_write(qkv, rope, slots, positions, table, kv, heads, kv_heads, weight, spec.rms_norm_eps)
             out, query = self._attended[: len(qkv)], qkv[:, :heads]

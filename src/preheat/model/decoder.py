@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from preheat.model.loader import LayerWeights, Weights
+from preheat.model.layers import Layer, Weights
 from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
 from preheat.ops.embedding import embed
@@ -51,28 +51,28 @@ class Heads(NamedTuple):
     dim: int
 
 
-def before_attention(normed: Tensor, layer: LayerWeights, rope: Rope, heads: Heads) -> Tensor:
+def before_attention(normed: Tensor, layer: Layer, rope: Rope, heads: Heads) -> Tensor:
     """Queries, keys and values of ``normed`` [tokens, hidden], as [tokens, all heads, dim]."""
-    qkv = layer.qkv(normed).view(-1, heads.all, heads.dim)
+    qkv = layer.attention.qkv(normed).view(-1, heads.all, heads.dim)
     parts = qkv[:, : heads.turned]
-    if layer.qk_norm is not None:
-        layer.qk_norm.apply_(parts)
+    if layer.attention.qk_norm is not None:
+        layer.attention.qk_norm.apply_(parts)
     apply_rope_(parts, *rope)
     return qkv
 
 
-def after_attention(attended: Tensor, residual: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
+def after_attention(attended: Tensor, residual: Tensor, layer: Layer, norm: RMSNorm) -> Tensor:
     """The rest of a layer, from ``attended`` [tokens, heads * dim].
 
     Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, with which the next layer begins.
     """
-    normed = layer.post_norm.add(layer.o(attended), residual)
-    return norm.add(layer.down(layer.gate_up(normed)), residual)
+    normed = layer.post_norm.add(layer.attention.o(attended), residual)
+    return norm.add(layer.mlp(normed), residual)
 
 
-def project(normed: Tensor, layer: LayerWeights, rope: Rope | None, heads: Heads) -> Tensor:
+def project(normed: Tensor, layer: Layer, rope: Rope | None, heads: Heads) -> Tensor:
     """As :func:`before_attention`, where attention itself norms and turns what it is given."""
-    return layer.qkv(normed).view(-1, heads.all, heads.dim)
+    return layer.attention.qkv(normed).view(-1, heads.all, heads.dim)
 
 
 def as_it_is(region: Region) -> Region:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError
-from preheat.model.specs import token_ids
+from preheat.model.config import token_ids
 
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
@@ -60,7 +60,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, for :func:`preheat.model.specs.read_spec`."""
+    """``config.json``, for :func:`preheat.model.families.read_spec`."""
     return read_json(directory, "config.json")
 
 

@@ -1,4 +1,4 @@
-"""Weights: from a checkpoint's files, or drawn at random, into the joined matrices that the decoder runs.
+"""Loading a model: its spec, then its weights, from a checkpoint's files or drawn at random, as layers that run.
 
 Tensors are read one at a time straight into their place on the device, so that no second copy of the model is ever
 held, neither there nor on the host.
@@ -6,70 +6,98 @@ held, neither there nor on the host.
 
 from __future__ import annotations
 
-import zlib
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from preheat.backends.cpu.linear import Linear
-from preheat.backends.cuda.upload import Upload
+from preheat.backends.cpu.linear import Linear as HostLinear
 from preheat.errors import ModelError
-from preheat.model.files import indexed_names, weight_files
-from preheat.model.layout import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    Layer,
-    Matrix,
-    expected_tensors,
-    head_layout,
-    layer_layout,
-)
-from preheat.model.specs import ModelSpec
+from preheat.model.config import resolve_dtype
+from preheat.model.families import read_spec
+from preheat.model.files import find_checkpoint, read_config
+from preheat.model.formats import FORMATS, LinearFormat
+from preheat.model.layers import AttentionWeights, DenseMlp, Layer, Linear, Weights
+from preheat.model.sources import DummyTensors, SafetensorsFiles, Source, check_tensors
+from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 from preheat.ops.activation import Gated
 from preheat.ops.norm import RMSNorm
+from preheat.settings import Settings
 
-_NAMES_SHOWN = 8
-
-Map = Callable[[Tensor], Tensor]
-"""A linear map [tokens, inputs] -> [tokens, outputs]."""
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer. ``qk_norm`` norms each query and key head by itself; None without. ``gate_up`` ends in SwiGLU, so that
-    it gives what ``down`` takes.
-    """
+class LoadDevice(Protocol):
+    """What loading needs of a backend."""
 
-    input_norm: RMSNorm
-    qkv: Map
-    qk_norm: RMSNorm | None
-    o: Map
-    post_norm: RMSNorm
-    gate_up: Map
-    down: Map
+    device: torch.device
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+        """The linear layer of ``weight`` [outputs, inputs] and ``bias`` [outputs], which may be kept or packed anew.
+        ``gated``: the first half of its outputs is the gate of the second, and SwiGLU of both is what it gives.
+        """
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head."""
+    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        """The norm with ``weight`` [size], or [heads, size] for a norm of its own for each head."""
 
-    embedding: Tensor
-    layers: list[LayerWeights]
-    final_norm: RMSNorm
-    head: Map
+    def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
+        """While weights are loaded: ``copy(source, out)`` brings a tensor of the host into its place."""
 
 
-class Source(Protocol):
-    """Where tensors come from."""
+class Host:
+    """The CPU."""
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Write tensor ``name`` into ``out``, which has its shape, converting to the dtype of ``out``."""
+    device = torch.device("cpu")
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+        linear = HostLinear(weight, bias)
+        return Gated(linear) if gated else linear
+
+    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        return RMSNorm(weight, eps)
+
+    def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
+        return nullcontext(copy_on_host)
+
+
+def copy_on_host(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
+
+
+HOST = Host()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
+
+    folder: Path
+    spec: ModelSpec
+    dtype: torch.dtype
+    dtype_name: str
+    weights: Weights
+    bytes_per_block: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+
+def load_model(settings: Settings, device: LoadDevice, *, native_bfloat16: bool) -> Model:
+    """The model that the settings name, on a device that multiplies bfloat16 natively or not."""
+    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
+    spec = read_spec(read_config(folder))
+    name, remark = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16)
+    if remark:
+        logger.info("%s", remark)
+    dtype: torch.dtype = getattr(torch, name)
+    weights = load_weights(spec, folder, dtype, settings.load_format, settings.seed or 0, device=device)
+    return Model(folder, spec, dtype, name, weights, settings.block_size * spec.kv_bytes_per_token(dtype.itemsize))
 
 
 def load_weights(
@@ -79,179 +107,74 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     *,
-    device: torch.device | str = "cpu",
-    make_linear: MakeLinear | None = None,
+    device: LoadDevice = HOST,
+    formats: Mapping[str, LinearFormat] = FORMATS,
 ) -> Weights:
     """The weights of ``spec`` in ``dtype`` on ``device``, read from ``directory`` or, for ``load_format`` dummy, drawn
-    there by ``seed``. ``make_linear`` makes the device's linear maps of them; None makes a CPU's.
+    there by ``seed``. ``formats`` are the ways in which linear layers may be stored.
 
     Raises ModelError, naming the tensors, if the checkpoint lacks one, has one too many or one of another shape.
     """
-    place, make = torch.device(device), make_linear or linear_on_host
     if load_format == "dummy":
-        return _Builder(spec, DummyTensors(seed), dtype, place, make).build()
+        return WeightLoader(DummyTensors(seed), dtype, device, formats).model(spec)
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
-    if place.type == "cpu":
-        return _Builder(spec, SafetensorsFiles(spec, directory), dtype, place, make).build()
-    with Upload(place) as upload:
-        return _Builder(spec, SafetensorsFiles(spec, directory, upload.copy), dtype, place, make).build()
+    with device.uploading() as copy:
+        files = SafetensorsFiles(directory, copy)
+        check_tensors(spec, files.shapes, formats)
+        return WeightLoader(files, dtype, device, formats).model(spec)
 
 
-class MakeLinear(Protocol):
-    """Makes the linear map of ``weight`` [outputs, inputs] and ``bias`` [outputs], on the device where they lie.
-
-    ``gated``: the first half of its outputs is the gate of the second, and SwiGLU of both is what it gives.
-    """
-
-    def __call__(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map: ...
-
-
-def linear_on_host(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map:
-    """A CPU's."""
-    linear = Linear(weight, bias)
-    return Gated(linear) if gated else linear
-
-
-def _copy_on_host(tensor: Tensor, out: Tensor) -> None:
-    out.copy_(tensor)
-
-
-class SafetensorsFiles:
-    """The files of a checkpoint, opened and found to hold exactly the tensors that the spec asks for.
-
-    ``copy`` brings a tensor of a file into its place.
-    """
+class WeightLoader:
+    """Makes the parts of a model from their specs: allocates them on ``device`` and has ``source`` fill them."""
 
     def __init__(
-        self, spec: ModelSpec, directory: Path, copy: Callable[[Tensor, Tensor], object] = _copy_on_host
+        self, source: Source, dtype: torch.dtype, device: LoadDevice, formats: Mapping[str, LinearFormat] = FORMATS
     ) -> None:
-        self._copy = copy
-        self._files: dict[str, Any] = {}  # safetensors' handles, by tensor name
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in weight_files(directory):
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except Exception as error:  # a truncated or foreign file; the library has no error class of its own for it
-                raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name in shapes:
-                    raise ModelError(f"{directory}: tensor {name} is in more than one file")
-                shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._files[name] = file
-        if missing := sorted(indexed_names(directory) - shapes.keys()):
-            raise ModelError(f"{directory}: the index names tensors that no file has: {_some(missing)}")
-        check_tensors(spec, shapes)
+        self.source, self.dtype, self.device = source, dtype, device
+        self._formats = formats
 
-    def fill(self, name: str, out: Tensor) -> None:
-        self._copy(self._files[name].get_tensor(name), out)
+    def model(self, spec: ModelSpec) -> Weights:
+        embedding = self.tensor(f"{spec.embedding.name}.weight", *spec.embedding.shape)
+        layers = [self.layer(layer) for layer in spec.layers]
+        head = self.device.linear(embedding) if spec.tied else self.linear(spec.head)
+        return Weights(embedding, layers, self.norm(spec.final_norm), head)
 
-
-class DummyTensors:
-    """Random weights that behave like a model's: normal with std 1/sqrt(inputs), norms scattered around 1.
-
-    A tensor is a function of its name, its shape, the dtype and the seed, so the order of loading does not matter; on
-    another kind of device it is another one.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def fill(self, name: str, out: Tensor) -> None:
-        generator = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        if name.endswith(".bias"):
-            out.normal_(std=0.1, generator=generator)
-        elif out.dim() == 1:
-            out.normal_(mean=1.0, std=0.1, generator=generator)
-        else:
-            out.normal_(std=out.shape[1] ** -0.5, generator=generator)
-
-
-def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError unless ``shapes`` are what ``spec`` needs, apart from tensors that are known to be harmless."""
-    expected = expected_tensors(spec)
-    problems = []
-    if missing := sorted(expected.keys() - shapes.keys()):
-        problems.append(f"missing tensors: {_some(missing)}")
-    if unknown := sorted(name for name in shapes.keys() - expected.keys() if not _harmless(name, spec)):
-        problems.append(f"unknown tensors: {_some(unknown)}")
-    wrong = [
-        f"{name} has shape {list(shapes[name])}, needs {list(shape)}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    if wrong:
-        problems.append(_some(wrong))
-    if problems:
-        raise ModelError(f"the checkpoint does not fit {spec.architecture}: {'; '.join(problems)}")
-
-
-def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Buffers that old exporters wrote, and an output head that repeats the tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == f"{HEAD}.weight")
-
-
-def _some(items: list[str]) -> str:
-    more = len(items) - _NAMES_SHOWN
-    return ", ".join(items[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-class _Builder:
-    """Allocates what ``spec`` needs on ``device`` and has ``source`` fill it."""
-
-    def __init__(
-        self, spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear
-    ) -> None:
-        self._spec, self._source, self._make_linear = spec, source, make_linear
-        self._dtype, self._device = dtype, device
-
-    def build(self) -> Weights:
-        spec = self._spec
-        embedding = self._tensor(EMBEDDING, spec.vocab_size, spec.hidden_size)
-        layers = [self._layer(layer_layout(spec, index)) for index in range(spec.num_layers)]
-        head = self._make_linear(embedding) if spec.tie_word_embeddings else self._linear(head_layout(spec))
-        return Weights(embedding, layers, self._norm(FINAL_NORM), head)
-
-    def _layer(self, layout: Layer) -> LayerWeights:
-        return LayerWeights(
-            input_norm=self._norm(layout.input_norm),
-            qkv=self._linear(layout.qkv),
-            qk_norm=self._qk_norm(layout),
-            o=self._linear(layout.o),
-            post_norm=self._norm(layout.post_norm),
-            gate_up=self._linear(layout.gate_up, gated=True),
-            down=self._linear(layout.down),
+    def layer(self, spec: LayerSpec) -> Layer:
+        return Layer(
+            input_norm=self.norm(spec.input_norm),
+            attention=self.attention(spec.attention),
+            post_norm=self.norm(spec.post_norm),
+            mlp=self.mlp(spec.mlp),
         )
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensor(name, self._spec.hidden_size), self._spec.rms_norm_eps)
+    def attention(self, spec: AttentionSpec) -> AttentionWeights:
+        return AttentionWeights(self.linear(spec.qkv), self.linear(spec.o), self.qk_norm(spec))
 
-    def _qk_norm(self, layout: Layer) -> RMSNorm | None:
+    def mlp(self, spec: MlpSpec) -> DenseMlp:
+        return DenseMlp(self.linear(spec.gate_up), self.linear(spec.down))
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        return self._formats[spec.format].load(spec, self)
+
+    def norm(self, spec: NormSpec) -> RMSNorm:
+        return self.device.norm(self.tensor(f"{spec.name}.weight", *spec.shape), spec.eps)
+
+    def qk_norm(self, spec: AttentionSpec) -> RMSNorm | None:
         """One norm for all heads that have one, queries first."""
-        if not (layout.q_norm and layout.k_norm):
+        if spec.qk_norm is None:
             return None
-        spec = self._spec
-        q, k = (self._tensor(name, spec.head_dim) for name in (layout.q_norm, layout.k_norm))
+        q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
-        return RMSNorm(weight, spec.rms_norm_eps)
+        return self.device.norm(weight, spec.qk_norm[0].eps)
 
-    def _linear(self, matrix: Matrix, *, gated: bool = False) -> Map:
-        """One joined matrix, each part read into its rows."""
-        weight = self._empty(matrix.rows, matrix.columns)
-        bias = self._empty(matrix.rows) if matrix.bias else None
-        start = 0
-        for name, rows in matrix.parts:
-            self._source.fill(f"{name}.weight", weight[start : start + rows])
-            if bias is not None:
-                self._source.fill(f"{name}.bias", bias[start : start + rows])
-            start += rows
-        return self._make_linear(weight, bias, gated=gated)
-
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        out = self._empty(*shape)
-        self._source.fill(name, out)
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """The checkpoint's tensor ``name``."""
+        out = self.empty(*shape)
+        self.source.fill(name, out)
         return out
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def empty(self, *shape: int) -> Tensor:
+        """Room on the device, in the model's dtype."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device.device)
