@@ -40,8 +40,8 @@ from preheat.execution.buffers import StepBuffers
 from preheat.execution.flat import FlatPacker
 from preheat.execution.pack import Packer
 from preheat.limits import Limits
-from preheat.model.files import BUNDLED_PATH, read_config
 from preheat.model.families import read_spec
+from preheat.model.files import BUNDLED_PATH, read_config
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.defrag import THRESHOLD

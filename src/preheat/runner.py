@@ -15,8 +15,8 @@ from preheat.backends.base import Platform
 from preheat.backends.cpu.compile import builder
 from preheat.backends.cuda.upload import Upload
 from preheat.execution.kv_cache import KVCache
-from preheat.model.decoder import Decoder, project
 from preheat.model import loader
+from preheat.model.decoder import Decoder, project
 from preheat.model.layers import Linear, Weights
 from preheat.model.loader import HOST, Model
 from preheat.ops.norm import RMSNorm

@@ -170,7 +170,8 @@ def _plan(
     """The plan, with what the store knows of its costs, and the record in which nothing has become of it yet."""
     from preheat.warmup.record import Record
 
-    costs = Costs(ModelSizes.of(model.spec, model.dtype.itemsize), MACHINES[platform.name], limits.block_size, store.costs())
+    sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
+    costs = Costs(sizes, MACHINES[platform.name], limits.block_size, store.costs())
     misses: dict[str, int] = {}
     checks = check_names(settings, limits, mode, platform.name)
     plan = make_plan(limits, PlanOptions.of(settings), costs, checks=checks, on_miss=WarnOnce(misses))
@@ -215,7 +216,8 @@ def _heat(
 
     plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
     if record.mode == GRAPHS and warm.platform.name == "cpu":
-        warm.capture = partial(capture_twin, plan, record, settings, budget, ModelSizes.of(model.spec, model.dtype.itemsize))
+        sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
+        warm.capture = partial(capture_twin, plan, record, settings, budget, sizes)
     elif record.mode == GRAPHS:
         executor = cast("DeviceExecutor", warm.executor)
         with steps("Compiling kernels"):

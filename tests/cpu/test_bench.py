@@ -9,8 +9,8 @@ import torch
 
 from preheat.bench.checkpoint import write_checkpoint
 from preheat.cli import main
-from preheat.model.loader import load_weights
 from preheat.model.families import read_spec
+from preheat.model.loader import load_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

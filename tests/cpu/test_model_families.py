@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.model.decoder import Attention, Decoder
+from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
-from preheat.model.families import read_spec
 from preheat.model.specs import ModelSpec
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 

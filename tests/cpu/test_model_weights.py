@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,13 @@ from torch import Tensor
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
-from preheat.model.layout import expected_tensors
-from preheat.model.loader import DummyTensors, SafetensorsFiles, check_tensors, load_weights
 from preheat.model.families import read_spec
-from preheat.model.specs import ModelSpec
-from tests.cpu.test_model_families import dense_attention
+from preheat.model.formats import FORMATS, Plain, Shape, expected_tensors
+from preheat.model.layers import Linear
+from preheat.model.loader import HOST, WeightLoader, copy_on_host, load_weights
+from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
+from preheat.model.specs import LayerSpec, LinearSpec, ModelSpec
+from tests.cpu.test_model_families import dense_attention, logits_of, random_tokens
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -54,7 +58,7 @@ def test_parts_are_joined_in_order(tmp_path):
     tensors, weights = write(tmp_path), load_weights(SPEC, tmp_path, torch.float32)
     x, at = torch.randn(3, 64), "model.layers.1.self_attn"
     with torch.inference_mode():
-        joined = weights.layers[1].qkv(x)
+        joined = weights.layers[1].attention.qkv(x)
         parts = [x @ tensors[f"{at}.{n}_proj.weight"].T + tensors[f"{at}.{n}_proj.bias"] for n in "qkv"]
     torch.testing.assert_close(joined, torch.cat(parts, dim=1))
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
@@ -79,6 +83,54 @@ def test_harmless_tensors_are_passed_over(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     load_weights(TIED, tmp_path, torch.float32)
     assert "missing tensors: lm_head.weight" in load_error(tmp_path, {k: v for k, v in tensors.items() if k[0] != "l"})
+
+
+class Transposed:
+    """Weights as [inputs, outputs], as GPT-2 stored them; biases as usual."""
+
+    def tensors(self, spec: LinearSpec) -> Mapping[str, Shape]:
+        return {name: shape[::-1] for name, shape in Plain().tensors(spec).items()}
+
+    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+        weight = loader.empty(spec.outputs, spec.inputs)
+        bias = torch.cat([loader.tensor(f"{name}.bias", size) for name, size in spec.parts]) if spec.bias else None
+        for (name, _), rows in zip(spec.parts, weight.split([size for _, size in spec.parts]), strict=True):
+            loader.source.fill(f"{name}.weight", rows.t())
+        return loader.device.linear(weight, bias, gated=spec.gated)
+
+
+def stored_as(name: str, layer: LayerSpec) -> LayerSpec:
+    def change(linear: LinearSpec) -> LinearSpec:
+        return replace(linear, format=name)
+
+    attention, mlp = layer.attention, layer.mlp
+    return replace(
+        layer,
+        attention=replace(attention, qkv=change(attention.qkv), o=change(attention.o)),
+        mlp=replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down)),
+    )
+
+
+def test_another_linear_format(tmp_path):
+    """A model whose layers are stored transposed gives the same logits, bit for bit; its head is stored as usual."""
+    tensors = write(tmp_path)
+    plain = Decoder(SPEC, load_weights(SPEC, tmp_path, torch.float32), 256)
+    spec = replace(SPEC, layers=tuple(stored_as("transposed", layer) for layer in SPEC.layers))
+    formats = {**FORMATS, "transposed": Transposed()}
+    turned = [name for path, linear in spec.linears() if path != "head" for name in Transposed().tensors(linear)]
+    save_file({**tensors, **{name: tensors[name].t().contiguous() for name in turned}}, tmp_path / "model.safetensors")
+    other = Decoder(spec, load_weights(spec, tmp_path, torch.float32, formats=formats), 256)
+    assert torch.equal(logits_of(other, random_tokens()), logits_of(plain, random_tokens()))
+    with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \[64, 96\], needs \[96, 64\]"):
+        load_weights(SPEC, tmp_path, torch.float32)
+
+
+def test_layers_have_the_paths_of_their_specs(tmp_path):
+    weights = load_weights(TIED, tmp_path, torch.float32, "dummy")
+    sizes = {path: (linear.inputs, linear.outputs // (1 + linear.gated)) for path, linear in TIED.linears()}
+    with torch.inference_mode():
+        found = {path: linear(torch.ones(2, sizes[path][0])).shape[1] for path, linear in weights.linears()}
+    assert found == {path: outputs for path, (_, outputs) in sizes.items()}
 
 
 def shard(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -113,7 +165,7 @@ def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
     write(tmp_path, dtype=stored)
     serial, parts = {}, {}
     with Upload(torch.device("cpu"), threads, piece_bytes=1000) as upload:
-        files = SafetensorsFiles(SPEC, tmp_path), SafetensorsFiles(SPEC, tmp_path, upload.copy)
+        files = SafetensorsFiles(tmp_path, copy_on_host), SafetensorsFiles(tmp_path, upload.copy)
         for name, shape in expected_tensors(SPEC).items():
             for source, found in zip(files, (serial, parts), strict=True):
                 found[name] = torch.full(shape, float("nan"), dtype=torch.bfloat16)
@@ -130,7 +182,7 @@ def test_a_failing_piece_is_told(tmp_path):
 def test_the_files_are_not_read_into_memory_twice(tmp_path):
     """A tensor of a file is a view of its pages, which is what makes the pieces the only copy."""
     write(tmp_path)
-    (file,) = {id(f): f for f in SafetensorsFiles(SPEC, tmp_path)._files.values()}.values()
+    (file,) = {id(f): f for f in SafetensorsFiles(tmp_path, copy_on_host)._files.values()}.values()
     at = file.get_tensor("model.norm.weight").data_ptr()
     ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
     bounds = [tuple(int(end, 16) for end in ends.split("-")) for ends in ranges]
@@ -215,10 +267,7 @@ def test_the_check_for_degeneracy_can_fail():
             DummyTensors(0).fill(name, out)
             out.mul_(1e-3)
 
-    from preheat.model import loader as module
-
-    weights = module._Builder(SPEC, Tiny(), torch.float32, torch.device("cpu"), module.linear_on_host).build()
-    decoder = Decoder(SPEC, weights, 256)
+    decoder = Decoder(SPEC, WeightLoader(Tiny(), torch.float32, HOST).model(SPEC), 256)
     entropy, spread, _ = behaviour(decoder)
     assert entropy > 0.99
     assert spread < 0.01

@@ -13,16 +13,8 @@ from preheat.plan.cost import MACHINES, Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
+from tests.specs import LLAMA_8B, llama
 
-LLAMA_8B = SimpleNamespace(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-)
 SIZES = ModelSizes.of(LLAMA_8B)
 LIMITS = Limits(
     max_model_len=4096,
@@ -50,6 +42,17 @@ ENGINE = {
 def settings(**more):
     """Stands for Settings, which refuse the options of planning until warm-up is wired to them."""
     return SimpleNamespace(**{**vars(PlanOptions()), **ENGINE, **more})
+
+
+def test_sizes_of_models():
+    """By hand, from the sizes that the models publish."""
+    assert SIZES.layer_params == 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336 + 2 * 4096)
+    assert (SIZES.head_params, SIZES.kv_bytes_per_token) == (128256 * 4096, 128 << 10)
+    assert SIZES.activation_bytes_per_token == 2 * (2 * 4096 + 3 * 14336)
+    assert (SIZES.hidden, SIZES.vocab, SIZES.layers, SIZES.kv_heads) == (4096, 128256, 32, 8)
+    wide = ModelSizes.of(llama(hidden=8, inner=2, layers=1, heads=4, kv_heads=2, head_dim=6, vocab=10), 4)
+    assert wide.activation_bytes_per_token == 4 * (2 * 8 + 6 * (2 * 4 + 2 * 2))
+    assert wide.kv_bytes_per_token == 4 * 2 * 2 * 6
 
 
 def test_the_default_plan_of_an_8b_model_pads_little():

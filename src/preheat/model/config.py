@@ -1,4 +1,4 @@
-"""Reading a Hugging Face ``config.json``: sizes, flags, rope, sliding windows and dtype, with errors that name the field.
+"""Reading a Hugging Face ``config.json``: sizes, flags, rope, sliding windows and dtype, with errors that name fields.
 
 No torch here.
 """

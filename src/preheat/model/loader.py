@@ -66,6 +66,7 @@ class Host:
 
 
 def copy_on_host(source: Tensor, out: Tensor) -> None:
+    """Copy a tensor of a file into its place, converting to its dtype."""
     out.copy_(source)
 
 

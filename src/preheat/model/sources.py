@@ -70,9 +70,7 @@ class DummyTensors:
             out.normal_(std=out.shape[1] ** -0.5, generator=generator)
 
 
-def check_tensors(
-    spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS
-) -> None:
+def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
     """Raise ModelError unless ``shapes`` are what ``spec`` needs, apart from tensors that are known to be harmless."""
     expected = expected_tensors(spec, formats)
     problems = []

@@ -1,4 +1,4 @@
-"""What a model is made of, as a tree: ModelSpec, LayerSpec, AttentionSpec and DenseSpec, down to LinearSpec and NormSpec.
+"""What a model is made of, as a tree: ModelSpec, LayerSpec, AttentionSpec and DenseSpec, LinearSpec and NormSpec.
 
 A family builds the tree from a ``config.json`` (:mod:`preheat.model.families`), with the names that tensors have in a
 checkpoint. Loader, cost model and tuner walk it. No torch here: planning needs a model's sizes long before its weights.

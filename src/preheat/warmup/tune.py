@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:
     """Measure the linear layers of ``settings.model`` and say where the table is: in ``output``, or where boots look.
 
-    Ends after about ``seconds`` with what it has by then. Raises SettingsError without a GPU, or without a place for the table.
+    Ends after about ``seconds`` with what it has by then. Raises SettingsError without a GPU or a place for the table.
     """
     platform = pick_platform("cuda")
     platform.prepare(settings.num_threads)

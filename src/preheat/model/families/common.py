@@ -56,17 +56,18 @@ def llama_like(
     qk_norm: bool = False,
 ) -> ModelSpec:
     """A model of Llama's architecture; ``windows`` are the layers' sliding windows, None for full attention in all."""
-    layers = tuple(
-        LayerSpec(
-            attention=attention(
-                config, names, names.layer.format(i), window, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm
-            ),
-            mlp=dense(config, names, names.layer.format(i), bias=mlp_bias),
-            input_norm=norm(config, names.layer.format(i) + names.input_norm),
-            post_norm=norm(config, names.layer.format(i) + names.post_norm),
+    hidden = config.size("hidden_size")
+
+    def layer(prefix: str, window: int | None) -> LayerSpec:
+        return LayerSpec(
+            attention=attention(config, names, prefix, window, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm),
+            mlp=dense(config, names, prefix, bias=mlp_bias),
+            input_norm=norm(config, prefix + names.input_norm, hidden),
+            post_norm=norm(config, prefix + names.post_norm, hidden),
         )
-        for i, window in enumerate(windows or (None,) * config.size("num_hidden_layers"))
-    )
+
+    windows = windows or (None,) * config.size("num_hidden_layers")
+    layers = tuple(layer(names.layer.format(index), window) for index, window in enumerate(windows))
     return model(config, names, layers)
 
 
@@ -82,8 +83,7 @@ def attention(
         raise ModelError(f"head_dim must be even for rotary embedding, got {kv.head_dim}")
     q_size, kv_size = heads * kv.head_dim, kv.num_kv_heads * kv.head_dim
     parts = ((prefix + names.q, q_size), (prefix + names.k, kv_size), (prefix + names.v, kv_size))
-    eps = rms_norm_eps(config)
-    norms = NormSpec(prefix + names.q_norm, kv.head_dim, eps), NormSpec(prefix + names.k_norm, kv.head_dim, eps)
+    norms = norm(config, prefix + names.q_norm, kv.head_dim), norm(config, prefix + names.k_norm, kv.head_dim)
     return AttentionSpec(
         num_heads=heads,
         kv=kv,
@@ -107,13 +107,9 @@ def dense(config: Config, names: Names, prefix: str, *, bias: bool) -> DenseSpec
     )
 
 
-def norm(config: Config, name: str) -> NormSpec:
-    """A norm of hidden states."""
-    return NormSpec(name, config.size("hidden_size"), rms_norm_eps(config))
-
-
-def rms_norm_eps(config: Config) -> float:
-    return config.positive("rms_norm_eps", 1e-6)
+def norm(config: Config, name: str, size: int) -> NormSpec:
+    """A root-mean-square norm."""
+    return NormSpec(name, size, config.positive("rms_norm_eps", 1e-6))
 
 
 def model(config: Config, names: Names, layers: tuple[LayerSpec, ...]) -> ModelSpec:
@@ -124,7 +120,7 @@ def model(config: Config, names: Names, layers: tuple[LayerSpec, ...]) -> ModelS
         architecture=config.architecture,
         embedding=EmbeddingSpec(names.embedding, vocab_size, hidden),
         layers=layers,
-        final_norm=norm(config, names.final_norm),
+        final_norm=norm(config, names.final_norm, hidden),
         head=LinearSpec(parts=((head, vocab_size),), inputs=hidden),
         max_position_embeddings=config.max_positions(config.rope()),
         eos_ids=config.token_ids("eos_token_id"),
