@@ -1,4 +1,4 @@
-"""A checkpoint's files: where they are, and what the small ones say. No torch here: the front door reads them too."""
+"""A checkpoint's files: finding them, and reading the JSON ones. No torch here: the HTTP process reads them too."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """``generation_config.json``, with the end-of-sequence ids of ``config.json`` where it names none."""
+    """``generation_config.json``, with the end-of-sequence ids of ``config.json`` where it has none."""
     generation = read_json(directory, "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
