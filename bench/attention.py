@@ -23,7 +23,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from preheat.backends.base import pick_platform
-from preheat.backends.cuda.attention import Workspace, decode_attention, prefill_attention, prefill_how, query_tile
+from preheat.backends.cuda.paged_attention import (
+    Workspace,
+    decode_attention,
+    prefill_attention,
+    prefill_config,
+    query_tile,
+)
 from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
 
@@ -87,7 +93,7 @@ def decoding(lengths: Sequence[int], heads: Heads, by_block: bool) -> float:
 
 def reading(prompts: int, length: int, heads: Heads, by_block: bool) -> float:
     """Microseconds of a layer that reads whole prompts."""
-    pages, tile = Pages([length] * prompts, heads, by_block), prefill_how(heads.dim, torch.bfloat16)
+    pages, tile = Pages([length] * prompts, heads, by_block), prefill_config(heads.dim, torch.bfloat16)
     first, count = np.arange(prompts) * length, np.full(prompts, length)
     tiles = prefill_tiles(first, count, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))
     slots, positions = np.repeat(np.arange(prompts), length), np.tile(np.arange(length), prompts)

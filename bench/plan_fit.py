@@ -1,4 +1,4 @@
-"""How long the plan takes to make, and to answer for one step.
+"""AttentionConfig long the plan takes to make, and to answer for one step.
 
 Prints nanoseconds a ``fit`` (with and without making the Need) for plans of growing size, the seconds of planning
 10,000 and 100,000 candidate shapes, and what ``preheat plan`` of an 8-billion-parameter model's config takes from

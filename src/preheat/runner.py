@@ -1,131 +1,46 @@
-"""What runs a platform's steps: the model on its device, the packer that lays a step out, the executor that runs it."""
+"""What runs an engine's steps: the packer that lays a step out, and the executor that runs it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from preheat.backends.base import Platform
-from preheat.backends.cpu.compile import builder
-from preheat.backends.cuda.upload import Upload
+from preheat.backends.base import Backend, Mode
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.executor import Executor, attention_layers
+from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
-from preheat.model import loader
-from preheat.model.decoder import Decoder, project
-from preheat.model.layers import Linear, Weights
-from preheat.model.loader import HOST, Model
-from preheat.ops.norm import RMSNorm
+from preheat.model.decoder import Decoder
+from preheat.model.loader import LoadedModel
 from preheat.plan.buckets import Bucket
-from preheat.plan.modes import Mode
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
-from preheat.warmup.store import cache_root
-
-if TYPE_CHECKING:
-    from preheat.execution.device_executor import DeviceExecutor
-    from preheat.execution.executor import Executor
-    from preheat.execution.flat import FlatPacker
-    from preheat.execution.pack import Packer
-
-logger = logging.getLogger(__name__)
 
 
-class _Device:
-    """A GPU, for loading."""
-
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        from preheat.backends.cuda.tuning import choices
-
-        self.device = device
-        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        self._choices = choices(name, capability, cache_root(settings), invariant=settings.batch_invariant)
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-        from preheat.backends.cuda.linear import CudaLinear
-
-        return CudaLinear(weight, bias, gated=gated, choices=self._choices)
-
-    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return RMSNorm(weight, eps)
-
-    @contextmanager
-    def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
-        with Upload(self.device) as upload:
-            yield upload.copy
-
-
-def load_model(settings: Settings, platform: Platform) -> Model:
-    """The model that the settings name, on the platform's device."""
-    device = _Device(settings, platform.device) if platform.name == "cuda" else HOST
-    return loader.load_model(settings, device, native_bfloat16=platform.supports_bfloat16())
-
-
-def on_host(
-    settings: Settings, model: Model, plan: Plan, slots: Slots, *, mode: Mode, store: Path | None
+def build(
+    settings: Settings,
+    backend: Backend,
+    model: LoadedModel,
+    plan: Plan,
+    slots: Slots,
+    *,
+    mode: Mode,
+    store: Path | None = None,
 ) -> tuple[Packer, Executor]:
-    """A CPU's packer and executor, which computes when it is called."""
-    from preheat.backends.cpu.sampler import Sampler
-    from preheat.execution.executor import Executor
-    from preheat.execution.pack import Packer
-
-    limits = plan.limits
-    cache = KVCache(model.spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
-    decoder = Decoder(model.spec, model.weights, limits.max_model_len, builder(mode, store))
-    sampler = Sampler(limits.max_num_seqs, model.spec.vocab_size, settings.handle_topk_duplicates)
-    packer = Packer(slots, model.spec, model.dtype, plan, settings.contiguous_pa)
-    return packer, Executor(decoder, cache, sampler)
-
-
-def on_device(
-    settings: Settings, model: Model, plan: Plan, slots: Slots, *, mode: Mode, store: Path | None
-) -> tuple[FlatPacker, DeviceExecutor]:
-    """Those of a device that works on while the host does, by programs over static buffers."""
-    from preheat.backends.cuda.attention import prefill_how, query_tile
-    from preheat.backends.cuda.sampler import DeviceSampler
-    from preheat.backends.cuda.work import SPLIT
-    from preheat.execution.buffers import StepBuffers
-    from preheat.execution.device_executor import DeviceExecutor
-    from preheat.execution.flat import FlatPacker
-
+    """The packer and the executor of a model, with its cache. Linear layers are proven before there is a cache."""
     spec, limits = model.spec, plan.limits
-    _settle_linear(model.weights, plan)
-    windows = sorted(set(spec.layer_windows), key=lambda window: window or 0)
-    tile = query_tile(spec.num_heads, spec.num_kv_heads, prefill_how(spec.head_dim, model.dtype))
-    buffers = StepBuffers(limits, tile=tile, split=SPLIT, windows=windows, device=model.device)
-    cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, model.device)
-    decoder = Decoder(spec, model.weights, limits.max_model_len, builder(mode, store), before=project)
-    sampler = DeviceSampler(
-        limits.max_num_seqs,
-        spec.vocab_size,
-        model.device,
-        limits.max_num_seqs,
-        settings.handle_topk_duplicates,
-        most_logprobs=min(settings.max_logprobs, spec.vocab_size),
-    )
-    return FlatPacker(slots, plan, buffers), DeviceExecutor(
-        decoder, cache, sampler, buffers, settings.config_hidden_layers
-    )
-
-
-def _settle_linear(weights: Weights, plan: Plan) -> None:
-    """Which kernel serves each linear map at each size of the plan, proven before there is a cache. Off a GPU, where
-    only Triton's interpreter runs these kernels, there is nothing to prove.
-    """
-    if not weights.embedding.is_cuda:
-        return
-    from preheat.backends.cuda.prove import settle
-
     rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Bucket)})
-    maps: list[Any] = [linear for path, linear in weights.linears() if path != "head"]
-    head: Any = weights.head
-    settle(maps, rows, head, [size for size in plan.sampler_sizes if size])
-
-
-RUNNERS: dict[str, Callable[..., tuple[Any, Any]]] = {"cpu": on_host, "cuda": on_device}
-"""By platform."""
+    *layers, head = (linear for _, linear in model.weights.linears())
+    backend.settle([*((linear, rows) for linear in layers), (head, [size for size in plan.sampler_sizes if size])])
+    cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, backend.device)
+    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store))
+    attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=settings.contiguous_pa)
+    buffers = StepBuffers(limits, attention, backend)
+    sampler = backend.sampler(
+        limits,
+        spec.vocab_size,
+        max_logprobs=settings.max_logprobs,
+        handle_topk_duplicates=settings.handle_topk_duplicates,
+    )
+    executor = Executor(backend, decoder, cache, sampler, buffers, layers_per_graph=settings.config_hidden_layers)
+    return Packer(slots, plan, buffers), executor

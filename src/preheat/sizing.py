@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from preheat.backends.cpu.tiles import SPLIT
 from preheat.errors import SettingsError
 from preheat.limits import Limits, mixes
 from preheat.model.specs import ModelSpec
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
-    from preheat.backends.base import Platform
+    from preheat.backends.base import Backend
 
 
-def resolve_limits(
-    settings: Settings, spec: ModelSpec, platform: Platform, bytes_per_block: int, usable: int
-) -> Limits:
+def resolve_limits(settings: Settings, spec: ModelSpec, platform: Backend, bytes_per_block: int, usable: int) -> Limits:
     """The model's length, and the blocks that fit into the ``usable`` bytes of memory."""
     length = settings.max_model_len or spec.max_position_embeddings
     if length > spec.max_position_embeddings:
@@ -24,28 +21,11 @@ def resolve_limits(
             f"max_model_len {length} exceeds the {spec.max_position_embeddings} positions that the model was made for",
             param="max_model_len",
         )
-    if settings.contiguous_pa and platform.name != "cpu":
-        raise SettingsError(
-            f"contiguous_pa: on {platform.name} attention reads every block where it lies; leave it at false",
-            param="contiguous_pa",
-        )
-    if settings.contiguous_pa and settings.block_size != SPLIT:
-        raise SettingsError(
-            f"contiguous_pa reads whole blocks of {SPLIT} tokens, and block_size is {settings.block_size}: set "
-            f"block_size to {SPLIT}, or contiguous_pa to false",
-            param="contiguous_pa",
-        )
     if settings.max_num_mixed_tokens is not None and not mixes(settings):
         raise SettingsError(
             "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
-        )
-    if settings.defrag_with_graphs:
-        why = "there are no graphs on a CPU" if platform.name == "cpu" else "blocks are swapped operation by operation"
-        raise SettingsError(
-            f"defrag_with_graphs: {why}; leave it unset, or set it to false",
-            param="defrag_with_graphs",
         )
     return Limits(
         max_model_len=length,
@@ -57,7 +37,7 @@ def resolve_limits(
     )
 
 
-def _num_blocks(settings: Settings, platform: Platform, bytes_per_block: int, length: int, usable: int) -> int:
+def _num_blocks(settings: Settings, platform: Backend, bytes_per_block: int, length: int, usable: int) -> int:
     """Blocks of the cache, the pad block included; never more than all sequences at full length could hold."""
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override

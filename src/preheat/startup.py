@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from preheat.backends.cuda.early import wake_gpu
+from preheat.backends import check_settings, facts_of, pick_backend, wake
 from preheat.core import Died, Ready, ToEngine
 from preheat.errors import NotInvariant
 from preheat.frontend.chat_template import ChatTemplate
@@ -27,9 +27,9 @@ from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config, weight_files
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
-from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.dispatcher import WarnOnce
-from preheat.plan.modes import Mode, resolve
+from preheat.plan.modes import resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.schedule.scheduler import Scheduler
@@ -44,10 +44,10 @@ from preheat.verify.names import check_names, check_required
 from preheat.warmup.store import cache_root
 
 if TYPE_CHECKING:
-    from preheat.backends.base import Platform
+    from preheat.backends.base import Backend, Mode
     from preheat.engine.loop import EngineSide, Loop
-    from preheat.execution.device_executor import DeviceExecutor
-    from preheat.model.loader import Model
+    from preheat.execution.executor import Executor
+    from preheat.model.loader import LoadedModel
     from preheat.warmup.cold_monitor import ColdMonitor
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -82,8 +82,8 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     """
     spec = read_spec(read_config(find_checkpoint(settings.model, settings.revision, with_weights=False)))
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
-    device = "cpu" if settings.device == "auto" else settings.device
-    return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, device=device, as_json=as_json)
+    facts = facts_of(settings.device)
+    return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, as_json=as_json)
 
 
 def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
@@ -96,15 +96,14 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
     check_required(settings)
     explain(settings.debug)
     trace = open_trace(settings.profiler_enabled)
-    if settings.device != "cpu":
-        wake_gpu()
+    wake(settings.device)
     with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
-        from preheat.backends.base import check_varying, pick_platform, works_ahead
         from preheat.backends.cpu.compile import compile_seconds
         from preheat.engine.listeners import trace_steps, with_step_log
         from preheat.engine.loop import Loop
         from preheat.engine.rehearsal import Unwatched, rehearse
-        from preheat.runner import RUNNERS, load_model
+        from preheat.model.loader import load_model
+        from preheat.runner import build
         from preheat.transport import InlineTransport
         from preheat.verify.boot import BootCheck
         from preheat.verify.check_runner import CheckRunner
@@ -114,11 +113,12 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         from preheat.warmup.store import Store, fingerprint
     keep_imports()
 
-    platform = pick_platform(settings.device)
-    check_varying(settings, platform)
-    platform.prepare(settings.num_threads)
-    ahead = works_ahead(settings, platform)
-    mode = resolve(platform.name, settings)
+    platform = pick_backend(settings.device)
+    facts = platform.facts
+    check_settings(settings, facts)
+    platform.prepare(settings, cache_root(settings))
+    ahead = facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
+    mode = resolve(facts, settings)
     steps = Steps(platform, started, trace.span)
     with steps("Loading model weights"):
         model = load_model(settings, platform)
@@ -131,10 +131,8 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
     scheduler = _scheduler(settings, limits, plan)
     with steps.total("init_cache_engine"):
         with steps("Initializing cache engine"):
-            packer, executor = RUNNERS[platform.name](
-                settings, model, plan, scheduler.slots, mode=mode, store=store.folder
-            )
-        check = BootCheck(CheckRunner(scheduler.pool, packer, executor), record, platform.name)
+            packer, executor = build(settings, platform, model, plan, scheduler.slots, mode=mode, store=store.folder)
+        check = BootCheck(CheckRunner(scheduler.pool, packer, executor), record, facts)
         warm = WarmUp(plan, packer, executor, platform, record, check)
         warm.say, warm.compiled, warm.span, warm.reused = transport.put, compile_seconds, trace.span, store.reused()
         stage = Loop(InlineTransport(), scheduler, packer, executor, Unwatched(), overlap=ahead)
@@ -147,7 +145,7 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
     return loop
 
 
-def _parts(settings: Settings, model: Model, limits: Limits, platform: Platform, mode: str) -> dict[str, object]:
+def _parts(settings: Settings, model: LoadedModel, limits: Limits, platform: Backend, mode: str) -> dict[str, object]:
     """What tells this boot from others: with equal parts, what is stored can be used and bits are equal."""
     import torch
 
@@ -158,28 +156,28 @@ def _parts(settings: Settings, model: Model, limits: Limits, platform: Platform,
         [] if settings.load_format == "dummy" else weight_files(model.folder),
         make_plan(limits, PlanOptions.of(settings)),
         dtype=model.dtype_name,
-        device=(platform.name, platform.fingerprint),
+        device=(platform.facts.name, platform.fingerprint),
         threads=torch.get_num_threads(),
         mode=mode,
     )
 
 
 def _plan(
-    settings: Settings, model: Model, limits: Limits, store: Store, *, usable: int, platform: Platform, mode: Mode
+    settings: Settings, model: LoadedModel, limits: Limits, store: Store, *, usable: int, platform: Backend, mode: Mode
 ) -> tuple[Plan, Record]:
     """The plan, with what the store knows of its costs, and the record in which nothing has become of it yet."""
     from preheat.warmup.record import Record
 
     sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
-    costs = Costs(sizes, MACHINES[platform.name], limits.block_size, store.costs())
+    costs = Costs(sizes, platform.facts.machine, limits.block_size, store.costs())
     misses: dict[str, int] = {}
-    checks = check_names(settings, limits, mode, platform.name)
+    checks = check_names(settings, limits, mode, platform.facts)
     plan = make_plan(limits, PlanOptions.of(settings), costs, checks=checks, on_miss=WarnOnce(misses))
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.table.phases[phase.phase].shapes))
     logger.info("%s", lines.cache_blocks(limits.num_blocks))
-    record = Record.of(plan, model=settings.model, platform=platform.name, dtype=model.dtype_name, mode=mode)
+    record = Record.of(plan, model=settings.model, platform=platform.facts.name, dtype=model.dtype_name, mode=mode)
     record.fingerprint, record.misses = store.fingerprint, misses
     record.memory = {"usable": usable, "kv_cache": limits.num_blocks * model.bytes_per_block}
     return plan, record
@@ -202,7 +200,7 @@ def _scheduler(settings: Settings, limits: Limits, plan: Plan) -> Scheduler:
 def _heat(
     settings: Settings,
     warm: WarmUp,
-    model: Model,
+    model: LoadedModel,
     rehearsal: Callable[[], None],
     *,
     split: MemorySplit,
@@ -215,11 +213,11 @@ def _heat(
     from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
 
     plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
-    if record.mode == GRAPHS and warm.platform.name == "cpu":
+    if record.mode == GRAPHS and not warm.platform.facts.captures:
         sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
         warm.capture = partial(capture_twin, plan, record, settings, budget, sizes)
     elif record.mode == GRAPHS:
-        executor = cast("DeviceExecutor", warm.executor)
+        executor = cast("Executor", warm.executor)
         with steps("Compiling kernels"):
             executor.compile(plan, os.cpu_count() or 1)
         warm.prepare, warm.keep = executor.prepare, executor.capture_sampling
@@ -234,7 +232,7 @@ def _heat(
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
-    return ColdMonitor(record, plan, settings.on_cold, sources_for(warm.platform.name))
+    return ColdMonitor(record, plan, settings.on_cold, sources_for(warm.platform.facts.name))
 
 
 def _judge(settings: Settings, record: Record) -> None:

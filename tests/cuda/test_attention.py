@@ -44,8 +44,8 @@ def test_single_queries(whole, paged):
     work = [(4, p) for p in places] + [(i, n - 1) for i, n in enumerate(LENGTHS)]
     expected = torch.stack([outputs[i][p] for i, p in work])
     for warps, stages, programs in ((4, 2, 1), (8, 2, 0), (2, 2, 3)):
-        how = paged.How(rows=16, warps=warps, stages=stages, programs=programs)
-        assert torch.equal(made.decode(work, how=how), expected)
+        config = paged.AttentionConfig(rows=16, warps=warps, stages=stages, programs=programs)
+        assert torch.equal(made.decode(work, config=config), expected)
     order = torch.randperm(len(work)).tolist()
     assert torch.equal(made.decode([work[i] for i in order[:5]]), expected[order[:5]])
     for _ in range(50):  # who finishes last is another one each time
@@ -59,7 +59,7 @@ def test_chunks_and_tiles(whole, paged):
     assert torch.equal(torch.cat(chunks), outputs[4])
     wide = made.shape.dtype == torch.bfloat16 and made.shape.dim <= 128
     for rows, warps in ((128, 8), (64, 8)) if wide else ((32, 4),):
-        assert torch.equal(made.prefill([(4, 0, 1300)], how=paged.How(rows, warps, 2)), outputs[4])
+        assert torch.equal(made.prefill([(4, 0, 1300)], config=paged.AttentionConfig(rows, warps, 2)), outputs[4])
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 256])

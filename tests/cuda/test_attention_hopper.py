@@ -42,7 +42,7 @@ def made(request, paged):
 
 def everywhere(paged, made, work):
     """By the kernel for every GPU."""
-    return made.prefill(work, how=paged.prefill_how(made.shape.dim, made.shape.dtype))
+    return made.prefill(work, config=paged.prefill_config(made.shape.dim, made.shape.dtype))
 
 
 def test_bits_of_the_kernel_for_every_gpu(paged, made):
@@ -87,7 +87,7 @@ def test_a_captured_call_reads_its_number_of_tiles_again(paged):
     expected = made.prefill(WHOLE)
     q, slots, positions, out = made._step(WHOLE)
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
-    tile = paged.query_tile(32, 8, paged.prefill_how(128, q.dtype))
+    tile = paged.query_tile(32, 8, paged.prefill_config(128, q.dtype))
     tiles, count = made._pieces(
         paged.prefill_tiles(np.array(starts), np.array(LENGTHS), np.zeros(len(LENGTHS), int), tile), 200
     )

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.execution.sampling import Level, SamplingBatch
+
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda.sampler import Cut, DeviceSampler
 from preheat.core import SamplingParams
-from preheat.execution.sampling import Level, SamplingBatch
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close
@@ -103,7 +103,7 @@ def test_a_wrong_distribution_is_seen() -> None:
 
 
 def differing(rows: list[Row]) -> int:
-    """How many rows get another token elsewhere in the step, alone, at level full or cut in another way."""
+    """AttentionConfig many rows get another token elsewhere in the step, alone, at level full or cut in another way."""
     whole = sample_on(rows, "cuda")
     order = np.random.default_rng(8).permutation(len(rows))
     turned = dict(zip(order.tolist(), sample_on([rows[i] for i in order], "cuda", dtype=torch.bfloat16), strict=True))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from preheat.backends.cuda.platform import CUDA
-from preheat.backends.cuda.upload import PIECE_BYTES, THREADS, Upload
+from preheat.backends.base import Linear
+from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.families import read_spec
 from preheat.model.formats import expected_tensors
-from preheat.model.layers import Linear
 from preheat.model.loader import load_weights
-from preheat.ops.norm import RMSNorm
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -32,24 +28,14 @@ CONFIG = {
 SPEC = read_spec(CONFIG)
 
 
-class Plain:
-    """A device whose linear layers keep the weight, for the test to look at."""
-
-    device = torch.device("cuda")
+class Keeping(CudaBackend):
+    """A GPU whose linear layers keep the weight, for the test to look at."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
         run = torch.nn.functional.linear
-        made = lambda x: run(x, weight, bias)  # noqa: E731
+        made = lambda x, out=None: run(x, weight, bias)  # noqa: E731
         made.weight = weight  # type: ignore[attr-defined]
         return made
-
-    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return RMSNorm(weight, eps)
-
-    @contextmanager
-    def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
-        with Upload(self.device) as upload:
-            yield upload.copy
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
@@ -63,7 +49,7 @@ def test_files_arrive_as_they_are(stored, tmp_path):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    weights = load_weights(SPEC, tmp_path, torch.bfloat16, device=Plain())
+    weights = load_weights(SPEC, tmp_path, torch.bfloat16, Keeping())
     room = 2 * SPEC.num_params + THREADS * PIECE_BYTES
     assert torch.cuda.max_memory_allocated(device) - before <= 1.02 * room
     assert torch.equal(weights.embedding.cpu(), tensors["model.embed_tokens.weight"].to(torch.bfloat16))
@@ -76,7 +62,8 @@ def test_files_arrive_as_they_are(stored, tmp_path):
 
 def test_drawn_weights_are_the_same_each_time(tmp_path):
     drawn = [
-        load_weights(SPEC, tmp_path, torch.bfloat16, "dummy", seed, device=Plain()).embedding for seed in (0, 0, 1)
+        load_weights(SPEC, tmp_path, torch.bfloat16, Keeping(), load_format="dummy", seed=seed).embedding
+        for seed in (0, 0, 1)
     ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
@@ -84,7 +71,7 @@ def test_drawn_weights_are_the_same_each_time(tmp_path):
 
 
 def test_the_platform_says_what_it_is():
-    cuda = CUDA()
+    cuda = CudaBackend()
     assert torch.cuda.get_device_name(0) in cuda.fingerprint
     torch.cuda.empty_cache()
     held = cuda.used_memory()

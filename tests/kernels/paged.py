@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import torch
 
-from preheat.backends.cuda.attention import (
-    How,
+from preheat.backends.cuda.paged_attention import (
+    AttentionConfig,
     Workspace,
     decode_attention,
     prefill_attention,
-    prefill_how,
+    prefill_config,
     query_tile,
 )  # fmt: skip
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
@@ -71,7 +71,7 @@ class Pages:
         count = torch.tensor([len(pieces)], dtype=torch.int32)
         return torch.from_numpy(padded).to(self.device), count.to(self.device)
 
-    def decode(self, work, split=SPLIT, how: How | None = None, spare=3):
+    def decode(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
         """Attention of single tokens: ``work`` is a list of (sequence, position)."""
         q, slots, positions, out = self._step([(i, p, 1) for i, p in work])
         pieces = decode_work(np.arange(len(work)), np.array([p for _, p in work]), split, self.shape.window)
@@ -79,23 +79,23 @@ class Pages:
         workspace = Workspace(len(on_device), len(work), self.shape.heads, self.shape.dim, q.device)
         decode_attention(
             q, self.cache, self.table, slots, positions, on_device, count, out, workspace, self.shape.dim**-0.5,
-            self.shape.window, split=split, how=how,
+            self.shape.window, split=split, config=config,
         )  # fmt: skip
         assert not workspace.arrived.any()
         return out
 
-    def prefill(self, work, split=SPLIT, how: How | None = None, spare=3):
+    def prefill(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
         """Attention of runs: ``work`` is a list of (sequence, first position, number of tokens)."""
         q, slots, positions, out = self._step(work)
         extends = np.array([n for _, _, n in work])
         tile = query_tile(
-            self.shape.heads, self.shape.kv_heads, how or prefill_how(self.shape.dim, self.shape.dtype)
+            self.shape.heads, self.shape.kv_heads, config or prefill_config(self.shape.dim, self.shape.dtype)
         )  # fmt: skip
         first = np.array([p for _, p, _ in work])
         tiles, count = self._pieces(prefill_tiles(np.cumsum(extends) - extends, extends, first, tile), spare)
         prefill_attention(
             q, self.cache, self.table, slots, positions, tiles, count, out, self.shape.dim**-0.5,
-            self.shape.window, split=split, how=how,
+            self.shape.window, split=split, config=config,
         )  # fmt: skip
         return out
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from preheat.backends.cuda import attention_hopper
-from preheat.backends.cuda.attention import How, prefill_how
+from preheat.backends.cuda.paged_attention import AttentionConfig, prefill_config
 from tests.kernels.paged import Bucket, Pages, relative_error
 
 SPLIT = 128  # more splits in short sequences
@@ -42,10 +42,10 @@ def test_a_token_has_the_same_bits_as_a_single_query_whatever_is_beside_it(whole
 
 def test_chunks_tiles_and_programs_change_no_bits(whole):
     _, made, outputs = whole
-    chunks = [made.prefill([(2, 100, 30), (1, 0, 1)], SPLIT, How(rows=32, warps=8, stages=2))[:30]]
-    chunks.append(made.prefill([(2, 130, 70)], SPLIT, How(rows=16, warps=4, stages=2), spare=0))
+    chunks = [made.prefill([(2, 100, 30), (1, 0, 1)], SPLIT, AttentionConfig(rows=32, warps=8, stages=2))[:30]]
+    chunks.append(made.prefill([(2, 130, 70)], SPLIT, AttentionConfig(rows=16, warps=4, stages=2), spare=0))
     assert torch.equal(torch.cat(chunks), outputs[2][100:])
-    single = made.decode([(2, 199)], SPLIT, How(rows=16, warps=2, stages=3, programs=0))
+    single = made.decode([(2, 199)], SPLIT, AttentionConfig(rows=16, warps=2, stages=3, programs=0))
     assert torch.equal(single[0], outputs[2][199])
 
 
@@ -65,4 +65,4 @@ def test_another_split_gives_other_bits():
 @pytest.mark.parametrize("dim", [64, 128])
 def test_both_kernels_for_prompts_take_the_same_tiles(dim):
     """The packer cuts prompts for the one; where it fits, the other gets them."""
-    assert prefill_how(dim, torch.bfloat16).rows == 2 * attention_hopper.ROWS.value
+    assert prefill_config(dim, torch.bfloat16).rows == 2 * attention_hopper.ROWS.value

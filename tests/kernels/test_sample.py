@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-
 from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.execution.sampling import Level, PenaltyRows, SamplingBatch
+
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
 from preheat.core import SamplingParams
-from preheat.execution.sampling import Level, PenaltyRows, SamplingBatch
 from preheat.ops.philox import gumbel_at
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
@@ -143,7 +143,7 @@ def test_a_list_that_overflows(duplicates: bool) -> None:
 
 
 def differing(rows: list[Row]) -> int:
-    """How many rows get another token in another place, alone, cut in another way or at a higher level."""
+    """AttentionConfig many rows get another token in another place, alone, cut in another way or at a higher level."""
     whole = sample_on(rows, cut=SMALL)
     turned = sample_on(rows[2:] + rows[:2], level=Level.FULL, cut=SMALL)
     alone = [sample_on([row], cut=Cut(64, 8))[0] for row in rows]

@@ -46,12 +46,12 @@ def spec_of(family: str = "Llama", **changes: Any) -> ModelSpec:
 
 def test_a_plain_config():
     spec = spec_of()
-    assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps, spec.dtype) == (16, 2, 1e-6, "bfloat16")
+    assert (spec.head_dim, spec.num_kv_heads, spec.final_norm.eps, spec.dtype) == (16, 2, 1e-6, "bfloat16")
     assert (spec.eos_ids, spec.bos_id) == ((7, 8), 1)
-    assert spec.rope == RopeSpec(kind="default", theta=10000.0, original_length=512)
+    assert spec.layers[0].attention.rope == RopeSpec(kind="default", theta=10000.0, original_length=512)
     assert spec.layer_windows == (None,) * 4
     assert not any(linear.bias for _, linear in spec.linears())
-    assert (spec.layers[3].attention.qk_norm, spec.tied, spec.q_size) == (None, False, 128)
+    assert (spec.layers[3].attention.qk_norm, spec.tied) == (None, False)
     assert spec.layers[0].kv == KVSpec(num_kv_heads=2, head_dim=16)
     assert spec.kv_bytes_per_token(2) == 4 * 2 * 2 * 16 * 2
     assert spec.layers[0].attention.scale == 0.25
@@ -75,7 +75,7 @@ def test_a_layer_names_its_tensors():
 def test_published_llama_3_1_8b():
     """The published config.json, older dialect."""
     spec = read_spec(read_config(Path(__file__).parents[1] / "models" / "llama-3.1-8b"))
-    assert spec.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
+    assert spec.layers[0].attention.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
     assert spec.max_position_embeddings == 131072
     assert spec.num_params == 8_030_261_248
 
@@ -85,7 +85,7 @@ def test_both_dialects_say_the_same():
     old = spec_of("Qwen3", rope_theta=1e6, rope_scaling={"type": "yarn", **scaling})
     new = spec_of("Qwen3", rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling}, dtype="bfloat16")
     assert old == new
-    assert old.rope.kind == "yarn"
+    assert old.layers[0].attention.rope.kind == "yarn"
 
 
 def test_the_longest_sequence_counts_scaling_once():

@@ -73,10 +73,10 @@ def _torch() -> dict[str, Any]:
     """Threads, instruction set and GPU; ``gpu`` is None where preheat cannot use one."""
     import torch
 
-    from preheat.backends.base import pick_platform
+    from preheat.backends import pick_backend
 
-    chosen = pick_platform("auto")
-    gpu = chosen.fingerprint if chosen.name == "cuda" else None
+    chosen = pick_backend("auto")
+    gpu = chosen.fingerprint if chosen.facts.name == "cuda" else None
     return {"threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability(), "gpu": gpu}
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from preheat.backends.base import Mode
 from preheat.backends.cpu.compile import compilations, compile_seconds, graph_breaks
 from preheat.core import Swaps
 from preheat.engine.loop import Loop, StepListener
-from preheat.execution.pack import Batch
-from preheat.plan.modes import Mode
+from preheat.execution.input_batch import InputBatch
 from preheat.settings import Settings
 from preheat.utils.trace import Trace
 
@@ -41,7 +41,7 @@ class Meter:
     def _now(self) -> tuple[int, float]:
         return self.count(), self.seconds() if self.seconds else 0.0
 
-    def log(self, event: Batch | Swaps) -> None:
+    def log(self, event: InputBatch | Swaps) -> None:
         now, before = self._now(), self._before
         self._before = now
         grown = now[0] - before[0]
@@ -51,8 +51,8 @@ class Meter:
             logger.info("%s: %d%s, %s", self.name, grown, took, what)
 
 
-def _step_text(batch: Batch) -> str:
-    return f"{batch.shape}, {len(batch.sampled_rows)} tokens sampled"
+def _step_text(batch: InputBatch) -> str:
+    return f"{batch.bucket}, {len(batch.sampled_rows)} tokens sampled"
 
 
 class StepLog:
@@ -61,7 +61,7 @@ class StepLog:
     def __init__(self, inner: StepListener, meters: Sequence[Meter]) -> None:
         self._inner, self._meters = inner, meters
 
-    def step(self, event: Batch | Swaps) -> None:
+    def step(self, event: InputBatch | Swaps) -> None:
         for meter in self._meters:
             meter.log(event)
         self._inner.step(event)
@@ -91,7 +91,7 @@ def trace_steps(trace: Trace, loop: Loop) -> None:
     """Events of each step and of its parts: schedule, pack, launch, settle."""
     trace.watch(loop, "step", lambda _, ran: {} if ran else None)
     trace.watch(loop.scheduler, "schedule", lambda _, schedule: schedule and _of_schedule(schedule))
-    trace.watch(loop.packer, "pack", lambda args, batch: _of_schedule(args[0]) | {"shape": str(batch.shape)})
+    trace.watch(loop.packer, "pack", lambda args, batch: _of_schedule(args[0]) | {"shape": str(batch.bucket)})
     trace.watch(loop.executor, "launch", lambda args, _: _of_batch(args[0]))
     trace.watch(loop.scheduler, "settle", lambda args, _: _of_schedule(args[0]))
 
@@ -100,5 +100,5 @@ def _of_schedule(schedule: Any) -> dict[str, Any]:
     return {"rows": schedule.rows, "tokens": schedule.tokens}
 
 
-def _of_batch(batch: Batch) -> dict[str, Any]:
-    return {"shape": str(batch.shape), "padded_tokens": batch.padded_tokens, "sampled": len(batch.sampled_rows)}
+def _of_batch(batch: InputBatch) -> dict[str, Any]:
+    return {"shape": str(batch.bucket), "padded_tokens": batch.padded_tokens, "sampled": len(batch.sampled_rows)}

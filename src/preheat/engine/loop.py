@@ -147,7 +147,7 @@ class Loop:
         try:
             batch = self.packer.pack(schedule)
             step.running = self.executor.launch(batch)
-            self.launch_timer.launched(batch.shape)
+            self.launch_timer.launched(batch.bucket)
             self.listener.step(batch)
         except Exception as error:
             step.error = error

@@ -1,130 +1,280 @@
-"""The executor: one Batch in, one StepResult out. It keeps nothing of a request between steps but the cache."""
+"""The executor: two programs a step, over static buffers, back to back.
+
+``forward(bucket)`` runs all tokens up to the last attention and writes the cache's new keys and values, ``sample(size,
+level)`` takes those that are sampled through the rest and draws. The first may be cut into parts of a few layers, which
+hand on what the next one begins with in static buffers. The device keeps the tokens that it drew, so that the next step
+may be launched before the host has seen them. Nothing of a request is kept between steps but the cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.backends.cpu.sampler import Sampler
+from preheat.backends.base import AttentionLayer, Backend, Sampler
 from preheat.core import StepResult, Swaps, TokenLogprobs
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.graphs import Part, SampleKey
+from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import KVCache
-from preheat.execution.pack import Batch, PromptRow
-from preheat.model.decoder import Attended, Attention, Decoder, Tap
+from preheat.model.decoder import Attended, Decoder, Tap
+from preheat.plan.buckets import Bucket
+from preheat.plan.items import SamplerKey
+from preheat.plan.plan import Plan
 from preheat.schedule.defrag import pad_pairs
-from preheat.schedule.slots import NO_LOGPROBS
 
-LogitWatch = Callable[[Tensor, Batch], None]
+LogitWatch = Callable[[Tensor, InputBatch], None]
 """``watch(logits, batch)``: look at the fp32 logits [sampling rows, vocab] of a step before anything is drawn from
 them. It must neither change nor keep them, nor wait for the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A step that was computed when it was launched."""
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on the device, whose answer may be waited for until another step uses its host copy."""
 
-    value: StepResult
+    batch: InputBatch
+    sampler: Sampler
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
     def result(self) -> StepResult:
-        return self.value
+        """Wait for it."""
+        batch, rows, reporting = self.batch, self.batch.sampled_rows, self.batch.reporting
+        tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
+        result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs)
+        if reports:
+            result.logprobs = dict(zip(rows[reporting].tolist(), reports, strict=True))
+        return result
 
 
 class Executor:
-    """Runs steps of one model on one device."""
+    """Runs steps of one model on one device. A graph holds ``layers_per_graph`` layers, or all."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
-        self.decoder, self.cache, self.sampler = decoder, cache, sampler
-        spec = decoder.spec
-        self._scale, self._windows = spec.head_dim**-0.5, spec.layer_windows
-        self._heads, self._head_dim = spec.num_heads, spec.head_dim
+    def __init__(
+        self,
+        backend: Backend,
+        decoder: Decoder,
+        cache: KVCache,
+        sampler: Sampler,
+        buffers: StepBuffers,
+        *,
+        layers_per_graph: int | None = None,
+    ) -> None:
+        self.backend, self.decoder, self.cache = backend, decoder, cache
+        self.sampler, self.buffers, self.attention = sampler, buffers, buffers.attention
+        spec, limits, device = decoder.spec, buffers.limits, backend.device
+        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, backend.facts.min_tokens)
+        self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._normed = torch.zeros_like(self._residual)
+        self._logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, dtype=decoder.dtype, device=device)
+        self._layers = layers = range(len(spec.layers))
+        step = layers_per_graph or len(layers)
+        self._parts = [layers[first : first + step] for first in layers[::step]]
+        self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
+        self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
+        self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
         self._watch: LogitWatch | None = None
+        self.forwards = backend.programs(self._forward_part)
+        self.samples = backend.programs(self._sample)
 
     def watch_logits(self, watch: LogitWatch | None) -> None:
-        """Let ``watch`` see the logits of every step from now on; None: nobody."""
+        """Let ``watch`` see the logits of every step from now on; None: nothing does."""
         self._watch = watch
 
-    def launch(self, batch: Batch) -> Done:
-        """Run a step, which on a CPU is done when this returns; errors are raised here."""
-        return Done(self.execute(batch))
-
-    def execute(self, batch: Batch) -> StepResult:
-        """Forward, logits of the sampling rows, one token for each of them."""
-        return self.finish(self.forward(batch), batch)
+    def execute(self, batch: InputBatch) -> StepResult:
+        """Run a step and wait for it."""
+        return self.launch(batch).result()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Attended:
-        """Where all T tokens stand; keys and values are in the cache."""
-        return self.decoder.forward(batch.tokens, batch.positions, self._attention(batch))
+    def launch(self, batch: InputBatch) -> LaunchedStep:
+        """Start a step behind all that was started before.
 
-    @torch.inference_mode()
-    def logits(self, batch: Batch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """Logits of the sampling rows of ``batch``, fp32 [sampling rows, vocab], by the program that serves it; keys
-        and values are in the cache. ``eager`` runs operation by operation in its place; ``tap``, which needs that, is
-        told of every layer.
+        A step in which prompt logprobs are wanted is waited for: they may be many.
         """
-        decoder = self.decoder
-        attended = decoder.forward(batch.tokens, batch.positions, self._attention(batch), eager=eager, tap=tap)
-        hidden = decoder.finish(attended.take(batch.sampled), eager=eager, tap=tap)
-        return decoder.logits(hidden)[: len(batch.sampled_rows)]
+        self._run(batch)
+        return self._draw(batch)
 
     @torch.inference_mode()
-    def finish(self, attended: Attended, batch: Batch) -> StepResult:
+    def forward(self, batch: InputBatch, *, eager: bool = False) -> Attended:
+        """Where all T tokens stand, until the next step; keys and values are in the cache."""
+        self._run(batch, eager=eager)
+        return Attended(*(states[: batch.bucket.tokens] for states in self._states))
+
+    @torch.inference_mode()
+    def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
         """What the rows of ``batch`` want to know of its T tokens."""
-        result = self._sample(attended, batch)
-        for row in batch.prompt_rows:
-            result.prompt_logprobs[row.row] = self._prompt_logprobs(attended, row)
-        return result
+        self._send(batch)
+        self._states = Attended(self._attended, self._residual)
+        for static, given in zip(self._states, attended, strict=True):
+            static[: len(given)].copy_(given)
+        return self._draw(batch).result()
+
+    @torch.inference_mode()
+    def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
+        """fp32 [sampling rows, vocab] of a step, computed by the programs that serve, or operation by operation.
+
+        ``tap``, which needs the latter, is told of every layer.
+        """
+        if tap is None:
+            self._run(batch, eager=eager)
+        else:
+            self._send(batch)
+            self._states = self._forward(batch.bucket, self._layers, tap)
+            self._hidden(batch.sampling_size, tap)
+        logits = self._sample_rows(batch, eager=eager)
+        self._answer(batch, logits).result()
+        return logits[: len(batch.sampled_rows)].float()
 
     @torch.inference_mode()
     def swap(self, swaps: Swaps) -> None:
         """Exchange the contents of blocks, in the padded size that is one program."""
-        pairs = pad_pairs(swaps.pairs, swaps.size)
-        self.cache.swap(torch.from_numpy(pairs).to(torch.int64))
+        pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64)
+        self.cache.swap(pairs.to(self.backend.device))
 
-    def _sample(self, attended: Attended, batch: Batch) -> StepResult:
-        """One token for each sampling row; sampling_size of them are computed, of which the last may pad."""
-        rows = len(batch.sampled_rows)
-        if not rows:
-            return StepResult(tokens=np.empty(0, np.int64))
-        logits = self._logits(attended, batch.sampled)[:rows]
+    @torch.inference_mode()
+    def compile(self, plan: Plan, threads: int) -> None:
+        """Build the kernels of a plan's programs, many at a time."""
+        building = self.backend.compiling(threads)
+        if building is None:
+            return
+        with building:
+            for key in dict.fromkeys(_program(item.key) for item in plan.items):
+                if isinstance(key, Bucket):
+                    self._forward(key, self._kinds)
+                elif isinstance(key, SampleKey) and key.size:
+                    self._sample(key)
+            self.sampler.compile(self._logits)
+
+    @torch.inference_mode()
+    def prepare(self, batch: InputBatch) -> None:
+        """Run one layer of each kind of a step: all that its program launches is then in place for `capture`."""
+        self._send(batch)
+        self._forward(batch.bucket, self._kinds)
+        self._draw(batch).result()
+
+    def is_captured(self, bucket: Bucket) -> bool:
+        """Whether graphs run the forward program of ``bucket``."""
+        return all(part in self.forwards for part in self._parts_of(bucket))
+
+    @torch.inference_mode()
+    def capture(self, bucket: Bucket) -> None:
+        """Make graphs of the forward program of ``bucket``, whose layers have run before: of all parts or of none."""
+        parts = self._parts_of(bucket)
+        try:
+            for part in parts:
+                self.forwards.capture(part)
+        except BaseException:
+            for part in parts:
+                self.forwards.forget(part)
+            raise
+
+    @torch.inference_mode()
+    def capture_sampling(self, key: SamplerKey) -> None:
+        """Make a graph, if there is none, of the program that ``key`` runs, and run it on padding."""
+        program = SampleKey.of(key)
+        if program not in self.samples:
+            self.samples.capture(program)
+            self.buffers.clear()
+            self.sampler.clear()
+            self.samples.run(program)
+
+    def _send(self, batch: InputBatch) -> None:
+        self.buffers.send(batch.turn, batch.pieces)
+        self.attention.send(batch.turn, batch.work, self.buffers.inputs(batch.bucket))
+
+    def _run(self, batch: InputBatch, *, eager: bool = False) -> None:
+        self._send(batch)
+        for part in self._parts_of(batch.bucket):
+            self._states = self.forwards.run(part, eager=eager)
+
+    def _draw(self, batch: InputBatch) -> LaunchedStep:
+        return self._answer(batch, self._sample_rows(batch) if len(batch.sampled_rows) else None)
+
+    def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
+        """Draw for the sampling rows; the logits [sampling_size, vocab] that they are drawn from."""
+        self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
+        logits = self.samples.run(SampleKey(batch.sampling_size, batch.sampling.level), eager=eager)
         if self._watch is not None:
-            self._watch(logits, batch)
-        wanted = np.flatnonzero(batch.logprobs != NO_LOGPROBS)
-        raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
-        result = StepResult(tokens=self.sampler.sample(logits, batch.sampling).numpy())
-        if raw is not None:
-            entries = token_logprobs(raw, result.tokens[wanted], batch.logprobs[wanted])
-            result.logprobs = dict(zip(batch.sampled_rows[wanted].tolist(), entries, strict=True))
-        return result
+            self._watch(logits[: len(batch.sampled_rows)].float(), batch)
+        return logits
 
-    def _attention(self, batch: Batch) -> Attention:
-        """What the decoder calls in each layer: write the step's keys and values, then attend."""
-        cache, groups_of, windows = self.cache, batch.attention, self._windows
-        heads, dim, scale = self._heads, self._head_dim, self._scale
+    def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
+        """Compute the logprobs that are wanted, and have everything sent to the host."""
+        reports = len(batch.reporting) > 0
+        if logits is not None and reports:
+            self.sampler.report(logits)
+        self.sampler.fetch(batch.turn, tokens=logits is not None, reports=reports)
+        return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            cache.write(layer, batch.kv_rows, qkv[:, heads:])
-            groups = groups_of[windows[layer]]
-            if len(groups) == 1 and len(groups[0].targets) == len(qkv):  # every token attends, in order
-                return groups[0](qkv[:, :heads], cache.layers[layer], scale).reshape(len(qkv), heads * dim)
-            out = qkv.new_zeros(len(qkv), heads, dim)
-            for group in groups:
-                out.index_copy_(0, group.targets, group(qkv[:, :heads], cache.layers[layer], scale))
-            return out.view(len(qkv), heads * dim)
+    def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[TokenLogprobs]]:
+        """For each row one entry for each successor, from the hidden state of the token before it."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        for part in batch.prompt_parts:
+            size = len(part.before)
+            self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
+            entries = self.sampler.logprobs(self._head(size), part.successors, part.alternatives)
+            found.setdefault(part.row, []).extend(entries)
+        return found
 
-        return attend
+    def _parts_of(self, bucket: Bucket) -> list[Part]:
+        return [Part(bucket, layers) for layers in self._parts]
 
-    def _logits(self, attended: Attended, tokens: Tensor) -> Tensor:
-        return self.decoder.logits(self.decoder.finish(attended.take(tokens)))
+    def _forward_part(self, part: Part) -> Attended:
+        return self._forward(part.bucket, part.layers)
 
-    def _prompt_logprobs(self, attended: Attended, row: PromptRow) -> list[TokenLogprobs]:
-        """One entry for each successor, from the token before it."""
-        entries: list[TokenLogprobs] = []
-        for before, part in row.parts:
-            logits = self._logits(attended, before)[: len(part)]
-            entries += token_logprobs(logits, part, np.full(len(part), row.alternatives))
-        return entries
+    def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:
+        """Run ``layers`` of a step: from its tokens, or from where the layers before them left it. Where the tokens
+        stand then, which only the last layer's part leaves complete.
+        """
+        decoder, inputs, begins = self.decoder, self.buffers.inputs(bucket), layers[0] == 0
+        tokens = len(inputs.tokens)
+        residual, normed, out = self._residual[:tokens], self._normed[:tokens], self._attended[:tokens]
+        if begins:
+            self.backend.embed(inputs, self.sampler.last_token, decoder.weights.embedding, residual)
+        attend, before = self.attention.attend(inputs, out), None if begins else normed
+        after = decoder.layers(residual, attend, layers, normed=before, eager=tap is not None, tap=tap)
+        if layers[-1] == self._layers[-1]:
+            return Attended(after, residual)
+        normed.copy_(after)
+        return Attended(out, residual)
+
+    def _sample(self, key: SampleKey) -> Tensor:
+        """Draws, and returns the logits that it drew from."""
+        logits = self._head(key.size)
+        self.sampler.sample(key.level, logits)
+        return logits
+
+    def _head(self, size: int) -> Tensor:
+        """Logits of the first ``size`` sampled tokens."""
+        return self.decoder.weights.head(self._hidden(size), out=self._logits[:size])
+
+    def _hidden(self, size: int, tap: Tap | None = None) -> Tensor:
+        """Hidden states of the first ``size`` sampled tokens."""
+        index = self.buffers.sampled[:size]
+        sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
+        return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
+
+
+def _program(key: object) -> object:
+    """What an item of the plan runs: many of the sampler's run the same."""
+    return SampleKey.of(key) if isinstance(key, SamplerKey) else key
+
+
+def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
+    """What each layer's attention works with."""
+    layers = zip(decoder.spec.layers, cache.layers, decoder.ropes, decoder.weights.layers, strict=True)
+    return [
+        AttentionLayer(
+            num_heads=spec.attention.num_heads,
+            num_kv_heads=spec.kv.num_kv_heads,
+            head_dim=spec.kv.head_dim,
+            scale=spec.attention.scale,
+            window=spec.attention.window,
+            cache=layer_cache,
+            rope=rope,
+            qk_norm=weights.attention.qk_norm,
+        )
+        for spec, layer_cache, rope, weights in layers
+    ]

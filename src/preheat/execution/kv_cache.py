@@ -21,14 +21,7 @@ class KVCache:
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = list(self.data.unbind(0))
-        self._rows = [layer.view(-1, spec.head_dim) for layer in self.layers]
         self._blocks = [layer.view(num_blocks, -1).view(torch.int64) for layer in self.layers]  # moved in whole words
-        self._dim = spec.head_dim
-
-    @staticmethod
-    def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes over all layers."""
-        return spec.num_layers * block_size * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
     def swap(self, pairs: Tensor) -> None:
         """The contents of each of the ``pairs`` of blocks, int64 [n, 2], change places, in one layer after the other.
@@ -41,10 +34,3 @@ class KVCache:
         for blocks in self._blocks:
             torch.index_select(blocks, 0, there, out=contents)
             blocks.index_copy_(0, here, contents)
-
-    def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
-        """Store ``kv`` [tokens, 2 * kv heads, dim] (keys, then values) at ``rows`` [tokens * 2 * kv heads].
-
-        Row ((block * 2 + key or value) * kv heads + head) * slots + slot is one head's key or value of one token.
-        """
-        self._rows[layer].index_copy_(0, rows, kv.reshape(-1, self._dim))

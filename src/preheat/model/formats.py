@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from preheat.model.specs import LinearSpec, ModelSpec, leaves
 
 if TYPE_CHECKING:
-    from preheat.model.layers import Linear
+    from preheat.backends.base import Linear
     from preheat.model.loader import WeightLoader
 
 Shape = tuple[int, ...]
@@ -26,7 +26,7 @@ class LinearFormat(Protocol):
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
         """The layer of ``spec``: allocate with ``loader.empty``, read each tensor once, straight into its place, with
-        ``loader.source.fill``, and have ``loader.device`` make a layer of it.
+        ``loader.source.fill``, and have ``loader.backend`` make a layer of it.
         """
 
 
@@ -49,7 +49,7 @@ class Plain:
             if bias is not None:
                 loader.source.fill(f"{name}.bias", bias[start : start + outputs])
             start += outputs
-        return loader.device.linear(weight, bias, gated=spec.gated)
+        return loader.backend.linear(weight, bias, gated=spec.gated)
 
 
 FORMATS: Mapping[str, LinearFormat] = {"plain": Plain()}

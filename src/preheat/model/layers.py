@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from preheat.ops.norm import RMSNorm
-
-Linear = Callable[[Tensor], Tensor]
-"""A linear layer [tokens, inputs] -> [tokens, outputs], its activation included."""
+from preheat.backends.base import Linear, Norm
 
 Linears = Iterator[tuple[str, Linear]]
 """Linear layers, each with its path in the spec."""
@@ -23,7 +20,7 @@ class AttentionWeights:
 
     qkv: Linear
     o: Linear
-    qk_norm: RMSNorm | None
+    qk_norm: Norm | None
 
     def linears(self) -> Linears:
         yield "qkv", self.qkv
@@ -59,8 +56,8 @@ class Layer:
 
     attention: AttentionWeights
     mlp: Mlp
-    input_norm: RMSNorm
-    post_norm: RMSNorm
+    input_norm: Norm
+    post_norm: Norm
 
     def linears(self) -> Linears:
         yield from _below("attention", self.attention.linears())
@@ -73,7 +70,7 @@ class Weights:
 
     embedding: Tensor
     layers: list[Layer]
-    final_norm: RMSNorm
+    final_norm: Norm
     head: Linear
 
     def linears(self) -> Linears:

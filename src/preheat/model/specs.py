@@ -244,10 +244,6 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def num_heads(self) -> int:
-        return _one("num_heads", [layer.attention.num_heads for layer in self.layers])
-
-    @property
     def num_kv_heads(self) -> int:
         return _one("num_key_value_heads", [layer.kv.num_kv_heads for layer in self.layers])
 
@@ -256,20 +252,8 @@ class ModelSpec:
         return _one("head_dim", [layer.kv.head_dim for layer in self.layers])
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def rope(self) -> RopeSpec:
-        return _one("rope parameters", [layer.attention.rope for layer in self.layers])
-
-    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         return tuple(layer.attention.window for layer in self.layers)
-
-    @property
-    def rms_norm_eps(self) -> float:
-        return self.final_norm.eps
 
 
 Leaf = LinearSpec | NormSpec | EmbeddingSpec

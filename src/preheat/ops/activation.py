@@ -7,8 +7,6 @@ rest, so there silu is composed of operations that treat all alike: gate / (1 + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,15 +21,3 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if gate.dtype == torch.bfloat16:
         return F.silu(gate).mul_(up)
     return (gate / gate.neg().exp_().add_(1.0)).mul_(up)
-
-
-class Gated:
-    """``linear``, whose outputs are gate and up, followed by :func:`silu_and_mul`."""
-
-    def __init__(self, linear: Callable[[Tensor], Tensor]) -> None:
-        self._linear = linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [tokens, inputs] -> [tokens, inner]."""
-        gated: Tensor = silu_and_mul(self._linear(x))
-        return gated

@@ -19,15 +19,16 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 
 def row_digests(logits: Tensor) -> Tensor:
-    """int64 [rows], on the device of ``logits``, fp32 [rows, vocab] with contiguous rows. Never waits for it."""
-    if logits.dtype != torch.float32 or (len(logits) and logits.stride(1) != 1):
-        raise ValueError(f"expected float32 logits in contiguous rows, got {logits.dtype}, strides {logits.stride()}")
-    if logits.is_cuda:
-        from preheat.backends.cuda.digest import digest_rows
-
-        return digest_rows(logits)
+    """int64 [rows] of ``logits``, fp32 [rows, vocab] on the host with contiguous rows: the reference."""
+    check_logits(logits)
     words = logits.numpy().view(np.uint32).astype(np.uint64)
     return torch.from_numpy((words @ keys(logits.shape[1])).view(np.int64))
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise ValueError for anything but fp32 in contiguous rows."""
+    if logits.dtype != torch.float32 or (len(logits) and logits.stride(1) != 1):
+        raise ValueError(f"expected float32 logits in contiguous rows, got {logits.dtype}, strides {logits.stride()}")
 
 
 @functools.lru_cache(maxsize=2)

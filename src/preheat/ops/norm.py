@@ -22,11 +22,6 @@ def _norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
     return (wide * scale).type_as(x).mul_(weight)
 
 
-@opaque("(Tensor(a!) x, Tensor weight, Tensor share, Tensor eps) -> ()", lambda *_: None)
-def _norm_(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> None:
-    x.copy_(_norm(x, weight, share, eps))
-
-
 @opaque(
     "(Tensor x, Tensor(a!) residual, Tensor weight, Tensor share, Tensor eps) -> Tensor",
     lambda x, *_: torch.empty_like(x),
@@ -36,7 +31,7 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, share: Tensor, eps: T
 
 
 class RMSNorm:
-    """The norm of rows of ``weight.shape[-1]`` numbers, where ``weight`` lies."""
+    """The reference: the norm of rows of ``weight.shape[-1]`` numbers, in plain torch."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         """``weight`` [size], or [heads, size] for a norm of its own for each head, in the dtype of what is normed."""
@@ -47,22 +42,8 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x`` [tokens, size] or [tokens, heads, size], a new tensor of its dtype."""
-        if self.weight.is_cuda:
-            from preheat.backends.cuda.norm import rms_norm
-
-            normed: Tensor = rms_norm(x, self.weight, self.eps)
-            return normed
         return _norm(x, self.weight, self._share, self._eps)
-
-    def apply_(self, x: Tensor) -> None:
-        """Norm ``x`` in place."""
-        _norm_(x, self.weight, self._share, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, then the norm of the sum."""
-        if self.weight.is_cuda:
-            from preheat.backends.cuda.norm import add_rms_norm
-
-            normed: Tensor = add_rms_norm(x, residual, self.weight, self.eps)
-            return normed
         return _add_norm(x, residual, self.weight, self._share, self._eps)

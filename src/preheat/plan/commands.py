@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
+from preheat.backends.base import Facts
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, ladder
-from preheat.plan.cost import MACHINES, Costs, ModelSizes, SpecLike
+from preheat.plan.cost import Costs, ModelSizes, SpecLike
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.plan.render import render
@@ -49,13 +50,13 @@ def plan(
     max_positions: int,
     *,
     dtype: str = "bfloat16",
-    device: str = "cpu",
+    facts: Facts,
     as_json: bool = False,
 ) -> str:
     """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``."""
     sizes = ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     limits = asked_limits(settings, sizes, max_positions)
-    made = make_plan(limits, PlanOptions.of(settings), Costs(sizes, MACHINES[device], limits.block_size))
+    made = make_plan(limits, PlanOptions.of(settings), Costs(sizes, facts.machine, limits.block_size))
     return json.dumps(made.to_dict(), indent=2) if as_json else render(made)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from preheat.backends.base import Machine
 from preheat.plan.buckets import Bucket
 
 
@@ -87,25 +88,6 @@ class ModelSizes:
             * (2 * spec.hidden_size + max(layer.activations for layer in spec.layers)),
             dtype_bytes=dtype_bytes,
         )
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Sustained speed: floating-point operations and bytes a second. Overheads are the seconds of a forward step, and
-    of a call of anything smaller, in which nothing is computed.
-    """
-
-    flops: float
-    bandwidth: float
-    step_overhead: float
-    call_overhead: float
-
-
-MACHINES: Mapping[str, Machine] = {
-    "cpu": Machine(flops=1e11, bandwidth=1e10, step_overhead=2e-3, call_overhead=5e-4),
-    "cuda": Machine(flops=4e14, bandwidth=3e12, step_overhead=2e-2, call_overhead=1e-3),
-}
-"""Orders of magnitude, for a plan that was never measured; the record of a boot replaces them item by item."""
 
 
 @dataclass(frozen=True)

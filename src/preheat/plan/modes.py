@@ -1,18 +1,17 @@
-"""Execution modes: how a platform runs the programs of the plan. One table for each platform; no torch.
+"""Execution modes: how a backend runs the programs of the plan. No torch.
 
-The settings ask for a mode (`asked`), the platform's row says what becomes of it (`resolve`).
+The settings ask for a mode (`asked`), the backend's facts say what becomes of it (`resolve`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.settings import Settings
 
-Mode = Literal["graphs", "compile", "eager", "lazy"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
@@ -24,54 +23,6 @@ BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
     (True, True): "lazy",
 }
 """What ``lazy_mode`` and ``enforce_eager`` ask for together: the table of vLLM on Gaudi."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One platform: the mode it takes when nobody asks, what each mode that it ``runs`` does there, and why the others
-    are ``refused``.
-    """
-
-    default: Mode
-    runs: Mapping[Mode, str]
-    refused: Mapping[Mode, str]
-
-
-_NO_BRIDGE = "it is the lazy backend of Gaudi's PyTorch bridge, which this platform has not"
-
-PLATFORMS: Mapping[str, Row] = {
-    "cpu": Row(
-        default="eager",
-        runs={
-            "eager": "torch runs one operation after the other",
-            "compile": "torch.compile, each kind of layer once for each number of tokens",
-            "graphs": "as eager; there are no graphs on a CPU, so their twin counts the bytes that they would take",
-        },
-        refused={"lazy": _NO_BRIDGE},
-    ),
-    "cuda": Row(
-        default="graphs",
-        runs={
-            "eager": "the host launches one kernel after the other",
-            "graphs": "every program is captured once and replayed",
-        },
-        refused={
-            "compile": "a layer is a few fused kernels, which a compiler must leave as they are to keep their bits; "
-            "what it saves in launches, graphs save whole",
-            "lazy": _NO_BRIDGE,
-        },
-    ),
-    "hpu": Row(
-        default="graphs",
-        runs={
-            "eager": "PyTorch eager mode of the bridge",
-            "compile": "torch.compile over the bridge's eager backend",
-            "graphs": "HPU Graphs over the bridge's lazy backend",
-            "lazy": "the bridge's lazy backend, without graphs",
-        },
-        refused={},
-    ),
-}
 
 
 def asked(settings: Settings) -> Mode | None:
@@ -88,14 +39,14 @@ def asked(settings: Settings) -> Mode | None:
     return chosen
 
 
-def resolve(platform: str, settings: Settings) -> Mode:
-    """The mode in which ``platform`` runs. SettingsError, with the reason, if it does not run what is asked for."""
-    row = PLATFORMS[platform]
-    mode = asked(settings) or row.default
-    if mode in row.refused:
+def resolve(facts: Facts, settings: Settings) -> Mode:
+    """The mode in which a backend runs. SettingsError, with the reason, if it does not run what is asked for."""
+    modes = facts.modes
+    mode = asked(settings) or modes.default
+    if mode in modes.rejected:
         raise SettingsError(
-            f"execution mode {mode} is not available on {platform}: {row.refused[mode]}. "
-            f"Choose {' or '.join(row.runs)}, or leave execution_mode, lazy_mode and enforce_eager unset.",
+            f"execution mode {mode} is not available on {facts.name}: {modes.rejected[mode]}. "
+            f"Choose {' or '.join(modes.runs)}, or leave execution_mode, lazy_mode and enforce_eager unset.",
             param="execution_mode",
         )
     return mode

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.backends.base import Facts
 from preheat.errors import NotInvariant
 from preheat.plan.buckets import Bucket
 from preheat.verify.check_runner import CheckRunner, Row
@@ -28,17 +29,15 @@ DIGEST_BYTES = 16
 class BootCheck:
     """Runs the checks of the plan. What they compare with is computed once, by :meth:`begin`."""
 
-    def __init__(self, lab: CheckRunner, record: Record, platform: str) -> None:
+    def __init__(self, lab: CheckRunner, record: Record, facts: Facts) -> None:
         self._lab, self._record = lab, record
         rng = np.random.default_rng(0)
-        self._contexts = [
-            rng.integers(lab.vocab_size, size=length, dtype=np.int32) for length in self._lengths(platform)
-        ]
+        self._contexts = [rng.integers(lab.vocab_size, size=length, dtype=np.int32) for length in self._lengths(facts)]
 
-    def _lengths(self, platform: str) -> list[int]:
+    def _lengths(self, facts: Facts) -> list[int]:
         """Of the contexts; one for which there is no shape is halved, until there is."""
         found = []
-        for asked in context_lengths(self._lab.plan.limits, platform):
+        for asked in context_lengths(self._lab.plan.limits, facts):
             length = asked
             while length > 1 and not all(map(self._lab.shape_of, ([Row(0, length)], [Row(length - 1, 1)]))):
                 length //= 2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preheat.core import OWN_ID, Request, Schedule, Swaps
 from preheat.execution.executor import Executor
-from preheat.execution.pack import Packer
+from preheat.execution.input_batch import Packer
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.items import SWAP_SIZES
 from preheat.plan.plan import Plan
@@ -139,7 +139,7 @@ class CheckRunner:
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:
         """The logits of the step, whose layers are kept of ``row``."""
         batch = self.packer.pack(schedule)
-        self.shape, self.layers = batch.shape, []
+        self.shape, self.layers = batch.bucket, []
         token, final = int(schedule.extend[: row + 1].sum()) - 1, self.executor.decoder.spec.num_layers - 1
 
         def tap(layer: int, residual: Tensor) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from preheat.backends.cpu import tiles
-from preheat.backends.cuda import work
+from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.plan.modes import Mode
 from preheat.settings import OPTIONS, Settings
 
 
@@ -23,9 +21,6 @@ class Asked:
     mode: Mode
     lengths: tuple[int, ...]
 
-
-SPLITS: Mapping[str, int] = MappingProxyType({"cpu": tiles.SPLIT, "cuda": work.SPLIT})
-"""Keys of a KV split, by platform."""
 
 CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
     {
@@ -45,7 +40,7 @@ CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
 """Every check, and whether it can run: a lone slot has no neighbours, what is not captured or compiled is eager."""
 
 
-def check_names(settings: Settings, limits: Limits, mode: Mode, platform: str) -> tuple[str, ...]:
+def check_names(settings: Settings, limits: Limits, mode: Mode, facts: Facts) -> tuple[str, ...]:
     """The checks of a boot, in their order; none with ``boot_check`` off. Without invariance paths may differ, and the
     same path again is all that is compared.
     """
@@ -53,17 +48,17 @@ def check_names(settings: Settings, limits: Limits, mode: Mode, platform: str) -
         return ()
     if not settings.batch_invariant:
         return ("later run",)
-    asked = Asked(settings, limits, mode, context_lengths(limits, platform))
+    asked = Asked(settings, limits, mode, context_lengths(limits, facts))
     return tuple(name for name, runs in CHECKS.items() if runs(asked))
 
 
-def context_lengths(limits: Limits, platform: str) -> tuple[int, ...]:
+def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
     """Tokens of the contexts that are checked: across a KV split, across a block or two, and within one.
 
     All within the limits: half a step's tokens and half of the blocks at most, so that there is room for neighbours and
     for a second copy; one token at least.
     """
-    lengths = (SPLITS[platform] + 44, 70, 5)
+    lengths = (facts.split + 44, 70, 5)
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
     blocks = max((limits.num_blocks - 1) // 2, 1)
     return tuple(dict.fromkeys(min(length, longest, blocks * limits.block_size) for length in lengths))

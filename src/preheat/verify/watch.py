@@ -11,7 +11,7 @@ from torch import Tensor
 
 from preheat.core import Schedule
 from preheat.engine.loop import Loop
-from preheat.execution.pack import Batch
+from preheat.execution.input_batch import InputBatch
 from preheat.ops.digest import row_digests
 from preheat.verify.compare import Seen
 
@@ -27,12 +27,12 @@ class Watch:
         executor: Any = loop.executor  # of whatever platform
         executor.watch_logits(self._look)
 
-    def _packed(self, schedule: Schedule) -> Batch:
-        batch: Batch = self._pack(schedule)
+    def _packed(self, schedule: Schedule) -> InputBatch:
+        batch: InputBatch = self._pack(schedule)
         self._sampling[id(batch)] = schedule.ids[schedule.samples], schedule.ends[schedule.samples]
         return batch
 
-    def _look(self, logits: Tensor, batch: Batch) -> None:
+    def _look(self, logits: Tensor, batch: InputBatch) -> None:
         self._seen.append((*self._sampling.pop(id(batch)), row_digests(logits), logits.amax(1)))
 
     def take(self) -> dict[int, Seen]:

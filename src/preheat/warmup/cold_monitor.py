@@ -11,8 +11,8 @@ from typing import Protocol
 
 from preheat.core import Swaps
 from preheat.errors import PreheatError
-from preheat.execution.pack import Batch
-from preheat.execution.sampling import Level
+from preheat.execution.input_batch import InputBatch
+from preheat.ops.sampling import Level
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.plan import Plan
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, Entry, Record
@@ -57,7 +57,7 @@ class ColdMonitor:
         for source in sources:  # what happened until now is no news
             source.taken()
 
-    def step(self, event: Batch | Swaps) -> None:
+    def step(self, event: InputBatch | Swaps) -> None:
         """Book a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
         ``on_cold`` is raise.
         """
@@ -117,20 +117,20 @@ class ColdMonitor:
                 raise ColdStep(f"The step ran something cold ({said})")
 
 
-def _kind(event: Batch | Swaps) -> object:
+def _kind(event: InputBatch | Swaps) -> object:
     """What tells steps apart that run different programs."""
     if isinstance(event, Swaps):
         return event.size
-    return event.shape, event.sampling_size if len(event.sampled_rows) else 0, event.sampling.level
+    return event.bucket, event.sampling_size if len(event.sampled_rows) else 0, event.sampling.level
 
 
-def _programs(event: Batch | Swaps) -> list[object]:
+def _programs(event: InputBatch | Swaps) -> list[object]:
     """What ran."""
     if isinstance(event, Swaps):
         return [("swap", event.size)]
     if not len(event.sampled_rows):
-        return [event.shape]
-    return [event.shape, ("sampler", event.sampling_size, Level(event.sampling.level).name.lower())]
+        return [event.bucket]
+    return [event.bucket, ("sampler", event.sampling_size, Level(event.sampling.level).name.lower())]
 
 
 def _program(key: object, program: tuple[object, ...]) -> object:

@@ -33,7 +33,7 @@ from preheat.settings import OPTIONS, Settings
 from preheat.warmup.record import Entry, Record
 
 if TYPE_CHECKING:
-    from preheat.execution.device_executor import DeviceExecutor, Running
+    from preheat.execution.executor import Executor, LaunchedStep
     from preheat.warmup.run import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def capture_twin(plan: Plan, record: Record, settings: Settings, budget: Budget,
     return capture(plan, record, settings, pool=budget.pool(free), capture_one=twin.capture_one, free=twin.free)
 
 
-def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings, budget: Budget) -> Captures:
+def capture_programs(warm: WarmUp, executor: Executor, settings: Settings, budget: Budget) -> Captures:
     """`capture` of the programs of a device, with the bytes that they really take. Each graph runs once, on work that
     ``warm`` feeds, while the next one is captured.
 
@@ -151,7 +151,7 @@ def capture_programs(warm: WarmUp, executor: DeviceExecutor, settings: Settings,
     items = [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
     before = free() + sum(entries[item.name].bytes for item in items if isinstance(item.key, SamplerKey))
     pool = budget.pool(before)
-    running: list[Running] = []
+    running: list[LaunchedStep] = []
 
     def settle() -> None:
         while running:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from preheat.backends.base import Platform
+from preheat.backends.base import Backend
 from preheat.core import Progress, Schedule, StepResult, Swaps
 from preheat.errors import NotInvariant
 from preheat.execution.kv_cache import KVCache
@@ -86,7 +86,7 @@ class WarmUp:
     plan: Plan
     packer: StepPacker
     executor: StepExecutor
-    platform: Platform
+    platform: Backend
     record: Record
     check: Check
     say: Callable[[Progress], None] = lambda _: None
@@ -211,8 +211,8 @@ class WarmUp:
         rows = rows_of(self.plan.table.example(shape), self.plan.limits)
         with self._feed.work(rows) as schedule:
             batch = self.packer.pack(schedule)
-            if batch.shape != shape:
-                raise RuntimeError(f"the work for {shape} runs as {batch.shape}")
+            if batch.bucket != shape:
+                raise RuntimeError(f"the work for {shape} runs as {batch.bucket}")
             return run(batch)
 
     def _sample(self, key: SamplerKey) -> None:
@@ -233,7 +233,7 @@ class WarmUp:
             decoder, device = self.executor.decoder, self.platform.device
             chance = torch.Generator(device).manual_seed(0)
             count = max(tokens, 2 * self.plan.sampler_sizes[-1])
-            widths = decoder.spec.q_size, decoder.spec.hidden_size
+            widths = decoder.spec.layers[-1].attention.o.inputs, decoder.spec.hidden_size
             random = (torch.randn(count, width, generator=chance, device=device) for width in widths)
             self._states = Attended(*(states.to(decoder.dtype) for states in random))
         return Attended(*(states[:tokens] for states in self._states))

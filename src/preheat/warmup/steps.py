@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from preheat.backends.base import Platform
-from preheat.backends.cpu.platform import CPU
+from preheat.backends.base import Backend
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.plan import lines
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.record import BootStep
@@ -23,9 +23,9 @@ class Steps:
     may still take. ``span`` puts each into the trace.
     """
 
-    def __init__(self, platform: Platform, started: float | None = None, span: Span = no_span) -> None:
+    def __init__(self, backend: Backend, started: float | None = None, span: Span = no_span) -> None:
         self.done: list[BootStep] = []
-        self._device, self._host = platform, CPU()
+        self._device, self._host = backend, CpuBackend()
         self._started = time.monotonic() if started is None else started
         self._span = span
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from preheat.backends.base import pick_platform
+from preheat.backends import pick_backend
 from preheat.backends.cuda.tuning import Entry, KernelConfig, LinearShape, Table, encode, place, read
 from preheat.errors import PreheatError, SettingsError
 from preheat.model.config import resolve_dtype
@@ -35,8 +35,8 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
 
     Ends after about ``seconds`` with what it has by then. Raises SettingsError without a GPU or a place for the table.
     """
-    platform = pick_platform("cuda")
-    platform.prepare(settings.num_threads)
+    platform = pick_backend("cuda")
+    platform.prepare(settings, cache_root(settings))
     device = torch.cuda.get_device_name(platform.device)
     path = _path(settings, output, device)
     spec = read_spec(read_config(find_checkpoint(settings.model, settings.revision, with_weights=False)))

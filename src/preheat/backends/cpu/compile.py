@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat.backends.base import Mode, Region
 from preheat.errors import SettingsError
-from preheat.model.decoder import Region, as_it_is
-from preheat.plan.modes import Mode
 
 
 class Regional:
@@ -48,12 +47,12 @@ class Regional:
         return program
 
 
-def builder(mode: Mode, cache: Path | None = None) -> Callable[[Region], Region]:
+def region_builder(mode: Mode, cache: Path | None = None) -> Callable[[Region], Region]:
     """What builds a decoder's regions in ``mode``, keeping them in ``cache`` unless the environment names another
     place. SettingsError where it cannot.
     """
     if mode != "compile":
-        return as_it_is
+        return lambda region: region
     check_compiler()
     if cache is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))

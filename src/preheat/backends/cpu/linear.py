@@ -1,4 +1,4 @@
-"""Linear maps: y = x W^T + b.
+"""Linear layers on a CPU: y = x W^T + b, and the same with SwiGLU behind it.
 
 Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W and
 the number of threads, plus the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from preheat.backends.cpu.facts import FACTS
 from preheat.errors import SettingsError
+from preheat.ops.activation import silu_and_mul
 from preheat.ops.opaque import opaque
 from preheat.ops.proof import noise, signed_pairs
 
-MIN_ROWS = 2
-"""A caller that never passes fewer rows than this saves the padding: one row never has the bits of many."""
+MIN_ROWS = FACTS.min_tokens
 
 REFERENCES = (64, 32, 16)
 PROBES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -32,7 +33,7 @@ _kernel = torch.ops.mkldnn._linear_pointwise.default
 _sizes: dict[tuple[object, ...], int] = {}
 
 
-class Linear:
+class OneDnnLinear:
     """``weight`` [outputs, inputs], of which nothing is kept but oneDNN's copy, and ``bias`` [outputs]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -40,9 +41,20 @@ class Linear:
         self._outputs, self._bias = len(weight), bias
         self._weight = torch.ops.mkldnn._reorder_linear_weight.default(weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
         return _linear(x, self._weight, self._bias, self._outputs)
+
+
+class GatedLinear:
+    """``linear``, whose outputs are gate and up, followed by :func:`~preheat.ops.activation.silu_and_mul`."""
+
+    def __init__(self, linear: OneDnnLinear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [tokens, inputs] -> [tokens, inner]."""
+        return silu_and_mul(self._linear(x))
 
 
 @opaque(

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SPLIT = 256
+from preheat.backends.cpu.facts import FACTS
+
+SPLIT = FACTS.split
 """Tokens of a KV split. Part of the contract: another value gives other bits."""
 
 MAX_TILE = 64

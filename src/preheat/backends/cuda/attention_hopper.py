@@ -1,5 +1,5 @@
-"""Paged causal attention of runs of tokens on Hopper: the contract of :mod:`preheat.backends.cuda.attention`, only
-faster.
+"""Paged causal attention of runs of tokens on Hopper: the contract of
+:mod:`preheat.backends.cuda.paged_attention`, only faster.
 
 A persistent program has three parts that run at once. One warp loads queries, keys and values into rings in shared
 memory (TMA). Two groups of four warps attend, each with half of the rows of a tile: while the matrix unit multiplies
@@ -35,7 +35,7 @@ TILE = gl.constexpr(64)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
-"""How the rows of a tile lie, which is the same for scores, sums and outputs."""
+"""AttentionConfig the rows of a tile lie, which is the same for scores, sums and outputs."""
 
 
 @gluon.jit
@@ -47,7 +47,7 @@ def _place(turn):
 
 @gluon.jit
 def _turns(num_tiles, KV_HEADS: gl.constexpr):
-    """How many units this program has: one each turn."""
+    """AttentionConfig many units this program has: one each turn."""
     units = gl.load(num_tiles) * KV_HEADS
     whole = units // gl.num_programs(0)
     return whole + (_place(whole) < units % gl.num_programs(0)).to(gl.int32)

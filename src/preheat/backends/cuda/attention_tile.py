@@ -1,5 +1,5 @@
 """One tile of keys into an online softmax, and one split into the splits so far: what every kernel of paged attention
-that is written in plain Triton does, as :mod:`preheat.backends.cuda.attention` says.
+that is written in plain Triton does, as :mod:`preheat.backends.cuda.paged_attention` says.
 """
 
 from __future__ import annotations

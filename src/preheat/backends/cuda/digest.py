@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.ops.digest import FIRST, GOLDEN, SECOND
+from preheat.ops.digest import FIRST, GOLDEN, SECOND, check_logits
 
 BLOCK, WARPS = 4096, 8
 
@@ -38,7 +38,8 @@ def _digest_rows(words, digests, stride, size: tl.constexpr, block: tl.constexpr
 
 
 def digest_rows(logits: Tensor) -> Tensor:
-    """int64 [rows] for fp32 ``logits`` [rows, vocab] with contiguous rows."""
+    """int64 [rows] for fp32 ``logits`` [rows, vocab] with contiguous rows. Never waits for the device."""
+    check_logits(logits)
     rows, vocab = logits.shape
     digests = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:

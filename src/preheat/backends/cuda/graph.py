@@ -1,14 +1,20 @@
-"""Capture: the one way in which launches become a CUDA graph."""
+"""Capture: the one way in which launches become a CUDA graph, and the driver that replays graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Generic
 
 import torch
 
+from preheat.backends.base import K, R
 
-def capture(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+Pool = Any
+"""A graph pool's handle, whose type torch keeps to itself."""
+
+
+def capture(work: Callable[[], object], pool: Pool | None = None) -> torch.cuda.CUDAGraph:
     """A graph of what ``work`` launches on the current stream, in memory ``pool``. Its first replay will take it to the
     device. All that is launched must have run before, so that it is compiled and every library has its workspace.
 
@@ -22,3 +28,38 @@ def capture(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
     finally:
         graph.capture_end()
     return graph
+
+
+class CudaGraphs(Generic[K, R]):
+    """``body(key)`` for each key, over static buffers, replayed as a graph once it was captured.
+
+    Graphs in one ``pool`` share their working memory: of two that run, one after the other, nothing is left but what
+    they wrote into static buffers, and what the later one returned.
+    """
+
+    def __init__(self, body: Callable[[K], R], pool: Pool | None = None) -> None:
+        self._body, self._pool = body, pool
+        self._graphs: dict[K, tuple[torch.cuda.CUDAGraph, R]] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._graphs
+
+    def run(self, key: K, *, eager: bool = False) -> R:
+        """Launch the program of ``key`` on the current stream."""
+        captured = None if eager else self._graphs.get(key)
+        if captured is None:
+            return self._body(key)
+        graph, result = captured
+        graph.replay()
+        return result
+
+    def capture(self, key: K) -> None:
+        results: list[R] = []
+        graph = capture(partial(self._record, key, results), self._pool)
+        self._graphs[key] = graph, results[0]
+
+    def _record(self, key: K, results: list[R]) -> None:
+        results.append(self._body(key))
+
+    def forget(self, key: K) -> None:
+        self._graphs.pop(key, None)

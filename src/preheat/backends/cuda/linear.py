@@ -171,13 +171,13 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out
 class CudaLinear:
     """``weight`` [outputs, inputs] and ``bias`` [outputs], used as they lie in memory. ``gated``: see the contract.
 
-    ``choices`` says which implementation serves a number of rows.
+    ``configs`` say which implementation serves a number of rows.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, choices: KernelConfigs
+        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
     ) -> None:
-        self._weight, self._bias, self._gated, self.choices = weight, bias, gated, choices
+        self._weight, self._bias, self._gated, self.configs = weight, bias, gated, configs
         self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -185,4 +185,4 @@ class CudaLinear:
 
         Both are contiguous.
         """
-        return apply(self.choices(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
+        return apply(self.configs(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)

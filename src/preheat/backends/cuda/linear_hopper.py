@@ -40,7 +40,7 @@ about as many rows of W meet them in the tiles that are computed at a time."""
 
 @gluon.jit
 def _tiles(x, y, WIDTH: gl.constexpr):
-    """How many tiles of y there are down and across; ``WIDTH`` are its columns in a tile."""
+    """AttentionConfig many tiles of y there are down and across; ``WIDTH`` are its columns in a tile."""
     return gl.cdiv(x.shape[0], 2 * x.block_shape[0]), gl.cdiv(y.shape[1], WIDTH)
 
 

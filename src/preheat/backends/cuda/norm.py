@@ -60,3 +60,16 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
 def _layout(size: int) -> dict[str, Any]:
     width = triton.next_power_of_2(size)
     return {"WIDTH": width, "enable_fp_fusion": False, **options(num_warps=min(max(width // 512, 1), 16), num_stages=1)}
+
+
+class CudaNorm:
+    """The norm of rows of ``len(weight)`` numbers."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return add_rms_norm(x, residual, self.weight, self.eps)

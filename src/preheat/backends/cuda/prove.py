@@ -17,7 +17,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
-from preheat.backends.cuda.linear import CudaLinear, apply
+from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.tuning import REFERENCE, KernelConfig, KernelConfigs, Library, LinearShape
 from preheat.ops.proof import signed_pairs
 
@@ -28,24 +28,23 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def settle(
-    layers: Iterable[CudaLinear], rows: Sequence[int], head: CudaLinear, head_rows: Sequence[int]
+    configs: KernelConfigs, layers: Iterable[tuple[LinearShape, Sequence[int]]]
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Settle what serves the maps of a model, which share their choices: ``layers`` at ``rows``, ``head`` at its own.
+    """Settle what serves the linear layers of a model at their numbers of rows.
 
-    Kernels are compiled side by side, then whatever has not the contract's bits is refused; without invariance nothing
-    is. The answer says of each map and number of rows whether the first choice has them.
+    Kernels are compiled side by side, then whatever has not the contract's bits is rejected; without invariance nothing
+    is. The answer says of each layer and number of rows whether the first config has them.
     """
-    choices = head.choices
-    shapes = dict.fromkeys(linear.shape for linear in layers)
-    sizes = dict.fromkeys(shapes, tuple(rows))
-    sizes[head.shape] = tuple(dict.fromkeys((*sizes.get(head.shape, ()), *head_rows)))
-    used = [(shape, choices(shape, size)) for shape, numbers in sizes.items() for size in numbers]
+    sizes: dict[LinearShape, dict[int, None]] = {}
+    for shape, rows in layers:
+        sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
+    used = [(shape, configs(shape, size)) for shape, numbers in sizes.items() for size in numbers]
     used += [(shape, REFERENCE[shape.dtype]) for shape in sizes]
     compile_kernels(used)
     proven: dict[tuple[LinearShape, int], bool] = {}
-    if choices.invariant:
+    if configs.invariant:
         for shape, numbers in sizes.items():
-            proven |= prove(choices, [shape], numbers)
+            proven |= prove(configs, [shape], list(numbers))
     return proven
 
 
@@ -59,17 +58,17 @@ def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_
 
 
 def prove(
-    choices: KernelConfigs, shapes: Iterable[LinearShape], rows: Sequence[int]
+    configs: KernelConfigs, shapes: Iterable[LinearShape], rows: Sequence[int]
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Whether what ``choices`` says for ``shapes`` at ``rows`` has the contract's bits. What has not is refused."""
+    """Whether what ``configs`` say for ``shapes`` at ``rows`` has the contract's bits. What has not is refused."""
     proven = {}
     for shape in dict.fromkeys(shapes):
-        chosen = [(size, choices(shape, size)) for size in rows]
+        chosen = [(size, configs(shape, size)) for size in rows]
         wrong = differing(shape, chosen)
         for size, choice in chosen:
             proven[shape, size] = (size, choice) not in wrong
             if not proven[shape, size]:
-                choices.refuse(shape, size)
+                configs.reject(shape, size)
                 logger.info("%s has not the contract's bits for %d rows of %s: done without", choice, size, shape)
     return proven
 

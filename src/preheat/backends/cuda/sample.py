@@ -34,7 +34,7 @@ ROW = np.dtype(
         ("presence", np.float32),
     ]
 )
-"""How a row is sampled, as the kernels read it: 32-bit words, one record a row."""
+"""AttentionConfig a row is sampled, as the kernels read it: 32-bit words, one record a row."""
 
 HEADER = 4
 """Words before the first record: the number of rows, of edits, and two that keep the records aligned."""
@@ -130,7 +130,7 @@ def value_of(key):
 
 @triton.jit
 def deficit_of(value, peak, temperature):
-    """How far ``value`` is behind ``peak``, divided by ``temperature``."""
+    """AttentionConfig far ``value`` is behind ``peak``, divided by ``temperature``."""
     return tl.div_rn(peak - value, temperature + tl.zeros_like(value))
 
 

@@ -62,7 +62,7 @@ def reach(settings, row):
 
 @triton.jit
 def lags(bits, behind, temperature, furthest):
-    """How far the best of each group is behind at least, in powers of two times 2**23: float32 [groups].
+    """AttentionConfig far the best of each group is behind at least, in powers of two times 2**23: float32 [groups].
 
     ``bits`` [groups, 4] are the tokens' random ones, ``behind`` how much less their logits are than the best one; those
     beyond ``furthest`` are out. A token whose uniform u is 1 - (n + 1/2) / 2**23 has at most the noise -log(1 - u), and

@@ -1,4 +1,4 @@
-"""The sampler on the device: the semantics of :mod:`preheat.backends.cpu.sampler`, in kernels that a graph can hold.
+"""The sampler on the device: the semantics of :mod:`preheat.ops.sampler`, in kernels that a graph can hold.
 
 A step runs one of three programs, the highest level that any row needs. A row's token is the same at each. All memory
 is static and all sizes that change are read from the device, so that a program can be captured and replayed.
@@ -6,21 +6,23 @@ is static and all sizes that change are read from the device, so that a program 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.backends.base import HOST_COPIES, Backend, SampledRows
 from preheat.backends.cuda.sample import MAX_VOCAB, sampling
 from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh
 from preheat.backends.cuda.sample_edit import PART, edit, penalise, recount
 from preheat.backends.cuda.sample_gumbel import LAPPED, enter
 from preheat.backends.cuda.sample_logprobs import report, tally
-from preheat.backends.cuda.sampler_input import SamplerInput
+from preheat.backends.cuda.sampler_layout import SamplerLayout
 from preheat.core import TokenLogprobs
-from preheat.execution.sampling import Level, PenaltyRows
+from preheat.ops.sampling import Level, Penalties, SamplingInput
 
 _NO_OWNER = -1
 _COUNTED = 4096  # tokens of a sequence that one program counts
@@ -32,10 +34,27 @@ _EDIT_PROGRAMS, _EDITS = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a row is cut: into chunks (a program each) of groups. Changes no bits."""
+    """AttentionConfig a row is cut: into chunks (a program each) of groups. Changes no bits."""
 
     chunk: int = 4096
     group: int = 64
+
+
+class Arrival:
+    """An event on the device's stream that the host can wait for; on the host itself everything is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        """What was launched until now is waited for."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until what was recorded last is there."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class DeviceCounts:
@@ -45,16 +64,16 @@ class DeviceCounts:
     a slot is counted from its beginning.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self.history = torch.zeros(num_slots + 1, vocab_size, dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, vocab_size: int, backend: Backend) -> None:
+        self.history = torch.zeros(num_slots + 1, vocab_size, dtype=torch.int32, device=backend.device)
         self._owner = np.full(num_slots, _NO_OWNER, np.int64)
         self._length = np.zeros(num_slots, np.int64)
-        self._staged = torch.zeros(_STAGED, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._sequence = torch.zeros(_STAGED, dtype=torch.int32, device=device)
+        self._sequence = torch.zeros(_STAGED, dtype=torch.int32, device=backend.device)
+        self._staged = backend.host_copy(self._sequence)
         self._used = 0
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = Arrival(backend.device)
 
-    def follow(self, rows: PenaltyRows) -> None:
+    def follow(self, rows: Penalties) -> None:
         """Before a step of level full is launched, count the sequences of which the device does not know yet.
 
         The step's own tokens are counted when they are drawn. Raises ValueError for a sequence that must be counted
@@ -71,7 +90,7 @@ class DeviceCounts:
         self.history.zero_()
         self._owner[:], self._length[:] = _NO_OWNER, 0
 
-    def _recount(self, rows: PenaltyRows, which: np.ndarray) -> None:
+    def _recount(self, rows: Penalties, which: np.ndarray) -> None:
         """Count these sequences from their beginning, in one launch unless they are many or long."""
         parts = list[tuple[int, int, np.ndarray]]()
         for i in which.tolist():
@@ -103,51 +122,70 @@ class DeviceCounts:
         """``words`` on the device. The host waits for the device only when all of the staging memory has been used."""
         if self._used + len(words) > _STAGED:
             self._used = 0
-            if self._copied:
-                self._copied.synchronize()
+            self._copied.wait()
         part = slice(self._used, self._used + len(words))
         self._staged.numpy()[part] = words
         self._sequence[part].copy_(self._staged[part], non_blocking=True)
-        if self._copied:
-            self._copied.record()
+        self._copied.record()
         self._used += -(-len(words) // _ALIGNED) * _ALIGNED
         return self._sequence[part]
 
 
-class DeviceSampler:
-    """Draws tokens for the sequences in ``num_slots`` slots, at most ``max_rows`` a step.
+class Answer:
+    """Where the answers of a step go on the host: ``arrays`` are its tokens, report ids and report values."""
 
-    ``input`` says how the host describes a step; ``settings`` int32 [input.words] is that description on the device,
-    and may be replaced by a part of a larger buffer before anything is launched. ``tokens`` int32 [max_rows] are the
-    answers in row order, ``last_token`` int32 [num_slots + 1] is each slot's latest; the last slot is that of rows that
-    pad. Log-probabilities are reported with the ``most_logprobs`` most likely tokens.
+    def __init__(self, answers: Sequence[Tensor], backend: Backend) -> None:
+        self._from = answers
+        self._to = [backend.host_copy(each) for each in answers]
+        self.arrays = [each.numpy() for each in self._to]
+        self._there = Arrival(backend.device)
+
+    def fetch(self, tokens: bool, reports: bool) -> None:
+        """Have the device send what is wanted, of all rows; returns before it is there."""
+        for wanted, source, target in zip((tokens, reports, reports), self._from, self._to, strict=True):
+            if wanted:
+                target.copy_(source, non_blocking=True)
+        self._there.record()
+
+    def wait(self) -> None:
+        """Until what was fetched last, and all that was launched before, is there."""
+        self._there.wait()
+
+
+class CudaSampler:
+    """Draws tokens for the sequences of a step.
+
+    ``layout`` says how the host describes a step; ``settings`` int32 [layout.words] is that description on the device.
+    ``tokens`` int32 [max rows] are the answers in row order, ``last_token`` int32 [slots + 1] is each slot's latest;
+    the last slot is that of rows that pad. Log-probabilities are reported with the ``max_logprobs`` most likely tokens.
     """
 
     def __init__(
         self,
         num_slots: int,
         vocab_size: int,
-        device: torch.device,
+        backend: Backend,
         max_rows: int,
         handle_topk_duplicates: bool = False,
         *,
-        most_logprobs: int = 20,
+        max_logprobs: int = 20,
         cut: Cut = Cut(),
     ) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the sampler takes up to {MAX_VOCAB} tokens, the model has {vocab_size}")
-        self.vocab_size, self.most_logprobs = vocab_size, most_logprobs
+        device = backend.device
+        self.vocab_size, self.max_logprobs = vocab_size, min(max_logprobs, vocab_size)
         self.handle_topk_duplicates = handle_topk_duplicates
-        self.input = SamplerInput(max_rows, vocab_size, pad_slot=num_slots)
-        self.counts = DeviceCounts(num_slots, vocab_size, device)
+        self.layout = SamplerLayout(max_rows, vocab_size, pad_slot=num_slots)
+        self.counts = DeviceCounts(num_slots, vocab_size, backend)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.settings = zeros(self.input.words)
+        self.settings = zeros(self.layout.words)
         self.tokens, self.last_token = zeros(max_rows), zeros(num_slots + 1)
-        self.report_ids = zeros(max_rows, 1 + most_logprobs)
-        self.report_values = zeros(max_rows, 1 + most_logprobs, dtype=torch.float32)
+        self.report_ids = zeros(max_rows, 1 + self.max_logprobs)
+        self.report_values = zeros(max_rows, 1 + self.max_logprobs, dtype=torch.float32)
         self._chunks = chunks = -(-vocab_size // cut.chunk)
         groups = chunks * (cut.chunk // cut.group)
         self._cut = {"VOCAB": vocab_size, "CHUNK": cut.chunk}
@@ -157,16 +195,69 @@ class DeviceSampler:
         self._groups, self._listed = zeros(max_rows, _power_of_two(groups)), zeros(max_rows, cut.chunk)
         self._nearest, self._befores = zeros(max_rows, chunks, LAPPED.value), zeros(max_rows, chunks)
         self._leads, self._masses, self._aheads = (zeros(max_rows, chunks, dtype=torch.int64) for _ in range(3))
+        self._live, self._successors = zeros(1), zeros(max_rows)
+        self._host = [backend.host_copy(self.settings) for _ in range(HOST_COPIES)]
+        self._arrays = [host.numpy() for host in self._host]
+        self._packed: list[tuple[SamplingInput | None, int]] = [(None, 0)] * HOST_COPIES  # of each copy, and its words
+        self._described: SamplingInput | None = None  # what ``settings`` says
+        answers = self.tokens, self.report_ids, self.report_values
+        self._answers = [Answer(answers, backend) for _ in range(HOST_COPIES)]
 
     def forget(self) -> None:
-        """Be as new."""
         self.counts.forget()
 
-    def launch(self, level: Level, logits: Tensor, rows: int) -> None:
-        """Draw for ``rows`` rows of ``logits`` (bf16 or fp32 [at least rows, vocab], left alone), as ``settings`` says.
+    def clear(self) -> None:
+        self.settings.zero_()
+        self._described = None
 
-        ``tokens`` and ``last_token`` get the answers; rows beyond the described ones pad and get token 0.
+    def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
+        """What the device was told already is neither written nor sent again."""
+        if step.penalties:
+            self.counts.follow(step.penalties)
+        host, (before, used) = self._arrays[turn], self._packed[turn]
+        if before is not step:
+            if before is not None and step.random is not None and step.continues(before):
+                self.layout.advance(host, step.random)
+            else:
+                used = self.layout.pack(host, step, slots)
+            self._packed[turn] = step, used
+        if self._described is not step:
+            self.settings[:used].copy_(self._host[turn][:used], non_blocking=True)
+            self._described = step
+
+    def report(self, logits: Tensor) -> None:
+        self._launch_logprobs(self.settings, logits, self.tokens)
+
+    def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
+        self._answers[turn].fetch(tokens, reports)
+
+    def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
+        answer = self._answers[turn]
+        answer.wait()
+        tokens, ids, values = answer.arrays
+        found = tokens[:rows].copy()
+        if not len(reporting):
+            return found, []
+        return found, read_report(ids[reporting], values[reporting], found[reporting], alternatives)
+
+    def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
+        count = len(tokens)
+        self._successors[:count].copy_(torch.from_numpy(tokens))
+        self._live.fill_(count)
+        self._launch_logprobs(self._live, logits, self._successors)
+        ids, values = (x[:count].cpu().numpy() for x in (self.report_ids, self.report_values))
+        return read_report(ids, values, tokens, np.full(count, alternatives))
+
+    def compile(self, logits: Tensor) -> None:
+        """Reports of logprobs, and the count of a whole sequence."""
+        self._launch_logprobs(self.settings, logits[:1], self.tokens)
+        self.counts.launch(self.settings, 1)
+
+    def sample(self, level: Level, logits: Tensor) -> None:
+        """``logits`` bf16 or fp32, left alone. ``tokens`` and ``last_token`` get the answers; rows beyond the described
+        ones pad and get token 0.
         """
+        rows = len(logits)
         raw = level is not Level.FULL
         if not raw:
             logits = self._edit(logits, rows)
@@ -188,17 +279,13 @@ class DeviceSampler:
             **self._grouped, duplicates=self.handle_topk_duplicates, raw=raw, **sampling(num_warps=8),
         )  # fmt: skip
 
-    def launch_rest(self, logits: Tensor) -> None:
-        """What no program launches, to be compiled: reports of logprobs, and the count of a whole sequence."""
-        self.launch_logprobs(self.settings, logits, self.tokens, 1)
-        self.counts.launch(self.settings, 1)
-
-    def launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor, rows: int) -> None:
+    def _launch_logprobs(self, live: Tensor, logits: Tensor, chosen: Tensor) -> None:
         """Log-probabilities of ``chosen`` (int32 [rows]) and the most likely tokens, of raw ``logits`` [rows, vocab].
 
         ``live`` int32 [at least 1]: how many rows there are, the rest pad; for the rows of a step that is ``settings``.
-        ``report_ids`` and ``report_values`` [max_rows, 1 + most_logprobs] get the answers, see :func:`read_report`.
+        ``report_ids`` and ``report_values`` [max rows, 1 + max_logprobs] get the answers, see :func:`read_report`.
         """
+        rows = len(logits)
         self._peaks(logits, rows, raw=True, live=live)
         row, partial = logits.stride(0), (self._masses, self._befores)
         tally[self._chunks, rows](
@@ -206,7 +293,7 @@ class DeviceSampler:
         )
         report[rows,](
             live, logits, row, self._tops, self._leads, chosen, *partial, self._groups, self._listed,
-            self.report_ids, self.report_values, self.most_logprobs, self._chunks, **self._grouped,
+            self.report_ids, self.report_values, self.max_logprobs, self._chunks, **self._grouped,
             **sampling(num_warps=8),
         )  # fmt: skip
 
@@ -225,7 +312,7 @@ class DeviceSampler:
             self.settings, logits, logits.stride(0), self.counts.history, edited, **self._cut, **sampling(num_warps=8)
         )
         edit[_EDIT_PROGRAMS,](
-            self.settings, edited, self.input.max_rows, self.vocab_size, _EDITS, **sampling(num_warps=4)
+            self.settings, edited, self.layout.max_rows, self.vocab_size, _EDITS, **sampling(num_warps=4)
         )
         return edited
 
@@ -233,7 +320,7 @@ class DeviceSampler:
 def read_report(
     ids: np.ndarray, values: np.ndarray, tokens: np.ndarray, alternatives: np.ndarray
 ) -> list[TokenLogprobs]:
-    """What :meth:`DeviceSampler.launch_logprobs` reported of rows whose token was ``tokens[i]``, with the first
+    """What :meth:`CudaSampler.report` reported of rows whose token was ``tokens[i]``, with the first
     ``alternatives[i]`` most likely ones. All are [n] or [n, 1 + most], on the host.
     """
     rows = zip(tokens.tolist(), ids.tolist(), values.tolist(), alternatives.tolist(), strict=True)

@@ -142,7 +142,7 @@ class KernelConfigs:
         self.invariant = invariant
         self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
-        self._refused: set[tuple[LinearShape, int]] = set()
+        self._rejected: set[tuple[LinearShape, int]] = set()
         for table in tables:
             self._entries |= _by_shape(table, invariant)
 
@@ -153,15 +153,15 @@ class KernelConfigs:
         return made
 
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
-        if (shape, rows) in self._refused:
+        if (shape, rows) in self._rejected:
             return tile_rule(shape, rows)
         found = self._entries.get(shape._replace(bias=False), {})
         size = min((size for size in found if size >= rows), default=None)
         return rule(shape, rows) if size is None else found[size]
 
-    def refuse(self, shape: LinearShape, rows: int) -> None:
+    def reject(self, shape: LinearShape, rows: int) -> None:
         """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
-        self._refused.add((shape, rows))
+        self._rejected.add((shape, rows))
         self._made.pop((shape, rows), None)
 
 
@@ -173,7 +173,9 @@ def _by_shape(table: Table, invariant: bool) -> dict[LinearShape, dict[int, Kern
     return found
 
 
-def choices(device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True) -> KernelConfigs:
+def kernel_configs(
+    device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
+) -> KernelConfigs:
     """What serves on a GPU of this name and compute capability: the tables that come with preheat, and the one that the
     tuner left in ``folder``.
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-SPLIT = 512
+from preheat.backends.cuda.facts import FACTS
+
+SPLIT = FACTS.split
 """Keys of a split. Part of attention's contract: another value gives other bits."""
 
 

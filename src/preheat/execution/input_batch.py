@@ -1,20 +1,23 @@
-"""Packing for a device that replays programs: the step's integers, written where its programs read them.
+"""Packing: a Schedule and the slots' arrays become one InputBatch, padded to the bucket that the plan names.
 
-What a row computes is cut into work: a row of one token into the splits of its context, each of which any block of the
-device's grid may take; a longer row into tiles of queries, which walk their context alone.
+The step's integers are written where its programs read them. Host work is a few numpy gathers, whatever the number of
+rows; what a step has in common with the one before it, or with what its host copy holds, is neither worked out nor
+written again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from preheat.backends.cuda.work import decode_work, prefill_tiles, steady_steps
+from preheat.backends.base import HOST_COPIES, AttentionWork, StepRows
 from preheat.core import ALONE, Schedule
-from preheat.execution.buffers import HOST_COPIES, MAX_LISTS, Layout, StepBuffers
-from preheat.execution.sampling import SamplingBatch
+from preheat.execution.buffers import MAX_LISTS, Layout, StepBuffers
+from preheat.execution.logit_stages import STAGES, LogitStage, sampling_input
 from preheat.execution.step_size import step_size_of
+from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -33,18 +36,20 @@ class PromptPart:
 
 
 @dataclass(slots=True)
-class FlatBatch:
-    """One step's input, in host copy ``turn`` of the buffers, padded to ``shape``.
+class InputBatch:
+    """One step's input, in host copy ``turn`` of the buffers, padded to ``bucket``.
 
-    ``pieces`` of the copy are in use. ``sampling`` says what to do with the logits that are wanted, of ``sampled_rows``
-    padded to ``sampling_size``. Those of them at the places ``reporting`` are to report logprobs of so many
-    ``alternatives``.
+    ``pieces`` of the copy are in use, ``work`` is attention's. ``sampling`` says what to do with the logits that are
+    wanted, of ``sampled_rows`` padded to ``sampling_size``. Those of them at the places ``reporting`` are to report
+    logprobs of so many ``alternatives``.
     """
 
-    shape: Bucket
+    schedule: Schedule
+    bucket: Bucket
     turn: int
     pieces: list[slice]
-    sampling: SamplingBatch
+    work: AttentionWork
+    sampling: SamplingInput
     sampled_rows: np.ndarray  # int64, the schedule's row of each
     sampled_slots: np.ndarray  # int64, and its slot
     sampling_size: int
@@ -55,15 +60,15 @@ class FlatBatch:
     @property
     def padded_tokens(self) -> int:
         """What the step computes, padding included."""
-        return self.shape.tokens
+        return self.bucket.tokens
 
 
 @dataclass(slots=True)
 class _Rows:
-    """What follows from who is in a step, and nothing else: the steps of a line-up have it in common.
+    """What follows from which rows are in a step alone: the steps of a persistent batch have it in common.
 
     ``ends`` int64 [rows] count the step's tokens up to each row's last. ``sampling`` is that of the step in which the
-    first row was at position ``begin``. What else there is, see :class:`FlatBatch`.
+    first row was at position ``begin``. The rest as in :class:`InputBatch`.
     """
 
     persistent_batch: int
@@ -72,57 +77,54 @@ class _Rows:
     sampled_rows: np.ndarray
     sampled_slots: np.ndarray
     sampling_size: int
-    sampling: SamplingBatch
+    sampling: SamplingInput
     reporting: np.ndarray
     alternatives: np.ndarray
 
 
 @dataclass(slots=True)
 class _Work:
-    """The lists of work of a step of ``rows`` in ``shape``: (place, words) of each, and the ``pieces`` of the buffers
-    that are in use with them. They stay what they are until the first row is beyond the position ``until``.
+    """Attention's work for a step of ``rows`` in ``bucket``, and the ``pieces`` of the buffers that are in use with it.
+    It stays what it is until the first row is beyond the position ``until``.
     """
 
     rows: _Rows
-    shape: Bucket
+    bucket: Bucket
     until: int
-    counts: np.ndarray  # int32, the length of each list
-    lists: list[tuple[int, np.ndarray]]
+    work: AttentionWork
     pieces: list[slice]
 
 
-class FlatPacker:
-    """Builds batches in ``buffers``. Host work is a few numpy gathers, whatever the number of rows.
+class Packer:
+    """Builds batches in ``buffers``; ``stages`` edit logits."""
 
-    What a step has in common with the one before it, or with what its host copy holds, is neither worked out nor
-    written again.
-    """
-
-    def __init__(self, slots: Slots, plan: Plan, buffers: StepBuffers) -> None:
-        self.slots, self.plan, self.buffers = slots, plan, buffers
+    def __init__(self, slots: Slots, plan: Plan, buffers: StepBuffers, stages: Sequence[LogitStage] = STAGES) -> None:
+        self.slots, self.plan, self.buffers, self._stages = slots, plan, buffers, stages
         self._rows: _Rows | None = None
         self._work: _Work | None = None
         self._written: list[_Work | None] = [None] * HOST_COPIES
 
-    def pack(self, schedule: Schedule) -> FlatBatch:
+    def pack(self, schedule: Schedule) -> InputBatch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots = self.slots
-        shape = self.plan.fit(step_size_of(schedule, slots, self.plan.options.bucketing_policy))
-        layout, (turn, words) = self.buffers.layout(shape), self.buffers.turn()
+        bucket = self.plan.fit(step_size_of(schedule, slots, self.plan.options.bucketing_policy))
+        layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
         rows = self._rows = self._rows_of(schedule)
-        work = self._work = self._work_of(schedule, rows, shape, layout)
-        before, self._written[turn] = self._written[turn], None  # what an error leaves is nobody's
-        if before is None or before.rows is not rows or before.shape != shape:
+        work = self._work = self._work_of(schedule, rows, bucket, layout)
+        before, self._written[turn] = self._written[turn], None  # after an error the copy's content is unknown
+        if before is None or before.rows is not rows or before.bucket != bucket:
             self._write_rows(words, layout, schedule, rows)
         if before is not work:
-            _write_work(words, work)
+            _write_work(words, layout, work.work)
         self._write_tokens(words, layout, schedule, rows)
-        self.buffers.table.write(turn, slots)
+        self.buffers.attention.write(turn, slots)
         self._written[turn] = work
-        return FlatBatch(
-            shape=shape,
+        return InputBatch(
+            schedule=schedule,
+            bucket=bucket,
             turn=turn,
             pieces=work.pieces,
+            work=work.work,
             sampling=self._sampling_of(schedule, rows),
             sampled_rows=rows.sampled_rows,
             sampled_slots=rows.sampled_slots,
@@ -147,48 +149,35 @@ class FlatPacker:
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=self.plan.sampler_rows(len(sampled_rows)),
-            sampling=SamplingBatch.build(slots, sampled_slots, schedule.ends[sampled_rows]),
+            sampling=sampling_input(slots, sampled_slots, schedule.ends[sampled_rows], self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
         )
 
-    def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingBatch:
+    def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:
         at = int(schedule.first[0])
         later = rows.sampling.later(at - rows.begin)
         if later is None:
-            later = SamplingBatch.build(self.slots, rows.sampled_slots, schedule.ends[rows.sampled_rows])
+            later = sampling_input(self.slots, rows.sampled_slots, schedule.ends[rows.sampled_rows], self._stages)
             rows.sampling, rows.begin = later, at
         return later
 
-    def _work_of(self, schedule: Schedule, rows: _Rows, shape: Bucket, layout: Layout) -> _Work:
-        """How the step is cut into work. Where all decode, nothing of it changes until a row begins a split."""
-        kept, buffers, extend = self._work, self.buffers, schedule.extend
-        if kept is not None and kept.rows is rows and kept.shape == shape and schedule.first[0] <= kept.until:
+    def _work_of(self, schedule: Schedule, rows: _Rows, bucket: Bucket, layout: Layout) -> _Work:
+        """How the step is cut into work. Where all decode, it often stays the same from step to step."""
+        kept, first = self._work, int(schedule.first[0])
+        if kept is not None and kept.rows is rows and kept.bucket == bucket and first <= kept.until:
             return kept
-        single = (extend == 1).nonzero()[0]
-        token_index, positions = rows.ends[single] - 1, schedule.first[single]
-        work = _Work(rows, shape, 0, np.zeros(MAX_LISTS, np.int32), [], [])
-        if len(single) < len(extend):
-            longer = (extend > 1).nonzero()[0]
-            starts = rows.ends[longer] - extend[longer]
-            tiles = prefill_tiles(starts, extend[longer], schedule.first[longer], buffers.tile)
-            work.counts[0] = len(tiles)
-            work.lists.append((layout.tiles_at, tiles.reshape(-1)))
-        begin, steady = 0, buffers.limits.max_model_len
-        for index, (window, at) in enumerate(zip(buffers.windows, layout.splits_at, strict=False), 1):
-            splits = decode_work(token_index, positions, buffers.split, window)
-            steady = min(steady, steady_steps(positions, buffers.split, window))
-            work.counts[index] = len(splits)
-            work.lists.append((at, splits.reshape(-1)))
-            work.pieces.append(slice(begin, at + splits.size))
-            begin = layout.splits_at[index]
-        work.until = int(schedule.first[0]) + steady
-        return work
+        step = StepRows(
+            schedule.slots, schedule.first, schedule.extend, rows.ends, schedule.num_decode, layout.tokens
+        )  # fmt: skip
+        work = self.buffers.attention.plan(step, self.slots)
+        pieces = layout.pieces([len(entries) for entries in work.lists])
+        return _Work(rows, bucket, first + work.steady, work, pieces)
 
     def _write_rows(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
-        """Whose each token is, and which are sampled. The rest pads."""
+        """The slot of each token, and which tokens are sampled. The rest pads."""
         count, size = int(rows.ends[-1]), rows.sampling_size
-        tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, layout.tokens)
+        tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
         slots[:count] = schedule.slots.repeat(schedule.extend)
         tokens[count:] = positions[count:] = 0
         slots[count:] = self.buffers.pad_slot
@@ -197,9 +186,9 @@ class FlatPacker:
         sampled[len(rows.sampled_rows) :] = 0
 
     def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
-        """What each token is: its id and its position."""
+        """Each token's id and position."""
         count = int(rows.ends[-1])
-        tokens, slots, positions = words[layout.tokens_at : layout.tiles_at].reshape(3, layout.tokens)
+        tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
         if count == schedule.rows:
             positions[:count] = schedule.first
             tokens[:count] = self.slots.tokens[schedule.slots, schedule.first]
@@ -224,7 +213,7 @@ class FlatPacker:
         return found
 
 
-def _write_work(words: np.ndarray, work: _Work) -> None:
-    words[:MAX_LISTS] = work.counts
-    for at, entries in work.lists:
-        words[at : at + len(entries)] = entries
+def _write_work(words: np.ndarray, layout: Layout, work: AttentionWork) -> None:
+    for index, (at, entries) in enumerate(zip(layout.lists_at, work.lists, strict=False)):
+        words[index] = len(entries)
+        words[at : at + entries.size] = entries.reshape(-1)

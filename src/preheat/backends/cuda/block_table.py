@@ -1,7 +1,7 @@
 """The block table on a device that replays programs.
 
-Few rows of it change from one step to the next. So every copy knows the version of each of its rows, see
-:class:`~preheat.schedule.slots.Slots`, and only rows that differ go on to the next copy.
+Few rows of it change from one step to the next. So every copy knows the version of each of its rows, and only rows that
+differ go on to the next copy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from preheat.schedule.slots import Slots
+from preheat.backends.base import Backend, BlockTables
 
 
 class DeviceTable:
@@ -17,23 +17,22 @@ class DeviceTable:
     table on the host, of which one may be written while the device still reads another.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, copies: int, device: torch.device) -> None:
-        shape, pin = (num_slots + 1, max_blocks), device.type == "cuda"
-        self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, max_blocks: int, copies: int, backend: Backend) -> None:
+        self.rows = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=backend.device)
         self._version, self._writes = np.zeros(num_slots, np.int64), 0
-        self._host = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(copies)]
+        self._host = [backend.host_copy(self.rows) for _ in range(copies)]
         self._arrays = [host.numpy() for host in self._host]
         self._host_versions = [np.zeros(num_slots, np.int64) for _ in range(copies)]
         self._host_writes = [0] * copies
 
-    def write(self, copy: int, slots: Slots) -> None:
+    def write(self, copy: int, tables: BlockTables) -> None:
         """Bring a host copy up to date."""
-        if self._host_writes[copy] == slots.table_writes:
+        if self._host_writes[copy] == tables.table_writes:
             return
-        version, self._host_writes[copy] = self._host_versions[copy], slots.table_writes
-        changed = (version != slots.table_version).nonzero()[0]
-        self._arrays[copy][changed] = slots.block_table[changed]
-        version[changed] = slots.table_version[changed]
+        version, self._host_writes[copy] = self._host_versions[copy], tables.table_writes
+        changed = (version != tables.table_version).nonzero()[0]
+        self._arrays[copy][changed] = tables.block_table[changed]
+        version[changed] = tables.table_version[changed]
 
     def send(self, copy: int) -> None:
         """Let the device have what a host copy holds; returns before it is there."""

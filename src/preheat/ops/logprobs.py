@@ -1,6 +1,6 @@
-"""What the model itself thought: log-probabilities of the raw logits, before penalties and temperature.
+"""Log-probabilities of the raw logits, before penalties and temperature: the reference, on the host.
 
-A row's answer depends on that row alone: log_softmax works row by row, everything else is exact.
+Contract. A row's answer depends on that row alone: log_softmax works row by row, everything else is exact.
 """
 
 from __future__ import annotations

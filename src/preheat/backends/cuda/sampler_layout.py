@@ -12,7 +12,7 @@ import numpy as np
 
 from preheat.backends.cuda.sample import EDIT, HEADER, ROW
 from preheat.core import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from preheat.execution.sampling import LogitEdits, SamplingBatch
+from preheat.ops.sampling import Edits, SamplingInput
 from preheat.ops.top_k_top_p import SamplingMetadata, furthest
 
 EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
@@ -20,7 +20,7 @@ EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerInput:
+class SamplerLayout:
     """The layout for at most ``max_rows`` rows of ``vocab_size`` logits; rows that pad belong to slot ``pad_slot``."""
 
     max_rows: int
@@ -40,17 +40,17 @@ class SamplerInput:
     def _edits_at(self) -> int:
         return HEADER + self.max_rows * (ROW.itemsize // 4)
 
-    def pack(self, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
-        """Fill ``host`` int32 [words] for ``batch``, whose rows are the sequences in ``slots`` [batch.size].
+    def pack(self, host: np.ndarray, step: SamplingInput, slots: np.ndarray) -> int:
+        """Fill ``host`` int32 [words] for ``step``, whose rows are the sequences in ``slots`` [step.size].
 
         Returns how many words are in use. Raises ValueError if there are more edits than room.
         """
         words = host[HEADER : self._edits_at].reshape(-1, len(_NOTHING))
         words[:] = _NOTHING
         words[:, 0] = self.pad_slot
-        words[: batch.size, 0] = slots
+        words[: step.size, 0] = slots
         records = words.view(ROW)[:, 0]
-        if random := batch.random:
+        if random := step.random:
             rows = random.rows
             for name in ("temperature", "seed", "position", "choice", "top_p"):
                 records[name][rows] = getattr(random, name)
@@ -58,11 +58,11 @@ class SamplerInput:
                 records["top_k"][rows] = np.where(random.cut_by_k(self.vocab_size), random.top_k, 0)
             if random.min_p.any():
                 records["furthest"][rows] = furthest(random.min_p)
-        if penalties := batch.penalties:
+        if penalties := step.penalties:
             for name in ("repetition", "frequency", "presence"):
                 records[name][penalties.rows] = getattr(penalties, name)
-        count = self._pack_edits(host[self._edits_at :], batch.edits) if batch.edits else 0
-        host[:HEADER] = batch.size, count, 0, 0
+        count = self._pack_edits(host[self._edits_at :], step.edits) if step.edits else 0
+        host[:HEADER] = step.size, count, 0, 0
         return self._edits_at + count * EDIT
 
     def advance(self, host: np.ndarray, random: SamplingMetadata) -> None:
@@ -70,18 +70,15 @@ class SamplerInput:
         records = host[HEADER : self._edits_at].view(ROW)
         records["position"][random.rows] = random.position
 
-    def _pack_edits(self, host: np.ndarray, edits: LogitEdits) -> int:
-        """Bans, then what logit_bias adds where nothing is banned. Returns how many."""
-        ban = _places(edits.ban_row, edits.ban_id)
-        bias = ~np.isin(_places(edits.bias_row, edits.bias_id), ban)
-        count = len(ban) + int(np.count_nonzero(bias))
+    def _pack_edits(self, host: np.ndarray, edits: Edits) -> int:
+        """Write all edits; returns how many there are."""
+        count = len(edits.rows)
         if count > self.max_edits:
             raise ValueError(f"a step has {count} biases and banned ids; {self.max_edits} fit")
         entries = host[: count * EDIT].reshape(count, EDIT)
-        entries[:, 0] = np.concatenate((edits.ban_row, edits.bias_row[bias]))
-        entries[:, 1] = np.concatenate((np.clip(edits.ban_id, -1, self.vocab_size), edits.bias_id[bias]))
-        change = np.concatenate((np.full(len(ban), -np.inf, np.float32), edits.bias[bias]))
-        entries[:, 2] = change.view(np.int32)
+        entries[:, 0] = edits.rows
+        entries[:, 1] = np.clip(edits.ids, -1, self.vocab_size)  # an id outside of the vocabulary stays outside
+        entries[:, 2] = edits.change.view(np.int32)
         return count
 
 
@@ -94,9 +91,3 @@ def _nothing() -> np.ndarray:
 
 
 _NOTHING = _nothing()
-
-
-def _places(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """One number for each (row, id); an id outside of 32 bits is outside of every vocabulary."""
-    place: np.ndarray = (rows << 33) + np.clip(ids, -1, 2**32)
-    return place

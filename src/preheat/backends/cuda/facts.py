@@ -1,0 +1,30 @@
+"""What is known of the CUDA backend without torch."""
+
+from __future__ import annotations
+
+from preheat.backends.base import NO_LAZY_BRIDGE, Facts, Machine, Modes
+
+FACTS = Facts(
+    name="cuda",
+    modes=Modes(
+        default="graphs",
+        runs={
+            "eager": "the host launches one kernel after the other",
+            "graphs": "every program is captured once and replayed",
+        },
+        rejected={
+            "compile": "a layer is a few fused kernels, which a compiler must leave as they are to keep their bits; "
+            "what it saves in launches, graphs save whole",
+            "lazy": NO_LAZY_BRIDGE,
+        },
+    ),
+    machine=Machine(flops=4e14, bandwidth=3e12, step_overhead=2e-2, call_overhead=1e-3),
+    split=512,
+    asynchronous=True,
+    captures=True,
+    rejected={
+        "contiguous_pa": "attention reads every block where it lies",
+        "defrag_with_graphs": "blocks are swapped operation by operation",
+    },
+)
+"""``split`` is part of attention's contract here: another value gives other bits."""

@@ -1,0 +1,1 @@
+"""Gaudi: its facts. No kernels yet: the device cannot be picked."""

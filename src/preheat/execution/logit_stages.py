@@ -1,0 +1,123 @@
+"""The host part of sampling: from the running rows' requests to a :class:`~preheat.ops.sampling.SamplingInput`.
+
+A logit stage is one way in which a request changes its logits before a token is drawn. Adding one is adding a class to
+:data:`STAGES`: it says which rows need it and which edits it makes of them; the kernel that applies edits is every
+backend's own and does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from preheat.core import Request
+from preheat.ops.sampling import Edits, Penalties, SamplingInput
+from preheat.ops.top_k_top_p import SamplingMetadata
+from preheat.schedule.slots import Slots
+
+Edit = tuple[int, float]
+"""A token id, and what is added to its logit; minus infinity bans it."""
+
+
+class LogitStage(Protocol):
+    """Edits logits as requests ask for. ``name`` is that of the sampling field or feature."""
+
+    name: str
+
+    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
+        """Which of the slots ``rows`` [n] may have edits: bool [n]. Asked at every step, so it must be cheap."""
+
+    def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
+        """The edits for the token after the first ``length`` of a sequence that must reach ``min_length``."""
+
+
+class LogitBias:
+    """``logit_bias``: added to the logits of the tokens that it names."""
+
+    name = "logit_bias"
+
+    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
+        needed: np.ndarray = slots.needs_edit[rows]
+        return needed
+
+    def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
+        return (request.params.logit_bias or {}).items()
+
+
+class MinTokens:
+    """``min_tokens``: until then no stop id can be drawn."""
+
+    name = "min_tokens"
+
+    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
+        needed: np.ndarray = slots.needs_edit[rows]
+        return needed
+
+    def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
+        return [(token, -np.inf) for token in request.stop_ids] if length < min_length else ()
+
+
+STAGES: tuple[LogitStage, ...] = (LogitBias(), MinTokens())
+
+
+def sampling_input(
+    slots: Slots, rows: np.ndarray, position: np.ndarray | None = None, stages: Sequence[LogitStage] = STAGES
+) -> SamplingInput:
+    """For the slots ``rows`` (integers [size]), in the order of the step's logits.
+
+    Each row draws its sequence's token at ``position`` (integers [size]), by default the one after all known tokens.
+    """
+    position = slots.device_len[rows] if position is None else position
+    random = (slots.temperature[rows] > 0).nonzero()[0]
+    penalised = slots.needs_penalty[rows].nonzero()[0]
+    return SamplingInput(
+        size=len(rows),
+        random=_metadata(slots, rows[random], random, position[random]) if len(random) else None,
+        penalties=_penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None,
+        edits=_edits(slots, rows, position, stages),
+    )
+
+
+def _edits(slots: Slots, rows: np.ndarray, position: np.ndarray, stages: Sequence[LogitStage]) -> Edits | None:
+    found: list[tuple[int, int, float]] = []
+    for stage in stages:
+        for row in stage.needed(slots, rows).nonzero()[0].tolist():
+            slot = int(rows[row])
+            edits = stage.edits(_request(slots, slot), int(position[row]), int(slots.min_len[slot]))
+            found += [(row, token, change) for token, change in edits]
+    return Edits.of(found)
+
+
+def _penalties(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> Penalties:
+    return Penalties(
+        rows=rows,
+        slots=chosen.astype(np.int64),
+        owner=np.array([_request(slots, slot).id for slot in chosen.tolist()], np.int64),
+        prompt_len=slots.prompt_len[chosen].astype(np.int64),
+        tokens=[slots.tokens[slot, :end] for slot, end in zip(chosen, position, strict=True)],
+        repetition=slots.repetition_penalty[chosen],
+        frequency=slots.frequency_penalty[chosen],
+        presence=slots.presence_penalty[chosen],
+    )
+
+
+def _metadata(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> SamplingMetadata:
+    return SamplingMetadata(
+        rows=rows,
+        temperature=slots.temperature[chosen],
+        top_p=slots.top_p[chosen],
+        top_k=slots.top_k[chosen],
+        min_p=slots.min_p[chosen],
+        seed=slots.seed[chosen],
+        position=position - slots.prompt_len[chosen],
+        choice=slots.choice[chosen],
+    )
+
+
+def _request(slots: Slots, slot: int) -> Request:
+    request = slots.request[slot]
+    if request is None:
+        raise ValueError(f"slot {slot} is free; only running sequences can be sampled")
+    return request

@@ -1,0 +1,94 @@
+"""What the sampler must know of a step's rows: only as much as the most demanding row needs. No torch.
+
+Order of the stages: penalties, edits (logit_bias, then bans), temperature, min_p, top_k, top_p, then Gumbel-max.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+import numpy as np
+
+from preheat.ops.top_k_top_p import SamplingMetadata
+
+
+class Level(IntEnum):
+    """How much of the sampler a step runs. A row gets the same token at every level that it may run at."""
+
+    GREEDY = 0  # argmax alone
+    FILTERED = 1  # some row draws at random
+    FULL = 2  # some row has its logits changed first: penalties, logit_bias, min_tokens
+
+
+@dataclass(slots=True)
+class Penalties:
+    """The rows with penalties. All arrays are [n].
+
+    ``tokens[i]`` is the row's prompt (its first ``prompt_len[i]`` tokens) and output. ``owner`` is the request's id: a
+    slot's token counts are kept from step to step and belong to one owner.
+    """
+
+    rows: np.ndarray  # int64, places in the step
+    slots: np.ndarray  # int64
+    owner: np.ndarray  # int64
+    prompt_len: np.ndarray  # int64
+    tokens: list[np.ndarray]  # int32 each
+    repetition: np.ndarray  # float32
+    frequency: np.ndarray  # float32
+    presence: np.ndarray  # float32
+
+
+@dataclass(slots=True)
+class Edits:
+    """``change[i]`` is added to the logit of token ``ids[i]`` in row ``rows[i]``; minus infinity bans the token.
+
+    No (row, id) occurs twice. An id outside the vocabulary is skipped.
+    """
+
+    rows: np.ndarray  # int64 [edits]
+    ids: np.ndarray  # int64 [edits]
+    change: np.ndarray  # float32 [edits]
+
+    @classmethod
+    def of(cls, entries: list[tuple[int, int, float]]) -> Self | None:
+        """From (row, id, change) in any order: a ban beats whatever else is added to its token. None for no entry."""
+        if not entries:
+            return None
+        merged: dict[tuple[int, int], float] = {}
+        for row, token, change in entries:
+            merged[row, token] = merged.get((row, token), 0.0) + change
+        rows, ids = np.array(list(merged), np.int64).T
+        return cls(rows, ids, np.array(list(merged.values()), np.float32))
+
+
+@dataclass(slots=True)
+class SamplingInput:
+    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None."""
+
+    size: int
+    random: SamplingMetadata | None
+    penalties: Penalties | None
+    edits: Edits | None
+
+    @property
+    def level(self) -> Level:
+        if self.penalties or self.edits:
+            return Level.FULL
+        return Level.FILTERED if self.random else Level.GREEDY
+
+    def later(self, steps: int) -> Self | None:
+        """The sampling of the same rows ``steps`` steps later; None where more than positions may change."""
+        if not steps:
+            return self
+        if self.penalties or self.edits:
+            return None
+        if self.random is None:
+            return self
+        return type(self)(self.size, self.random.later(steps), None, None)
+
+    def continues(self, other: SamplingInput) -> bool:
+        """Whether nothing but positions can differ from ``other``."""
+        one, two = self.random, other.random
+        return one is not None and two is not None and one.rows is two.rows and not (self.edits or self.penalties)
