@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.backends import FACTS
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 from preheat.plan.budget import MemorySplit, graph_pool, split_memory
-from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
@@ -21,7 +22,7 @@ from tests.specs import LLAMA_8B, llama
 GIB, MIB = 2**30, 2**20
 FREE, BLOCK = round(79.16 * GIB), 16 * MIB
 SIZES = ModelSizes.of(LLAMA_8B)
-COSTS = Costs(SIZES, MACHINES["cuda"], 128)
+COSTS = Costs(SIZES, FACTS["cuda"].machine, 128)
 LIMITS = Limits(
     max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=8192, max_num_prefill_seqs=None, block_size=128,
     num_blocks=1519,
@@ -240,7 +241,7 @@ def test_the_twin_counts_what_a_graph_would_keep():
 def test_the_twin_accounts_for_every_shape(pool, ratio):
     settings = Settings(graph_prompt_ratio=ratio)
     sizes = ModelSizes.of(llama(hidden=256, inner=768, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=4096))
-    plan = make_plan(LIMITS, LOGGED, Costs(sizes, MACHINES["cpu"], 128))
+    plan = make_plan(LIMITS, LOGGED, Costs(sizes, FACTS["cpu"].machine, 128))
     record = Record.of(plan)
     twin = Twin(sizes, LIMITS.max_blocks_per_seq, pool)
     done = capture(plan, record, settings, pool=pool, capture_one=twin.capture_one, free=twin.free)
