@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.platform import CPU
 from preheat.core import Ready
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan

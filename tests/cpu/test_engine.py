@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from preheat.backends.cpu.logprobs import token_logprobs
 from torch import Tensor
 
 import preheat
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.logprobs import token_logprobs
 from preheat.execution import executor
 from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import BUNDLED_PATH

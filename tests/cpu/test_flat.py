@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preheat.execution.flat import FlatBatch, FlatPacker
+from preheat.execution.sampling import SamplingBatch
 
 from preheat.core import ALONE, Schedule, StepResult
 from preheat.execution import flat
 from preheat.execution.buffers import StepBuffers
-from preheat.execution.flat import FlatBatch, FlatPacker
-from preheat.execution.sampling import SamplingBatch
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.scheduler import Scheduler

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from preheat.backends.cpu.logprobs import token_logprobs
+
 from preheat.core import TokenLogprobs
 
 

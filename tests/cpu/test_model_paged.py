@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from preheat.execution.pack import Packer
 from torch import Tensor
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.core import Request, SamplingParams, Schedule
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import KVCache
-from preheat.execution.pack import Packer
 from preheat.limits import Limits
 from preheat.model.decoder import Decoder
 from preheat.plan.options import PlanOptions

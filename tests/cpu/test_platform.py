@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
 from preheat.backends.base import pick_platform, works_ahead
-from preheat.backends.cpu.platform import CPU
 from preheat.backends.cuda import early
 from preheat.backends.cuda import platform as cuda_module
 from preheat.errors import SettingsError

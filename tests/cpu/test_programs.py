@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from preheat.execution.sampling import Level
 
 from preheat.execution.graphs import Programs, SampleKey
-from preheat.execution.sampling import Level
 from preheat.plan.items import SamplerKey, sampler_keys
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from preheat.execution.sampling import SamplingBatch
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
-from preheat.execution.sampling import SamplingBatch
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, answer, edited, fill, weights
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from preheat.execution.sampling import Level, SamplingBatch
 
 from preheat.backends.cpu import sampler as module
 from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
-from preheat.execution.sampling import Level, SamplingBatch
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, fill
 

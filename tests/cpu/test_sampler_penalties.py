@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from preheat.execution.sampling import PenaltyRows, SamplingBatch
 
 from preheat.backends.cpu.sampler import Sampler, TokenCounts
 from preheat.core import Request, SamplingParams
-from preheat.execution.sampling import PenaltyRows, SamplingBatch
 from preheat.schedule.slots import Slots
 
 VOCAB = 12

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from preheat.execution.pack import Packer
 
 from preheat.errors import SettingsError
 from preheat.execution.executor import Executor
-from preheat.execution.pack import Packer
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup import cold_sources as sources
 from preheat.warmup.cold_sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for

@@ -1,18 +1,20 @@
 """The device's executor: a forward program in parts of a few layers has the bits of the whole one."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from preheat.backends.cuda.sampler_input import SamplerInput
 
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.core import Request, SamplingParams
 from preheat.execution import device_executor
 from preheat.execution.graphs import Programs
 from preheat.limits import Limits
 from preheat.model.families import read_spec
-from preheat.model.loader import Host, load_weights
+from preheat.model.loader import load_weights
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
@@ -32,21 +34,12 @@ CONFIG = {
 }  # fmt: skip
 
 
-class Device(Host):
-    """The host, with the linear layers of a GPU."""
-
-    def __init__(self):
-        self.choices = KernelConfigs()
-
-    def linear(self, weight, bias=None, *, gated=False):
-        return CudaLinear(weight, bias, gated=gated, choices=self.choices)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Plan and model."""
     spec, folder = read_spec(CONFIG), tmp_path_factory.mktemp("model")
-    weights = load_weights(spec, folder, torch.float32, "dummy", device=Device())
+    make_linear = partial(CudaLinear, choices=KernelConfigs())
+    weights = load_weights(spec, folder, torch.float32, "dummy", make_linear=make_linear)
     return make_plan(LIMITS, PlanOptions()), Model(folder, spec, torch.float32, "float32", weights, 1)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from preheat.core import Delta, Ready, Stats
 from preheat.engine.loop import EngineSide, Loop
 from preheat.errors import PreheatError
+from preheat.execution.executor import Executor
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.verify.compare import Seen
 from preheat.verify.prompts import Prompt
-from preheat.verify.watch import Watch
+from preheat.verify.watch import LogitWatcher
 
 Boot = Callable[[Settings, EngineSide], Loop]
 
@@ -45,9 +45,10 @@ class Engine:
         self._transport = InlineTransport()
         self.loop = boot(settings, self._transport)
         self.ready = next(message for message in self._transport.receive() if isinstance(message, Ready))
-        self._watch = Watch(self.loop)
-        executor: Any = self.loop.executor  # of whatever platform
-        self.vocab_size: int = executor.decoder.spec.vocab_size
+        executor = self.loop.executor
+        assert isinstance(executor, Executor)
+        self._watch = LogitWatcher(executor)
+        self.vocab_size = executor.decoder.spec.vocab_size
         self._ids = 0
 
     @property

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.core import Schedule
-from preheat.engine.loop import Loop
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
-from preheat.ops.digest import row_digests
 from preheat.verify.compare import Seen
 
 
-class Watch:
-    """Looks at every step of ``loop`` from now on. Nothing waits for the device before :meth:`take`."""
+class LogitWatcher:
+    """Looks at every step of ``executor`` from now on. Nothing waits for the device before :meth:`take`."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._pack = loop.packer.pack
-        self._sampling: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of batches that are on their way
+    def __init__(self, executor: Executor) -> None:
+        self._backend = executor.backend
         self._seen: list[tuple[np.ndarray, np.ndarray, Tensor, Tensor]] = []
-        loop.packer.pack = self._packed  # type: ignore[method-assign]  # whose rows a batch holds, only its packer knows
-        executor: Any = loop.executor  # of whatever platform
         executor.watch_logits(self._look)
 
-    def _packed(self, schedule: Schedule) -> InputBatch:
-        batch: InputBatch = self._pack(schedule)
-        self._sampling[id(batch)] = schedule.ids[schedule.samples], schedule.ends[schedule.samples]
-        return batch
-
     def _look(self, logits: Tensor, batch: InputBatch) -> None:
-        self._seen.append((*self._sampling.pop(id(batch)), row_digests(logits), logits.amax(1)))
+        rows, schedule = batch.sampled_rows, batch.schedule
+        digests = self._backend.row_digests(logits)
+        self._seen.append((schedule.ids[rows], schedule.ends[rows], digests, logits.amax(1)))
 
     def take(self) -> dict[int, Seen]:
         """By request, what was seen since the last call, in the order of positions: digests and greatest logits."""
