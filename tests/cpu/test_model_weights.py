@@ -278,3 +278,15 @@ def test_the_check_for_degeneracy_can_fail():
     entropy, spread, _ = behaviour(decoder)
     assert entropy > 0.99
     assert spread < 0.01
+
+
+def test_each_layer_turns_by_its_own_rope():
+    """As Gemma's do: local layers have another base. Changing one layer's rope changes the logits."""
+    weights = load_weights(SPEC, Path(), torch.float32, CPU, load_format="dummy")
+    layer = SPEC.layers[1]
+    local = replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, theta=100.0)))
+    same, mixed = Decoder(SPEC, weights, 256), Decoder(replace(SPEC, layers=(SPEC.layers[0], local)), weights, 256)
+    assert same.ropes[0] is same.ropes[1]
+    assert torch.equal(mixed.ropes[0], same.ropes[0])
+    assert not torch.equal(mixed.ropes[1], same.ropes[1])
+    assert not torch.equal(logits_of(mixed, random_tokens()), logits_of(same, random_tokens()))

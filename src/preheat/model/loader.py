@@ -21,7 +21,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.layers import AttentionWeights, DenseMlp, Layer, Weights
-from preheat.model.sources import DummyTensors, SafetensorsFiles, Source, check_tensors
+from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 from preheat.settings import Settings
 
@@ -83,7 +83,7 @@ class WeightLoader:
     """Makes the parts of a model from their specs: allocates them on the backend's device for ``source`` to fill."""
 
     def __init__(
-        self, source: Source, dtype: torch.dtype, backend: Backend, formats: Mapping[str, LinearFormat] = FORMATS
+        self, source: TensorSource, dtype: torch.dtype, backend: Backend, formats: Mapping[str, LinearFormat] = FORMATS
     ) -> None:
         self.source, self.dtype, self.backend = source, dtype, backend
         self._formats = formats

@@ -19,7 +19,7 @@ from preheat.model.specs import ModelSpec
 _NAMES_SHOWN = 8
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where tensors come from."""
 
     def fill(self, name: str, out: Tensor) -> None:
