@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.common.report import parser, save
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.compile import compilations, compile_seconds
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
+from preheat.utils.dynamo import compilations, compile_seconds
 
 ROWS = (1, 8, 32)
 CONTEXT = 64

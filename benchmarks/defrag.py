@@ -76,7 +76,7 @@ def scatter(llm: LLM, args: argparse.Namespace, load: ScatteredLoad) -> None:
     while scheduler.waiting or (scheduler.slots.cached_len < scheduler.slots.prompt_len)[scheduler.running.order].any():
         schedule = scheduler.schedule()
         assert schedule is not None
-        scheduler.settle(schedule, StepResult(np.full(int(schedule.samples.sum()), 7)))
+        scheduler.process_results(schedule, StepResult(np.full(int(schedule.samples.sum()), 7)))
     for number in range(args.rows - load.stay):
         scheduler.cancel(number)
 

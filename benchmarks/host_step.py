@@ -69,9 +69,9 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
         prompt = [rng.randrange(4096) for _ in range(rng.randrange(16, 500))]
         scheduler.add(Request(number, prompt, params, number, steps + 1000, stop_ids=[0, 1]))
     while (step := scheduler.schedule()) is not None and step.num_decode < rows:
-        scheduler.settle(step, StepResult(np.full(int(step.samples.sum()), 7)))
+        scheduler.process_results(step, StepResult(np.full(int(step.samples.sum()), 7)))
     assert step is not None
-    scheduler.settle(step, StepResult(np.full(rows, 7)))
+    scheduler.process_results(step, StepResult(np.full(rows, 7)))
     layer = AttentionLayer(
         num_heads=spec.layers[0].attention.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -111,7 +111,7 @@ def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
         times.append(time.perf_counter())
         packer.pack(schedule)
         times.append(time.perf_counter())
-        delta = scheduler.settle(schedule, result)
+        delta = scheduler.process_results(schedule, result)
         times.append(time.perf_counter())
         delta.stats = scheduler.stats()
         encode(delta)
@@ -139,7 +139,7 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
         "pack": (loop.packer, "pack"),
         "launch": (loop.executor, "launch"),
         "observe": (loop.listener, "step"),
-        "settle": (loop.scheduler, "settle"),
+        "settle": (loop.scheduler, "process_results"),
         "front door": (llm.frontdoor, "handle"),
     }
     spent: dict[str, list[float]] = {name: [] for name in parts}

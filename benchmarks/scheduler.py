@@ -58,7 +58,7 @@ def decode(rows: int, steps: int, aligned: bool) -> dict[str, dict[str, float]]:
         assert schedule is not None
         result = answer(schedule)
         before = time.perf_counter()
-        scheduler.settle(schedule, result)
+        scheduler.process_results(schedule, result)
         end = time.perf_counter()
         if schedule.num_decode == rows:
             spent["schedule"].append((middle - start) * 1e6)
@@ -92,7 +92,7 @@ def queue(count: int) -> dict[str, float]:
     for each in requests:
         scheduler.add(each)
     while (schedule := scheduler.schedule()) is not None:
-        scheduler.settle(schedule, answer(schedule))
+        scheduler.process_results(schedule, answer(schedule))
     seconds["serve"] = time.perf_counter() - start
     scheduler.check()
     tracemalloc.start()

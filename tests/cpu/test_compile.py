@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.compile import Regional, builder, check_compiler, compilations, compile_seconds
+from preheat.backends.cpu.compile import Regional, builder, check_compiler
 from preheat.errors import SettingsError
 from preheat.model import decoder as decoder_module
 from preheat.model.decoder import Decoder, after_attention, before_attention
 from preheat.ops import activation
 from preheat.ops.activation import silu_and_mul
+from preheat.utils.dynamo import compilations, compile_seconds
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import dense_attention, open_decoder, random_tokens
 from tests.cpu.test_model_paged import WAYS, Steps

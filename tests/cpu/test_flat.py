@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from preheat.execution.flat import FlatBatch, FlatPacker
 from preheat.execution.sampling import SamplingBatch
 
-from preheat.core import ALONE, Schedule, StepResult
+from preheat.core import NO_PERSISTENT_BATCH, Schedule, StepResult
 from preheat.execution import flat
 from preheat.execution.buffers import StepBuffers
 from preheat.plan.options import PlanOptions
@@ -35,7 +35,7 @@ class Steps:
         self.scheduler = Scheduler(self.limits, padded=plan.padded)
         self.buffers = self.new_buffers()
         self.packer = FlatPacker(self.scheduler.slots, plan, self.buffers)
-        self.line_ups: list[int] = []
+        self.batch_numbers: list[int] = []
 
     def new_buffers(self) -> StepBuffers:
         return StepBuffers(self.limits, tile=TILE, split=SPLIT, windows=WINDOWS, device=torch.device("cpu"))
@@ -45,14 +45,14 @@ class Steps:
         if schedule is None:
             return None
         batch = self.packer.pack(schedule)
-        self.line_ups.append(schedule.persistent_batch)
+        self.batch_numbers.append(schedule.persistent_batch)
         fresh = FlatPacker(self.scheduler.slots, self.plan, self.new_buffers()).pack(schedule)
         assert plain(batch) == plain(fresh)
         return schedule, batch, self.expected(schedule, batch)
 
     def settle(self, schedule: Schedule) -> None:
         tokens = np.arange(np.count_nonzero(schedule.samples), dtype=np.int32)
-        self.scheduler.settle(schedule, StepResult(tokens))
+        self.scheduler.process_results(schedule, StepResult(tokens))
 
     def expected(self, schedule: Schedule, batch: FlatBatch) -> dict:
         slots, tokens, tiles, last = self.scheduler.slots, [], [], []
@@ -169,10 +169,10 @@ def run_steady(steps: Steps) -> None:
         steps.settle(schedule)
 
 
-def test_rows_that_only_decode_are_one_line_up() -> None:
+def test_rows_that_only_decode_are_one_persistent_batch() -> None:
     steps = Steps()
     run_steady(steps)
-    assert steps.line_ups == [ALONE] + [1] * 23
+    assert steps.batch_numbers == [NO_PERSISTENT_BATCH] + [1] * 23
 
 
 @pytest.mark.parametrize("later", [SamplingBatch.later, flat.steady_steps])
@@ -186,8 +186,8 @@ def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
         run_steady(Steps())
 
 
-def test_rows_of_another_line_up_are_noticed() -> None:
-    """The control: rows in another order, of which it is said that they are the line-up before."""
+def test_rows_of_another_persistent_batch_are_noticed() -> None:
+    """The control: rows in another order, of which it is said that they are the persistent batch before."""
     steps = Steps()
     for number in range(2):
         steps.scheduler.add(request(number, [number], 9))
@@ -196,7 +196,7 @@ def test_rows_of_another_line_up_are_noticed() -> None:
         steps.settle(schedule)
     schedule = steps.scheduler.schedule()
     slots, first = schedule.slots[::-1].copy(), schedule.first[::-1].copy()
-    liar = Schedule(slots, first, schedule.extend, schedule.samples, 2, persistent_batch=schedule.persistent_batch)
+    liar = Schedule(slots, first, schedule.extend, schedule.num_sampled, 2, persistent_batch=schedule.persistent_batch)
     batch = steps.packer.pack(liar)
     assert steps.sent(liar, batch) != steps.expected(liar, batch)
 

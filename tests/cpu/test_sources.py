@@ -129,7 +129,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
 
 
 def test_a_step_is_what_the_loop_calls():
-    called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.settle)
+    called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.process_results)
     assert [function.__module__.startswith(sources.STEP) for function in called] == [True] * 4
 
 

@@ -104,7 +104,7 @@ def told(made, monkeypatch, params) -> list[int]:
         host = np.zeros(executor.sampler.input.words, np.int32)
         used = pack(executor.sampler.input, host, batch.sampling, batch.sampled_slots)
         assert executor.sampler.settings[:used].tolist() == host[:used].tolist()
-        scheduler.settle(schedule, result)
+        scheduler.process_results(schedule, result)
     return packed
 
 
