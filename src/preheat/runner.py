@@ -1,12 +1,8 @@
-"""What runs an engine's steps: the model on its device, the packer that lays a step out, the executor that runs it."""
+"""What runs an engine's steps: the packer that lays a step out, and the executor that runs it."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from preheat.backends.base import Backend, Mode
 from preheat.execution.buffers import StepBuffers
@@ -14,44 +10,11 @@ from preheat.execution.executor import Executor, attention_layers
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Decoder
-from preheat.model.files import find_checkpoint, read_config
-from preheat.model.loader import Weights, load_weights
-from preheat.model.specs import ModelSpec, read_spec, resolve_dtype
+from preheat.model.loader import LoadedModel
 from preheat.plan.buckets import Bucket
-from preheat.plan.cost import ModelSizes
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
-
-    folder: Path
-    spec: ModelSpec
-    dtype: torch.dtype
-    dtype_name: str
-    weights: Weights
-    bytes_per_block: int
-
-    @property
-    def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self.spec, self.dtype.itemsize)
-
-
-def load_model(settings: Settings, backend: Backend) -> LoadedModel:
-    """The model that the settings name, on the backend's device."""
-    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
-    spec = read_spec(read_config(folder))
-    name, remark = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
-    if remark:
-        logger.info("%s", remark)
-    dtype = getattr(torch, name)
-    weights = load_weights(spec, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0)
-    return LoadedModel(folder, spec, dtype, name, weights, KVCache.bytes_per_block(spec, settings.block_size, dtype))
 
 
 def build(
@@ -67,8 +30,8 @@ def build(
     """The packer and the executor of a model, with its cache. Linear layers are proven before there is a cache."""
     spec, limits = model.spec, plan.limits
     rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Bucket)})
-    layers = [(linear, rows) for linear in model.weights.layer_linears()]
-    backend.settle([*layers, (model.weights.head, [size for size in plan.sampler_sizes if size])])
+    *layers, head = (linear for _, linear in model.weights.linears())
+    backend.settle([*((linear, rows) for linear in layers), (head, [size for size in plan.sampler_sizes if size])])
     cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, backend.device)
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store))
     attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=settings.contiguous_pa)

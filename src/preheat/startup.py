@@ -22,11 +22,12 @@ from preheat.frontend.frontdoor import FrontDoor
 from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
+from preheat.model.config import resolve_dtype
+from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config, weight_files
-from preheat.model.specs import read_spec, resolve_dtype
 from preheat.plan import commands, lines
 from preheat.plan.budget import MemorySplit
-from preheat.plan.cost import Costs
+from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.dispatcher import WarnOnce
 from preheat.plan.modes import resolve
 from preheat.plan.options import PlanOptions
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from preheat.backends.base import Backend, Mode
     from preheat.engine.loop import EngineSide, Loop
     from preheat.execution.executor import Executor
-    from preheat.runner import LoadedModel
+    from preheat.model.loader import LoadedModel
     from preheat.warmup.cold_monitor import ColdMonitor
     from preheat.warmup.record import Record
     from preheat.warmup.run import WarmUp
@@ -100,7 +101,8 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         from preheat.engine.listeners import STEP_EVENTS, with_step_log
         from preheat.engine.loop import Loop
         from preheat.engine.rehearsal import Unwatched, rehearse
-        from preheat.runner import build, load_model
+        from preheat.model.loader import load_model
+        from preheat.runner import build
         from preheat.transport import InlineTransport
         from preheat.utils.dynamo import compile_seconds
         from preheat.verify.boot import BootCheck
@@ -166,7 +168,8 @@ def _plan(
     """The plan, with what the store knows of its costs, and the record in which nothing has become of it yet."""
     from preheat.warmup.record import Record
 
-    costs = Costs(model.sizes, platform.facts.machine, limits.block_size, store.costs())
+    sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
+    costs = Costs(sizes, platform.facts.machine, limits.block_size, store.costs())
     misses: dict[str, int] = {}
     checks = check_names(settings, limits, mode, platform.facts)
     plan = make_plan(limits, PlanOptions.of(settings), costs, checks=checks, on_miss=WarnOnce(misses))
@@ -211,7 +214,8 @@ def _heat(
 
     plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
     if record.mode == GRAPHS and not warm.platform.facts.captures:
-        warm.capture = partial(capture_twin, plan, record, settings, budget, model.sizes)
+        sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
+        warm.capture = partial(capture_twin, plan, record, settings, budget, sizes)
     elif record.mode == GRAPHS:
         executor = cast("Executor", warm.executor)
         with steps("Compiling kernels"):

@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.model.decoder import Attention, Decoder
+from preheat.backends.base import Attend
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.model.decoder import Attended, Decoder
+from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
-from preheat.model.specs import ModelSpec, read_spec
+from preheat.ops.embedding import embed
+from preheat.ops.rotary import apply_rope_
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 
 TOKENS = 90
@@ -20,17 +24,28 @@ TOKENS = 90
 
 def open_decoder(folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "auto") -> Decoder:
     spec = read_spec(read_config(folder))
-    return Decoder(spec, load_weights(spec, folder, dtype, load_format), 256)
+    return Decoder(spec, load_weights(spec, folder, dtype, CpuBackend(), load_format=load_format), 256)
 
 
-def dense_attention(spec: ModelSpec) -> Attention:
+def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
+    """Norm and turn queries and keys in place, of positions from 0 on."""
+    spec, norm = decoder.spec.layers[layer].attention, decoder.weights.layers[layer].attention.qk_norm
+    turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
+    if norm is not None:
+        turned.copy_(norm(turned))
+    apply_rope_(turned, *decoder.ropes[layer][: len(qkv)].unbind(1))
+
+
+def dense_attention(decoder: Decoder) -> Attend:
     """Attention among the step's own tokens, which are one sequence from position 0 on."""
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
+        turn(decoder, layer, qkv)
+        spec = decoder.spec.layers[layer].attention
         q, k, v = (part.transpose(0, 1) for part in qkv.split([spec.num_heads, *[spec.num_kv_heads] * 2], dim=1))
         position = torch.arange(len(qkv))
         seen = position <= position[:, None]
-        if window := spec.layer_windows[layer]:
+        if window := spec.window:
             seen = seen & (position > position[:, None] - window)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(len(qkv), -1)
@@ -39,9 +54,10 @@ def dense_attention(spec: ModelSpec) -> Attention:
 
 
 @torch.inference_mode()
-def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
-    attended = decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec))
-    return decoder.logits(decoder.finish(attended))
+def logits_of(decoder: Decoder, tokens: Tensor, attend: Attend | None = None) -> Tensor:
+    residual = embed(tokens, decoder.weights.embedding)
+    out = decoder.layers(residual, attend or dense_attention(decoder))
+    return decoder.weights.head(decoder.finish(Attended(out, residual))).float()
 
 
 def error_at_each_position(got: Tensor, right: Tensor) -> Tensor:
@@ -72,7 +88,7 @@ def test_the_comparison_can_fail(tmp_path):
         folder = tmp_path / name
         reference = save_checkpoint(MODELS[name], folder)
         spec = read_spec(read_config(folder) | change)
-        decoder = Decoder(spec, load_weights(spec, folder, torch.float32), 256)
+        decoder = Decoder(spec, load_weights(spec, folder, torch.float32, CpuBackend()), 256)
         assert error_at_each_position(logits_of(decoder, random_tokens()), reference(random_tokens())).max() > 1e-3
 
 

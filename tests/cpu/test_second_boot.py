@@ -6,7 +6,6 @@ import logging
 import mmap
 
 import pytest
-import torch
 from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
@@ -79,7 +78,7 @@ def test_several_steps_in_total(caplog):
 def test_the_twin_counts_graphs_of_the_engines_own_plan(policy, caplog):
     llm = LLM(**SMALL, bucketing_policy=policy)
     plan, spec = llm.loop.packer.plan, llm.loop.packer.spec
-    sizes, block_bytes = ModelSizes.of(spec), llm.loop.executor.cache.bytes_per_block(spec, 16, torch.bfloat16)
+    sizes, block_bytes = ModelSizes.of(spec), 16 * spec.kv_bytes_per_token(2)
     free = plan.limits.num_blocks * block_bytes * 2
     split = divide_memory(llm.settings, "graphs", free, block_bytes)
     seen = Record.of(plan)

@@ -13,8 +13,8 @@ from preheat.core import Request, SamplingParams
 from preheat.execution import device_executor
 from preheat.execution.graphs import Programs
 from preheat.limits import Limits
+from preheat.model.families import read_spec
 from preheat.model.loader import load_weights
-from preheat.model.specs import read_spec
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan

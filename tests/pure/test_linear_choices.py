@@ -15,16 +15,15 @@ from preheat.backends.cuda.tuning import (
     Table,
     Tile,
     Wide,
-    choices,
     encode,
+    kernel_configs,
     place,
     read,
     rule,
     shipped,
     tile_rule,
 )
-from preheat.model.layout import head_layout
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
@@ -126,11 +125,11 @@ def test_a_gpu_without_a_table_is_served_by_one_of_its_kind(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (known,) = shipped()
     entry = known.entries[0]
-    assert choices(known.device, HOPPER, None)(entry.shape, entry.rows) == entry.choice
+    assert kernel_configs(known.device, HOPPER, None)(entry.shape, entry.rows) == entry.choice
     assert not caplog.records
-    assert choices("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
+    assert kernel_configs("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
     assert f"as measured on {known.device}" in caplog.text
-    later = choices("A later GPU", (12, 0), tmp_path)
+    later = kernel_configs("A later GPU", (12, 0), tmp_path)
     assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows)
 
 
@@ -139,9 +138,9 @@ def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
     (known,) = shipped()
     shape = known.entries[0].shape
     place(tmp_path, known.device).write_bytes(encode(table((64, WIDE), device=known.device, shape=shape)))
-    assert choices(known.device, HOPPER, tmp_path)(shape, 1) == WIDE
+    assert kernel_configs(known.device, HOPPER, tmp_path)(shape, 1) == WIDE
     place(tmp_path, "Another GPU").write_bytes(encode(table((64, WIDE), device="Another GPU", shape=shape)))
-    assert choices("Another GPU", HOPPER, tmp_path)(shape, 1) == WIDE
+    assert kernel_configs("Another GPU", HOPPER, tmp_path)(shape, 1) == WIDE
     assert not caplog.records
 
 
@@ -150,8 +149,9 @@ def test_the_tuner_measures_the_maps_of_the_model(model_config):
 
     spec = read_spec(model_config)
     layers, head = shapes(spec, torch.bfloat16)
-    assert LinearShape(2 * spec.intermediate_size, spec.hidden_size, True, torch.bfloat16, spec.mlp_bias) in layers
-    assert head == LinearShape(spec.vocab_size, head_layout(spec).columns)
+    inner = spec.layers[0].mlp.down.inputs
+    assert LinearShape(2 * inner, spec.hidden_size, True, torch.bfloat16, False) in layers
+    assert head == LinearShape(spec.vocab_size, spec.hidden_size)
     assert len(layers) == len(set(layers))
     before, new = table((16, NARROW), (64, NARROW)), table((16, WIDE))
     other = table((16, NARROW), shape=LinearShape(8, 8))

@@ -69,11 +69,11 @@ class Executor:
         self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._normed = torch.zeros_like(self._residual)
         self._logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, dtype=decoder.dtype, device=device)
-        self._layers = layers = range(spec.num_layers)
+        self._layers = layers = range(len(spec.layers))
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
         self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
-        self._attended = torch.zeros(tokens, spec.q_size, dtype=decoder.dtype, device=device)
+        self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part)
@@ -264,17 +264,17 @@ def _program(key: object) -> object:
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
     """What each layer's attention works with."""
-    spec = decoder.spec
+    layers = zip(decoder.spec.layers, cache.layers, decoder.ropes, decoder.weights.layers, strict=True)
     return [
         AttentionLayer(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=window,
+            num_heads=spec.attention.num_heads,
+            num_kv_heads=spec.kv.num_kv_heads,
+            head_dim=spec.kv.head_dim,
+            scale=spec.attention.scale,
+            window=spec.attention.window,
             cache=layer_cache,
-            rope=decoder.rope,
-            qk_norm=layer.qk_norm,
+            rope=rope,
+            qk_norm=weights.attention.qk_norm,
         )
-        for window, layer_cache, layer in zip(spec.layer_windows, cache.layers, decoder.weights.layers, strict=True)
+        for spec, layer_cache, rope, weights in layers
     ]

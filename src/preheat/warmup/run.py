@@ -233,7 +233,7 @@ class WarmUp:
             decoder, device = self.executor.decoder, self.platform.device
             chance = torch.Generator(device).manual_seed(0)
             count = max(tokens, 2 * self.plan.sampler_sizes[-1])
-            widths = decoder.spec.q_size, decoder.spec.hidden_size
+            widths = decoder.spec.layers[-1].attention.o.inputs, decoder.spec.hidden_size
             random = (torch.randn(count, width, generator=chance, device=device) for width in widths)
             self._states = Attended(*(states.to(decoder.dtype) for states in random))
         return Attended(*(states[:tokens] for states in self._states))
