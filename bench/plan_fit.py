@@ -58,7 +58,7 @@ def _one(limits: Limits, options: PlanOptions) -> None:
     fit = _best(lambda: plan.fit(need), CALLS)
     both = _best(lambda: plan.fit(StepSize("decode", 200, 200, 900, 3000)), CALLS)
     print(
-        f"{options.bucketing_policy:8} {options.bucketing_strategy:14} {len(plan.table.shapes):5} shapes"
+        f"{options.bucketing_policy:8} {options.bucketing_strategy:14} {len(plan.dispatcher.buckets):5} shapes"
         f"  plan {seconds * 1e3:6.1f} ms  fit {fit * 1e9:4.0f} ns  need + fit {both * 1e9:4.0f} ns"
     )
 

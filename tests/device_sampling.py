@@ -13,7 +13,8 @@ from preheat.backends.cuda.sample_source import race
 from preheat.backends.cuda.sampler import Cut, DeviceSampler, read_report
 from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.core import TokenLogprobs
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.sampling import SamplingBatch
+from preheat.plan.programs import Level
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()

@@ -18,8 +18,8 @@ from preheat.model.decoder import Decoder, project
 from preheat.model.files import find_checkpoint, read_config
 from preheat.model.loader import MakeLinear, Weights, load_weights
 from preheat.model.specs import ModelSpec, read_spec, resolve_dtype
-from preheat.plan.buckets import Bucket
 from preheat.plan.cost import ModelSizes
+from preheat.plan.items import ForwardItem
 from preheat.plan.modes import Mode
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
@@ -140,7 +140,7 @@ def _settle_linear(weights: Weights, plan: Plan) -> None:
         return
     from preheat.backends.cuda.prove import settle
 
-    rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Bucket)})
+    rows = sorted({item.bucket.tokens for item in plan.items if isinstance(item, ForwardItem)})
     maps: list[Any] = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     head: Any = weights.head
     settle(maps, rows, head, [size for size in plan.sampler_sizes if size])

@@ -92,7 +92,7 @@ def test_full_tries_every_bucket(policy):
     assert found["every bucket"] == ("ready", "")
     assert "next bucket" not in found
     assert set(found.values()) == {("ready", "")}
-    assert record.proof.compared > len(loop.packer.plan.table.shapes)
+    assert record.proof.compared > len(loop.packer.plan.dispatcher.buckets)
 
 
 def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from preheat.execution.graphs import Programs, SampleKey
-from preheat.execution.sampling import Level
+from preheat.plan.programs import Level
 from preheat.plan.items import SamplerKey, sampler_keys
 
 

@@ -12,8 +12,9 @@ from preheat.backends.cpu.logprobs import token_logprobs
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda.sampler import Cut, DeviceSampler
 from preheat.core import SamplingParams
-from preheat.execution.sampling import Level, SamplingBatch
-from preheat.plan.items import SAMPLER_SETTINGS
+from preheat.execution.sampling import SamplingBatch
+from preheat.plan.programs import Level
+from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS

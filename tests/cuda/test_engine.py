@@ -23,7 +23,7 @@ from preheat.backends.cuda.sampler import DeviceSampler
 from preheat.backends.cuda.work import SPLIT
 from preheat.execution.buffers import Layout
 from preheat.execution.flat import FlatPacker
-from preheat.execution.sampling import Level
+from preheat.plan.programs import Level
 from preheat.schedule.running import Running
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup.cold_sources import sources_for

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from preheat.errors import SettingsError
-from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +18,12 @@ class Platform(Protocol):
 
     name: str
     device: torch.device
-    always_invariant: str | None
-    """Why there is nothing faster to choose from where bits may depend on the batch; None where there is."""
+    refused: Mapping[str, str]
+    """Options that must stay at their default here, each with the reason (see `preheat.limits.check_options`)."""
+    kv_split: int
+    """Tokens of the context that attention reads as one unit."""
+    captures_graphs: bool
+    """Whether programs can be captured as graphs; if not, execution mode graphs counts what they would take."""
     asynchronous: bool
     """Whether the device goes on by itself after a call returns, so that the host can work ahead of it."""
 
@@ -63,31 +67,3 @@ def pick_platform(device: str) -> Platform:
     from preheat.backends.cpu.platform import CPU
 
     return CPU()
-
-
-def check_varying(settings: Settings, platform: Platform) -> None:
-    """Say in the log that bits may vary, where ``batch_invariant`` is off. Raises SettingsError where nothing would be
-    faster for it.
-    """
-    if settings.batch_invariant:
-        return
-    if platform.always_invariant:
-        raise SettingsError(
-            f"batch_invariant cannot be turned off on {platform.name}: {platform.always_invariant}; leave it at true",
-            param="batch_invariant",
-        )
-    logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
-
-
-def works_ahead(settings: Settings, platform: Platform) -> bool:
-    """Whether the host prepares a step while the device still runs the one before it: ``async_scheduling``.
-
-    Raises SettingsError where that is asked for and the device cannot.
-    """
-    if settings.async_scheduling and not platform.asynchronous:
-        raise SettingsError(
-            f"async_scheduling: on {platform.name} a step has ended when its call returns, so there is nothing to work "
-            "ahead of; leave it unset",
-            param="async_scheduling",
-        )
-    return platform.asynchronous if settings.async_scheduling is None else settings.async_scheduling

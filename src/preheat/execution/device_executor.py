@@ -24,13 +24,13 @@ from preheat.backends.cuda.sampler import DeviceSampler, read_report
 from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execution.buffers import HOST_COPIES, Inputs, StepBuffers
 from preheat.execution.flat import FlatBatch
-from preheat.execution.graphs import Part, Programs, SampleKey
+from preheat.execution.graphs import Part, Programs
 from preheat.execution.kv_cache import KVCache
 from preheat.execution.sampling import SamplingBatch
 from preheat.model.decoder import Attended, Attention, Decoder, Tap
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import SamplerKey
 from preheat.plan.plan import Plan
+from preheat.plan.programs import SamplerProgram
 from preheat.schedule.defrag import pad_pairs
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class DeviceExecutor:
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._watch: LogitWatch | None = None
         self.forwards = Programs[Part](lambda part: self._forward(*part), pool)
-        self.samples = Programs[SampleKey](self._sample, pool)
+        self.samples = Programs[SamplerProgram](self._sample, pool)
 
     def watch_logits(self, watch: LogitWatch | None) -> None:
         """Let ``watch`` see the logits of every step from now on; None: nobody."""
@@ -181,11 +181,11 @@ class DeviceExecutor:
     def compile(self, plan: Plan, threads: int) -> None:
         """Build the kernels of a plan's programs, many at a time."""
         with compiling(threads):
-            for key in dict.fromkeys(_program(item.key) for item in plan.items):
-                if isinstance(key, Bucket):
-                    self._forward(key, self._kinds)
-                elif isinstance(key, SampleKey) and key.size:
-                    self._sample(key)
+            for program in dict.fromkeys(item.program for item in plan.items):
+                if isinstance(program, Bucket):
+                    self._forward(program, self._kinds)
+                elif isinstance(program, SamplerProgram) and program.rows:
+                    self._sample(program)
             self.sampler.launch_rest(self._logits)
 
     @torch.inference_mode()
@@ -212,9 +212,8 @@ class DeviceExecutor:
             raise
 
     @torch.inference_mode()
-    def capture_sampling(self, key: SamplerKey) -> None:
-        """Make a graph, if there is none, of the program that ``key`` runs, and run it on padding."""
-        program = SampleKey.of(key)
+    def capture_sampling(self, program: SamplerProgram) -> None:
+        """Make a graph of ``program``, if there is none, and run it on padding."""
         if program not in self.samples:
             self.samples.capture(program)
             self.buffers.clear()
@@ -234,7 +233,7 @@ class DeviceExecutor:
             if batch.sampling.penalties:
                 sampler.counts.follow(batch.sampling.penalties)
             self._describe(batch)
-            self.samples.run(SampleKey(size, batch.sampling.level), eager=eager)
+            self.samples.run(SamplerProgram(size, batch.sampling.level), eager=eager)
             if self._watch is not None:
                 self._watch(self._logits[: len(batch.sampled_rows)].float(), batch)
             if len(batch.reporting):
@@ -285,9 +284,9 @@ class DeviceExecutor:
         if layers[-1] != self._layers[-1]:
             normed.copy_(after)
 
-    def _sample(self, key: SampleKey) -> None:
-        self._head(key.size)
-        self.sampler.launch(key.level, self._logits, key.size)
+    def _sample(self, program: SamplerProgram) -> None:
+        self._head(program.rows)
+        self.sampler.launch(program.level, self._logits, program.rows)
 
     def _head(self, size: int) -> None:
         """Logits of the first ``size`` sampled tokens."""
@@ -333,8 +332,3 @@ class DeviceExecutor:
             return out
 
         return attend
-
-
-def _program(key: object) -> object:
-    """What an item of the plan runs: many of the sampler's run the same."""
-    return SampleKey.of(key) if isinstance(key, SamplerKey) else key

@@ -107,7 +107,7 @@ class FlatPacker:
     def pack(self, schedule: Schedule) -> FlatBatch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots = self.slots
-        shape = self.plan.fit(step_size_of(schedule, slots, self.plan.options.bucketing_policy))
+        shape = self.plan.fit(step_size_of(schedule, slots, self.plan.policy))
         layout, (turn, words) = self.buffers.layout(shape), self.buffers.turn()
         rows = self._rows = self._rows_of(schedule)
         work = self._work = self._work_of(schedule, rows, shape, layout)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from preheat.backends.cuda.graph import capture
-from preheat.execution.sampling import Level
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 
 Key = TypeVar("Key")
 
@@ -23,18 +21,6 @@ class Part(NamedTuple):
 
     shape: Bucket
     layers: range
-
-
-class SampleKey(NamedTuple):
-    """The program that draws for ``size`` rows."""
-
-    size: int
-    level: Level
-
-    @classmethod
-    def of(cls, key: SamplerKey) -> Self:
-        """What an item of the plan runs."""
-        return cls(key.rows, Level[level(SAMPLER_SETTINGS[key.setting]).upper()])
 
 
 class Programs(Generic[Key]):

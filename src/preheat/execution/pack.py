@@ -77,7 +77,7 @@ class Packer:
     def pack(self, schedule: Schedule) -> Batch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots, rows = self.slots, schedule.slots
-        shape = self.plan.fit(step_size_of(schedule, slots, self.plan.options.bucketing_policy))
+        shape = self.plan.fit(step_size_of(schedule, slots, self.plan.policy))
         ends = np.cumsum(schedule.extend)
         starts = ends - schedule.extend
         row = np.repeat(np.arange(len(rows)), schedule.extend)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
+
+from preheat.backends.cpu.tiles import SPLIT
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KV_CACHE_BYTES = 1 << 30
@@ -17,9 +21,16 @@ class CPU:
 
     name = "cpu"
     device = torch.device("cpu")
-    always_invariant: str | None = (
-        "torch's own kernels serve, at sizes that were proven to keep their bits, and none is faster without that"
+    refused: Mapping[str, str] = MappingProxyType(
+        {
+            "batch_invariant": "torch's own kernels serve, at sizes that were proven to keep their bits, and none is "
+            "faster without that",
+            "async_scheduling": "a step has ended when its call returns, so there is nothing to work ahead of",
+            "defrag_with_graphs": "there are no graphs on a CPU",
+        }
     )
+    kv_split = SPLIT
+    captures_graphs = False
     asynchronous = False
 
     @property

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
+from preheat.backends.cuda.work import SPLIT
 from preheat.errors import SettingsError
 
 NEEDED = (9, 0)
@@ -21,7 +24,14 @@ class CUDA:
     """torch and Triton on a GPU. Raises SettingsError, saying what to change, where there is none that can be used."""
 
     name = "cuda"
-    always_invariant: str | None = None
+    refused: Mapping[str, str] = MappingProxyType(
+        {
+            "contiguous_pa": "attention reads every block where it lies",
+            "defrag_with_graphs": "blocks are swapped operation by operation",
+        }
+    )
+    kv_split = SPLIT
+    captures_graphs = True
     asynchronous = True
 
     def __init__(self) -> None:

@@ -20,7 +20,8 @@ from preheat.backends.cuda.sample_gumbel import LAPPED, enter
 from preheat.backends.cuda.sample_logprobs import report, tally
 from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.core import TokenLogprobs
-from preheat.execution.sampling import Level, PenaltyRows
+from preheat.execution.sampling import PenaltyRows
+from preheat.plan.programs import Level
 
 _NO_OWNER = -1
 _COUNTED = 4096  # tokens of a sequence that one program counts
