@@ -81,7 +81,7 @@ def boot(
             record=record,
             platform=platform,
             steps=dummies,
-            graphs=choose_graphs(settings, platform, dummies, executor, record, budget, model.sizes),
+            graphs=choose_graphs(settings, platform, dummies, record, budget=budget, sizes=model.sizes),
             check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, platform.name),
             reused=store.reused(),
             report=transport.put,

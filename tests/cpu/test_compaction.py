@@ -162,7 +162,7 @@ def test_the_guard_counts_swaps_and_knows_the_first(expected: Seen) -> None:
     assert {entry.outcome for entry in hit} == {"ready"}
     assert {entry.outcome for entry in entries if not entry.hits} <= {"pending"}
     assert guard.record.cold["first run"] == sum(guard.record.cold.values()) == len(hit)
-    assert [event.detail for event in guard.record.events] == [f"('swap', {entry.shape['size']})" for entry in hit]
+    assert [event.detail for event in guard.record.events] == [f"(swap, {entry.shape['size']})" for entry in hit]
 
 
 def test_a_cold_swap_fails_its_requests_where_that_is_asked_for(expected: Seen) -> None:
@@ -179,7 +179,7 @@ def test_only_unified_batches_are_compacted() -> None:
         llm = LLM(**TIGHT, bucketing_policy=policy, defrag_threshold=0)
         bits(llm, 8)
         assert bool(llm.loop.scheduler.stats().blocks_moved) is moves
-        planned = [item.key for item in llm.loop.packer.plan.items if item.kind == "swap"]
+        planned = [item.pairs for item in llm.loop.packer.plan.items if item.kind == "swap"]
         assert planned == (list(SWAP_SIZES) if moves else [])
 
 

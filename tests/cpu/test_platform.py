@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import pick_platform, works_ahead
+from preheat.backends.base import pick_platform
 from preheat.backends.cpu.platform import CPU
 from preheat.backends.cuda import early
 from preheat.backends.cuda import platform as cuda_module
 from preheat.errors import SettingsError
+from preheat.limits import check_options
+from preheat.plan.policy import policy_named
 from preheat.settings import Settings
-from preheat.sizing import resolve_limits
 
 
 @pytest.fixture
@@ -87,11 +88,12 @@ def test_cublas_is_told_to_keep_one_accumulator():
 
 
 def test_working_ahead_is_for_devices_that_run_on(gpu):
-    cuda, cpu = pick_platform("cuda"), CPU()
-    assert [works_ahead(Settings(async_scheduling=asked), cuda) for asked in (None, True, False)] == [True, True, False]
-    assert [works_ahead(Settings(async_scheduling=asked), cpu) for asked in (None, False)] == [False, False]
+    for asked in (None, True, False):
+        check_options(Settings(async_scheduling=asked), pick_platform("cuda"), mixed_steps=True)
+    for asked in (None, False):
+        check_options(Settings(async_scheduling=asked), CPU(), mixed_steps=True)
     with pytest.raises(SettingsError, match="leave it unset"):
-        works_ahead(Settings(async_scheduling=True), cpu)
+        check_options(Settings(async_scheduling=True), CPU(), mixed_steps=True)
 
 
 def test_waking_a_gpu_that_is_not_there_fails_in_silence(monkeypatch):
@@ -130,10 +132,10 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
 
 @pytest.mark.parametrize("more", [{"bucketing_policy": "split"}, {"enable_chunked_prefill": False}])
 def test_a_bound_on_mixed_steps_is_refused_where_there_are_none(more):
-    spec = SimpleNamespace(max_position_embeddings=64)
+    asked = Settings(max_num_mixed_tokens=64, **more)
     with pytest.raises(SettingsError, match="max_num_mixed_tokens bounds"):
-        resolve_limits(Settings(max_num_mixed_tokens=64, **more), spec, pick_platform("cpu"), 1024, 1 << 20)
-    resolve_limits(Settings(max_num_mixed_tokens=64), spec, pick_platform("cpu"), 1024, 1 << 20)
+        check_options(asked, CPU(), mixed_steps=policy_named(asked.bucketing_policy).mixed_steps)
+    check_options(Settings(max_num_mixed_tokens=64), CPU(), mixed_steps=True)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,7 @@ def test_a_bound_on_mixed_steps_is_refused_where_there_are_none(more):
     [("contiguous_pa", "reads every block where it lies"), ("defrag_with_graphs", "swapped operation by operation")],
 )
 def test_what_a_gpu_has_no_use_for_is_refused(gpu, option, message):
-    spec = SimpleNamespace(max_position_embeddings=64)
     asked = {"block_size": 256, option: True}
     with pytest.raises(SettingsError, match=message):
-        resolve_limits(Settings(**asked), spec, pick_platform("cuda"), 1024, 1 << 20)
-    resolve_limits(Settings(block_size=256), spec, pick_platform("cuda"), 1024, 1 << 20)
+        check_options(Settings(**asked), pick_platform("cuda"), mixed_steps=True)
+    check_options(Settings(block_size=256), pick_platform("cuda"), mixed_steps=True)

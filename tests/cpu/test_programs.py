@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat.execution.graphs import Programs, SampleKey
-from preheat.plan.programs import Level
-from preheat.plan.items import SamplerKey, sampler_keys
+from preheat.execution.graphs import Programs
 
 
 class PaperGraph:
@@ -72,13 +70,3 @@ def test_a_capture_that_fails_is_ended_and_forgotten():
         programs.capture(7)
     assert PaperGraph.made[0].said == ["begin", "end"]
     assert 7 not in programs
-
-
-def test_every_item_of_the_sampler_names_a_program():
-    """Of the level that its setting asks for, at each number of rows."""
-    keys = [key for key in sampler_keys((0, 1, 4)) if key.rows]
-    found = {SampleKey.of(key) for key in keys}
-    assert found == {SampleKey(rows, level) for rows in (1, 4) for level in Level}
-    assert SampleKey.of(SamplerKey(4, "logprobs", False)) == SampleKey(4, Level.GREEDY)
-    assert SampleKey.of(SamplerKey(4, "min_p", True)) == SampleKey(4, Level.FILTERED)
-    assert SampleKey.of(SamplerKey(4, "min_tokens", False)) == SampleKey(4, Level.FULL)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
 from preheat.execution.sampling import SamplingBatch
-from preheat.plan.programs import Level
 from preheat.ops import top_k_top_p as survivors
 from preheat.ops.top_k_top_p import deficits, furthest, keep_ordered
+from preheat.plan.programs import Level
 from tests.cpu.sampling_reference import Row, answer, edited, fill
 
 

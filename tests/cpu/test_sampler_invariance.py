@@ -13,8 +13,8 @@ from preheat.backends.cpu import sampler as module
 from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
 from preheat.execution.sampling import SamplingBatch
-from preheat.plan.programs import Level
 from preheat.ops.top_k_top_p import SamplingMetadata
+from preheat.plan.programs import Level
 from tests.cpu.sampling_reference import Row, fill
 
 KINDS: list[dict[str, object]] = [

@@ -41,7 +41,7 @@ def test_a_second_boot_reuses_and_another_one_does_not(tmp_path):
     assert outcomes(second) == {"reused"}
     assert record(second).fingerprint == record(first).fingerprint != ""
     measured = {e.name: e.compile_seconds + e.touch_seconds for e in record(first).entries}
-    estimated = {item.name: item.estimated_seconds for item in second.loop.packer.plan.items if item.kind == "decode"}
+    estimated = {item.name: item.estimate.seconds for item in second.loop.packer.plan.items if item.kind == "decode"}
     assert estimated == {name: measured[name] for name in estimated}
     tokens = [llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for llm in (first, second)]
     assert tokens[0] == tokens[1]

@@ -22,8 +22,8 @@ from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
 from preheat.core import SamplingParams
 from preheat.execution.sampling import PenaltyRows, SamplingBatch
-from preheat.plan.programs import Level
 from preheat.ops.philox import gumbel_at
+from preheat.plan.programs import Level
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row

@@ -8,6 +8,7 @@ from preheat.core import Request, SamplingParams
 from preheat.errors import SettingsError
 from preheat.execution.step_size import step_size_of
 from preheat.limits import Limits
+from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.slots import Slots
@@ -40,7 +41,7 @@ def test_work_for_a_shape_runs_in_that_shape(at, chosen):
         with feed.work(rows) as schedule:
             assert schedule.rows <= at.max_num_seqs
             assert schedule.tokens <= at.max_num_batched_tokens
-            assert plan.fit(step_size_of(schedule, slots, chosen.bucketing_policy)) == shape
+            assert plan.fit(step_size_of(schedule, slots, plan.policy)) == shape
         assert slots.num_free == at.max_num_seqs
     assert not slots.block_table.any()
 
@@ -56,7 +57,7 @@ def test_other_work_runs_in_another_shape():
     )
     plan, slots = make_plan(at, PlanOptions()), Slots(4, 64, 16)
     with DummyBatches(slots, at, 50).work([DummyRow(0, 1, decoding=True)] * 3) as schedule:
-        assert plan.fit(step_size_of(schedule, slots, "unified")) != plan.largest
+        assert plan.fit(step_size_of(schedule, slots, plan.policy)) != Bucket.mixed(64, 4)
 
 
 @given(

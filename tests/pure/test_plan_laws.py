@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket, StepSize, padded_work
+from preheat.plan.candidates import candidates
 from preheat.plan.dispatcher import Dispatcher, OutsideLimits, WarnOnce, build_phase
+from preheat.plan.items import ForwardItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.candidates import candidates
 from preheat.plan.regions import DecodeByBlocks, MixedRegion, PromptRegion
 
 STRATEGIES = ("linear", "exponential", "padding_aware")
@@ -90,7 +91,7 @@ def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, 
             shape = plan.fit(need)
             assert shape.holds(need)
             assert within_budgets(shape, at)
-            assert str(shape) in plan.by_name
+            assert shape in {item.program for item in plan.items}
 
 
 @settings(max_examples=100, deadline=None)
@@ -136,11 +137,11 @@ def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
         assume(False)
     names = [item.name for item in plan.items]
     assert len(names) == len(set(names))
-    dropped = {entry.key for entry in plan.dropped}
-    items = {item.key for item in plan.items if isinstance(item.key, Bucket)}
+    dropped = {entry.bucket for entry in plan.dropped}
+    items = {item.bucket for item in plan.items if isinstance(item, ForwardItem)}
     assert not dropped & items
-    wanted = {shape for phase in plan.phases for shape in (*phase.shapes, *(shape for shape, _ in phase.over))}
-    assert wanted == (dropped | items) - {item.key for item in plan.items if item.fallback}
+    wanted = {shape for phase in plan.phases for shape in (*phase.buckets, *(shape for shape, _ in phase.over))}
+    assert wanted == (dropped | items) - {item.program for item in plan.items if item.fallback}
     assert all(entry.reason for entry in plan.dropped)
 
 
@@ -153,9 +154,9 @@ def test_what_is_shadowed_is_never_missed(at, how, data):
     except SettingsError:
         assume(False)
     for phase in phases:
-        part = build_phase(phase.region, phase.shapes, phase.fallback)
+        part = build_phase(phase.region, phase.buckets, phase.fallback)
         need = draw_need(data, phase.phase, at, how.enable_prefix_caching)
-        choices = [shape for shape in phase.shapes if shape.holds(need)]
+        choices = [shape for shape in phase.buckets if shape.holds(need)]
         cheapest = min((padded_work(shape) for shape in choices), default=None)
         found = Dispatcher([part]).find(need)
         assert (padded_work(found) if found else None) == cheapest
@@ -208,9 +209,7 @@ def test_a_frozen_plan_cannot_grow():
     with pytest.raises(TypeError):
         plan.dispatcher.phases["prompt"] = None
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.items[0].stage = "last"
-    with pytest.raises(TypeError):
-        plan.by_name["x"] = None
+        plan.items[0].fallback = True
 
 
 def test_a_miss_is_warned_of_once_and_counted(caplog):

@@ -6,9 +6,9 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.candidates import candidates
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.candidates import candidates
 
 # The logged example: 4 sequences of up to 2,048 tokens, blocks of 128.
 LIMITS = Limits(
@@ -46,8 +46,9 @@ def test_the_logged_buckets_come_out_line_by_line():
         lines.bucket_config(decode)
         == "Decode bucket config (min, step, max_warmup) bs:[1, 128, 4], seq:[128, 128, 2048]"
     )
-    assert lines.generated("prompt", plan.dispatcher.phases["prompt"].buckets) == f"Generated 24 prompt buckets: {PROMPTS}"
-    assert lines.generated("decode", plan.dispatcher.phases["decode"].buckets) == f"Generated 48 decode buckets: {DECODES}"
+    prompt, decode = (plan.dispatcher.phases[phase].buckets for phase in ("prompt", "decode"))
+    assert lines.generated("prompt", prompt) == f"Generated 24 prompt buckets: {PROMPTS}"
+    assert lines.generated("decode", decode) == f"Generated 48 decode buckets: {DECODES}"
     assert not plan.dropped
 
 
@@ -63,7 +64,7 @@ def test_the_story_of_three_sequences():
 def test_warm_up_runs_the_largest_first_as_logged():
     plan = make_plan(LIMITS, LOGGED)
     for phase in ("prompt", "decode"):
-        shapes = [item.key for item in plan.items if item.kind == phase]
+        shapes = [item.program for item in plan.items if item.kind == phase]
         text = [lines.running(phase, s, i, len(shapes), 59517685432) for i, s in enumerate(shapes, 1)]
         if phase == "prompt":
             assert text[:3] == [
@@ -117,8 +118,8 @@ def test_no_bucket_is_above_what_a_step_can_need():
     assert max(shape.tokens for shape in prompts) <= 200
     assert max(shape.blocks for shape in decodes) == 50
     assert plan.dispatcher.phases["decode"].fallback is None
-    shared = make_plan(small, PlanOptions(**split)).table.phases["decode"]
-    assert max(shape.blocks for shape in shared.shapes) == 8 * 19  # a shared block counts once for each row
+    shared = make_plan(small, PlanOptions(**split)).dispatcher.phases["decode"]
+    assert max(shape.blocks for shape in shared.buckets) == 8 * 19  # a shared block counts once for each row
     assert shared.fallback is None
 
 
@@ -143,7 +144,7 @@ def test_beyond_the_ladders_a_named_fallback_is_planned():
     plan = make_plan(LIMITS, LOGGED)
     shape = plan.fit(StepSize("prompt", 3, 3600, 1200))
     assert shape == Bucket.mixed(8192, 4)
-    assert plan.by_name[str(shape)].fallback
+    assert [item.fallback for item in plan.items if item.program == shape] == [True]
     low = PlanOptions(decode_bs_bucket_max=2)
     assert make_plan(LIMITS, low).fit(StepSize("decode", 3, 3)) == Bucket.decode(4)
 

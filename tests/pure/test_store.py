@@ -39,7 +39,8 @@ def parts(made=None, folder=BUNDLED_PATH, **changes):
 
 
 def record(seconds=1.0):
-    done = ItemRecord("(decode, 8)", "decode", {"rows": 8}, outcome="ready", compile_seconds=seconds, touch_seconds=0.25)
+    spent = {"compile_seconds": seconds, "touch_seconds": 0.25}
+    done = ItemRecord("(decode, 8)", "decode", {"rows": 8}, outcome="ready", **spent)
     warm = ItemRecord("(decode, 4)", "decode", {"rows": 4}, outcome="reused", touch_seconds=0.5)
     bad = ItemRecord("(decode, 2)", "decode", {"rows": 2}, outcome="failed", reason="no", touch_seconds=9.0)
     return Record(model="m", entries=[done, warm, bad], created=1.0)

@@ -29,8 +29,8 @@ class PlanBase:
 
     @cached_property
     def sampler_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that sampling is padded to, ascending: 0 and 1, those of the decode buckets, and the most rows
-        that any step may sample from.
+        """Numbers of rows that sampling is padded to, ascending: 0, 1, those of the decode buckets, and the most rows
+        that a step can have.
         """
         decode = self.dispatcher.phases["decode"]
         rows = {bucket.rows for bucket in (*decode.buckets, decode.fallback) if bucket is not None}

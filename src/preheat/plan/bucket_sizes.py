@@ -1,7 +1,7 @@
 """Bucket sizes: the values that one dimension is padded to.
 
-Source: the bucketing strategies of vLLM on Gaudi, with one change everywhere: the maximum is always one of the sizes, so
-that there is at least one and everything up to the maximum fits.
+Source: the bucketing strategies of vLLM on Gaudi, with one change everywhere: the maximum is always one of the sizes,
+so that there is at least one and everything up to the maximum fits.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from preheat.plan.bucket_file import parse_bucket_file
 from preheat.plan.bucket_sizes import bucket_sizes
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.options import PlanOptions
-from preheat.plan.policy import Policy
+from preheat.plan.policy import Policy, policy_named
 from preheat.plan.regions import Dimension, Region
 
 MAX_CANDIDATES = 1_000_000
@@ -50,15 +50,16 @@ class Candidates:
         return self.region.phase
 
 
-def candidates(limits: Limits, options: PlanOptions, policy: Policy) -> tuple[Candidates, ...]:
+def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
     """Every bucket that the options ask for, phase by phase, within ``limits``.
 
-    Raises SettingsError for a strategy or range that makes no sense, saying what to change.
+    Raises SettingsError for a policy, strategy or range that makes no sense, saying what to change.
     """
     if limits.num_blocks < 2:
         raise SettingsError(
             f"a cache of {limits.num_blocks} blocks holds nothing: at least 2 are needed, one of them pads"
         )
+    policy = policy_named(options.bucketing_policy)
     regions = policy.regions(limits, options)
     if (options.bucketing_strategy == "file") != (options.bucketing_from_file is not None):
         raise SettingsError("--bucketing-strategy file and --bucketing-from-file belong together: give both or none")

@@ -27,7 +27,7 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def buckets(args: argparse.Namespace) -> str:
-    """What ``preheat buckets`` prints: the bucket sizes of one dimension. Raises SettingsError for a range that makes no sense."""
+    """What ``preheat buckets`` prints: the sizes of one dimension. SettingsError for a range that makes no sense."""
     values = bucket_sizes(
         args.strategy,
         args.min,

@@ -177,7 +177,7 @@ class ForwardItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class SamplerItem(Item):
-    """``rows`` rows of logits, sampled with a setting of `SAMPLER_SETTINGS`; ``batch_changed``: the rows are new ones."""
+    """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`; with ``batch_changed`` the rows are new."""
 
     rows: int
     setting: str

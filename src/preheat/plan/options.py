@@ -1,4 +1,4 @@
-"""What of the settings shapes the plan, under the same names."""
+"""The settings that decide what is in the plan, under the same names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """``bucketing_policy`` is unified or split, ``bucketing_strategy`` one of the strategies of bucket sizes or file. A part of a bucket
-    range that is None takes the policy's default.
+    """``bucketing_policy`` is unified or split, ``bucketing_strategy`` linear, exponential, padding_aware or file. A
+    part of a bucket range that is None takes the policy's default.
     """
 
     bucketing_policy: str = "unified"

@@ -19,7 +19,7 @@ SAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Padding:
-    """Work added by padding, relative to the work without padding: the mean and the worst of ``needs`` sampled step sizes."""
+    """Work added by padding, relative to the work without padding: the mean and the worst of ``needs`` samples."""
 
     mean: float
     worst: float

@@ -98,7 +98,7 @@ def _without_gc() -> Iterator[None]:
 
 def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on_miss: OnMiss | None) -> Plan:
     policy = policy_named(options.bucketing_policy)
-    phases = candidates(limits, options, policy)
+    phases = candidates(limits, options)
     parts = [build_phase(phase.region, phase.buckets, phase.fallback) for phase in phases]
     dispatcher = Dispatcher(parts, on_miss)
     base = PlanBase(limits=limits, options=options, policy=policy, dispatcher=dispatcher, checks=checks)

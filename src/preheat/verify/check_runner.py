@@ -100,7 +100,7 @@ class CheckRunner:
         self.slots.device_len[slot] = known
 
     def shape_of(self, rows: Sequence[Row]) -> Bucket | None:
-        """The shape of a step in which ``rows`` compute all that they lack; None beyond the limits or the bucket sizes."""
+        """The bucket of a step in which ``rows`` compute all that they lack; None if there is none."""
         limits, lacking = self.plan.limits, [row.lacking for row in rows]
         lengths = [sum(row) for row in rows]
         blocks = sum(-(-length // limits.block_size) for length in lengths)

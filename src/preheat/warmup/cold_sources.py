@@ -99,7 +99,7 @@ def imports(undo: ExitStack) -> Counted:
 
 
 class ImportFinder(MetaPathFinder):
-    """Finds nothing: it is asked first about every module that is not loaded yet, and counts those that a step wants."""
+    """Finds nothing: it is asked first about each module that is not loaded yet, and counts those that a step wants."""
 
     def __init__(self) -> None:
         self.tally = Tally()

@@ -93,7 +93,7 @@ class DummyBatches:
         return [DummyRow(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
     def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
-        """With an id that no client's request has, and a prompt that ends where ``row`` does; ``room`` tokens may follow."""
+        """Its id is no client's, and its prompt ends where ``row`` does; ``room`` tokens may follow."""
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
         return Request(
             id=OWN_ID - number,

@@ -36,7 +36,7 @@ from preheat.plan.plan import Plan
 from preheat.plan.programs import SamplerProgram
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.dummy_steps import DummySteps
-from preheat.warmup.protocols import B, GraphExecutor, RunningStep
+from preheat.warmup.protocols import B, RunningStep
 from preheat.warmup.record import ItemRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -170,25 +170,24 @@ class DeviceGraphs(Generic[B]):
     """
 
     steps: DummySteps[B]
-    executor: GraphExecutor[B]
     record: Record
     settings: Settings
     budget: Budget
     free: Callable[[], int]
 
     def __post_init__(self) -> None:
-        self._entries = self.record.by_name()
+        self._executor, self._entries = self.steps.executor, self.record.by_name()
         self._running: list[RunningStep] = []
 
     def compile(self, step: BootStepContext) -> None:
         with step("Compiling kernels"):
-            self.executor.compile(self.steps.plan, os.cpu_count() or 1)
+            self._executor.compile(self.steps.plan, os.cpu_count() or 1)
 
     def first_run(self, bucket: Bucket) -> None:
-        self.steps.run(bucket, self.executor.prepare)
+        self.steps.run(bucket, self._executor.prepare)
 
     def after_sampling(self, program: SamplerProgram) -> None:
-        self.executor.capture_sampling(program)
+        self._executor.capture_sampling(program)
 
     def capture(self) -> None:
         self.capture_all()
@@ -205,25 +204,25 @@ class DeviceGraphs(Generic[B]):
         for item in sampling:
             if item.rows:
                 entries[item.name].graph = True
-                self.executor.capture_sampling(item.program)
+                self._executor.capture_sampling(item.program)
         left = max(pool - (before - self.free()), 0)
         done = capture(plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free)
         self._wait()
-        self.executor.sampler.forget()
+        self._executor.sampler.forget()
         return done
 
     def _capture_one(self, bucket: Bucket) -> int:
         """The graph then runs once on a dummy step, while the next one is captured."""
         before = self.free()
-        if not self.executor.is_captured(bucket):
+        if not self._executor.is_captured(bucket):
             if self._entries[str(bucket)].outcome == "pending":
                 self.first_run(bucket)
             try:
-                self.executor.capture(bucket)
+                self._executor.capture(bucket)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from None
             self._wait()
-            self._running.append(self.steps.run(bucket, self.executor.launch))
+            self._running.append(self.steps.run(bucket, self._executor.launch))
         return max(before - self.free(), 0)
 
     def _wait(self) -> None:
@@ -235,8 +234,8 @@ def choose_graphs(
     settings: Settings,
     platform: Platform,
     steps: DummySteps[B],
-    executor: GraphExecutor[B],
     record: Record,
+    *,
     budget: Budget,
     sizes: ModelSizes,
 ) -> Graphs:
@@ -245,7 +244,7 @@ def choose_graphs(
         return NoGraphs(steps)
     if not platform.captures_graphs:
         return CountedGraphs(steps, record, settings, budget, sizes)
-    return DeviceGraphs(steps, executor, record, settings, budget, platform.free_memory)
+    return DeviceGraphs(steps, record, settings, budget, platform.free_memory)
 
 
 def capture(

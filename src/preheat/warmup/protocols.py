@@ -54,6 +54,8 @@ B_contra = TypeVar("B_contra", bound=StepBatch, contravariant=True)
 
 
 class StepPacker(Protocol[B_co]):
+    """Lays a step out as a batch."""
+
     @property
     def slots(self) -> Slots: ...
 
@@ -61,6 +63,8 @@ class StepPacker(Protocol[B_co]):
 
 
 class StepExecutor(Protocol[B_contra]):
+    """Runs batches, and makes graphs of the programs that run them."""
+
     @property
     def decoder(self) -> Decoder: ...
 
@@ -77,10 +81,6 @@ class StepExecutor(Protocol[B_contra]):
     def finish(self, attended: Attended, batch: B_contra) -> StepResult: ...
 
     def swap(self, swaps: Swaps) -> None: ...
-
-
-class GraphExecutor(StepExecutor[B_contra], Protocol[B_contra]):
-    """An executor whose programs can be captured as graphs."""
 
     def compile(self, plan: Plan, threads: int) -> None:
         """Build the kernels of the plan's programs, ``threads`` at a time."""

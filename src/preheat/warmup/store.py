@@ -141,8 +141,8 @@ def file_part(path: Path) -> list[object]:
 
 
 def plan_part(plan: Plan) -> dict[str, object]:
-    """All items but checks, and options. The number of blocks is left out: it follows the memory that happens to be free, and
-    where it decides which items there are, their names tell.
+    """All items but checks, limits and options. The number of blocks is left out: it follows the memory that happens to
+    be free, and where it decides which items there are, their names tell.
     """
     limits = asdict(plan.limits)
     del limits["num_blocks"]
