@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.platform import CPU
 from preheat.plan.cost import ModelSizes
-from preheat.warmup.graphs import Budget, capture_twin, divide_memory
+from preheat.warmup.graphs import Budget, CountedGraphs, divide_memory
 from preheat.warmup.record import Record
 from preheat.warmup.steps import Steps
 
@@ -83,7 +84,7 @@ def test_the_twin_counts_graphs_of_the_engines_own_plan(policy, caplog):
     free = plan.limits.num_blocks * block_bytes * 2
     split = divide_memory(llm.settings, "graphs", free, block_bytes)
     seen = Record.of(plan)
-    done = capture_twin(plan, seen, llm.settings, Budget(split, block_bytes), sizes)
+    done = CountedGraphs(SimpleNamespace(plan=plan), seen, llm.settings, Budget(split, block_bytes), sizes).capture()
     forward = [entry for entry in seen.entries if entry.kind in ("mixed", "prompt", "decode") and not entry.fallback]
     assert 0 < done.used <= done.pool
     assert sum(entry.bytes for entry in forward) == done.used

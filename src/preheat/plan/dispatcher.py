@@ -26,7 +26,6 @@ MAX_MISSES_NAMED = 100
 OTHERS = "others"
 
 OnMiss = Callable[[StepSize, Bucket], None]
-Work = Callable[[Bucket], float]
 
 
 class OutsideLimits(PreheatError):
@@ -38,11 +37,6 @@ class WarnOnce:
 
     def __init__(self, counts: dict[str, int] | None = None) -> None:
         self.counts = {} if counts is None else counts
-
-    @property
-    def count(self) -> int:
-        """All misses."""
-        return sum(self.counts.values())
 
     def __call__(self, size: StepSize, bucket: Bucket) -> None:
         name = str(size)
@@ -143,15 +137,13 @@ class Dispatcher:
         raise KeyError(bucket)
 
 
-def build_phase(
-    region: Region, candidates: Sequence[Bucket], fallback: Bucket, work: Work = padded_work
-) -> PhaseDispatcher:
+def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) -> PhaseDispatcher:
     """The dispatcher of one phase from candidates that respect every budget.
 
     Candidates that no step within ``region`` chooses are left out, and listed as shadowed with the bucket that takes
     their place. ``fallback`` must hold every step of the region; it is used only where the candidates leave a gap.
     """
-    grid = _Grid(region, _by_cost(list(dict.fromkeys(candidates)), work))
+    grid = _Grid(region, _by_cost(list(dict.fromkeys(candidates))))
     chosen = grid.chosen()
     shadowed = tuple((grid.buckets[rank], grid.winner(rank)) for rank in np.flatnonzero(~chosen).tolist())
     if shadowed:
@@ -171,11 +163,11 @@ def build_phase(
     )
 
 
-def _by_cost(buckets: list[Bucket], work: Work) -> list[Bucket]:
+def _by_cost(buckets: list[Bucket]) -> list[Bucket]:
     """Cheapest first; of equally cheap ones the shorter, so that the order never depends on the input's."""
     column = _columns(buckets)
     length = np.where(column["longest"] + column["blocks"], column["longest"] + column["blocks"], column["tokens"])
-    order = np.lexsort([column["rows"], length, np.array([work(bucket) for bucket in buckets])])
+    order = np.lexsort([column["rows"], length, np.array([padded_work(bucket) for bucket in buckets])])
     return [buckets[i] for i in order.tolist()]
 
 

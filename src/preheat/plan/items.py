@@ -10,8 +10,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from preheat.core import SamplingParams
 from preheat.plan import lines
@@ -63,11 +63,15 @@ class ItemRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Item(ABC):
-    """One thing that may run. ``estimate`` is its expected cost, zero where nothing was estimated."""
+    """One thing that may run. ``estimate`` is its expected cost, zero where nothing was estimated; a ``fallback`` is
+    what steps beyond the bucket sizes run in. Items of the last stage run once graphs are captured.
+    """
+
+    KIND: ClassVar[str] = ""
+    STAGE: ClassVar[Stage] = "after_cache"
 
     estimate: Cost = field(default=Cost(0.0, 0), kw_only=True)
     fallback: bool = field(default=False, kw_only=True)
-    """Whether this is what steps beyond the bucket sizes run in."""
 
     @classmethod
     @abstractmethod
@@ -88,13 +92,12 @@ class Item(ABC):
         return done
 
     @property
-    @abstractmethod
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        return self.KIND
 
     @property
     def stage(self) -> Stage:
-        """When it runs: items of the last stage run once graphs are captured."""
-        return "after_cache"
+        return self.STAGE
 
     @property
     @abstractmethod
@@ -122,9 +125,6 @@ class Item(ABC):
     def log_line(self, number: int, total: int, free: int) -> str:
         """What is logged before it runs, the n-th of ``total`` of its kind, with ``free`` bytes of memory."""
         return ""
-
-    def with_estimate(self, costs: Costs) -> Self:
-        return replace(self, estimate=self.cost(costs))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -179,6 +179,7 @@ class ForwardItem(Item):
 class SamplerItem(Item):
     """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`; with ``batch_changed`` the rows are new."""
 
+    KIND = "sampler"
     rows: int
     setting: str
     batch_changed: bool
@@ -202,10 +203,6 @@ class SamplerItem(Item):
         done = Item.run_kind(items, run_one, warm)
         logger.info("%s", lines.sampler_finished())
         return done
-
-    @property
-    def kind(self) -> str:
-        return "sampler"
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -234,6 +231,7 @@ class SwapItem(Item):
     An even number of swaps leaves the cache as it was.
     """
 
+    KIND = "swap"
     pairs: int
 
     @classmethod
@@ -255,10 +253,6 @@ class SwapItem(Item):
         return done
 
     @property
-    def kind(self) -> str:
-        return "swap"
-
-    @property
     def shape(self) -> dict[str, Any]:
         return {"size": self.pairs}
 
@@ -277,6 +271,7 @@ class SwapItem(Item):
 class DeterminismItem(Item):
     """A pass of the determinism warm-up: ``bucket``, which serves, is run again."""
 
+    KIND, STAGE = "determinism", "last"
     number: int
     bucket: Bucket
 
@@ -295,14 +290,6 @@ class DeterminismItem(Item):
         return len(items)
 
     @property
-    def kind(self) -> str:
-        return "determinism"
-
-    @property
-    def stage(self) -> Stage:
-        return "last"
-
-    @property
     def shape(self) -> dict[str, Any]:
         return {"size": self.number}
 
@@ -317,19 +304,12 @@ class DeterminismItem(Item):
 class CheckItem(Item):
     """A cross-check of the boot, by its name in :mod:`preheat.verify.names`."""
 
+    KIND, STAGE = "check", "last"
     check: str
 
     @classmethod
     def of_plan(cls, plan: PlanBase) -> Iterable[CheckItem]:
         return map(cls, plan.checks)
-
-    @property
-    def kind(self) -> str:
-        return "check"
-
-    @property
-    def stage(self) -> Stage:
-        return "last"
 
     @property
     def shape(self) -> dict[str, Any]:

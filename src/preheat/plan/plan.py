@@ -45,7 +45,7 @@ class Plan(PlanBase):
 
     def with_costs(self, costs: Costs) -> Plan:
         """The same plan, its items estimated by ``costs``."""
-        return replace(self, items=tuple(item.with_estimate(costs) for item in self.items))
+        return replace(self, items=tuple(replace(item, estimate=item.cost(costs)) for item in self.items))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

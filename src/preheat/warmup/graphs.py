@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
 import torch
 
@@ -59,7 +59,7 @@ CaptureOne = Callable[[Bucket], int]
 """Captures one bucket and returns the bytes that it took. MemoryError skips the bucket."""
 
 BootStepContext = Callable[[str], AbstractContextManager[None]]
-"""Measures a named step of the boot (:class:`preheat.warmup.steps.Steps`)."""
+"""Measures a step of the boot, by its name (:class:`preheat.warmup.steps.Steps`)."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,6 @@ class Captures:
     @property
     def used(self) -> int:
         return sum(done.used for done in self.phases.values())
-
-    @property
-    def left(self) -> int:
-        """Bytes that nobody took; negative where estimates were too low."""
-        return self.pool - self.used
 
 
 def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) -> MemorySplit:
@@ -91,39 +86,25 @@ def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) ->
     return split
 
 
-class Graphs(Protocol):
-    """What an execution mode does about graphs while warm-up runs."""
+@dataclass
+class NoGraphs(Generic[B]):
+    """What an execution mode does about graphs while warm-up runs; here nothing: every program runs as it is."""
+
+    steps: DummySteps[B]
 
     def compile(self, step: BootStepContext) -> None:
         """Compile kernels before anything runs."""
 
     def first_run(self, bucket: Bucket) -> None:
         """The first run of a forward program."""
+        self.steps.run(bucket, self.steps.executor.execute)
 
     def after_sampling(self, program: SamplerProgram) -> None:
         """Called after each run of a sampler item."""
 
-    def capture(self) -> None:
+    def capture(self) -> Captures | None:
         """Capture graphs; called once all programs have run, or right away where warm-up is skipped."""
-
-
-@dataclass
-class NoGraphs(Generic[B]):
-    """Every program runs as it is."""
-
-    steps: DummySteps[B]
-
-    def compile(self, step: BootStepContext) -> None:
-        """Nothing is compiled before it runs."""
-
-    def first_run(self, bucket: Bucket) -> None:
-        self.steps.run(bucket, self.steps.executor.execute)
-
-    def after_sampling(self, program: SamplerProgram) -> None:
-        """Nothing is kept."""
-
-    def capture(self) -> None:
-        """There is nothing to capture."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -147,29 +128,24 @@ class CountedGraphs(NoGraphs[B]):
     budget: Budget
     sizes: ModelSizes
 
-    def capture(self) -> None:
-        count_graphs(self.steps.plan, self.record, self.settings, self.budget, self.sizes)
-
-
-def count_graphs(plan: Plan, record: Record, settings: Settings, budget: Budget, sizes: ModelSizes) -> Captures:
-    """`capture` where nothing is captured and the bytes of each graph are counted."""
-    if settings.config_hidden_layers is not None:
-        logger.warning("A CPU's graphs are counted, whole: --config-hidden-layers without effect")
-    limits = plan.limits
-    memory = CountedMemory(sizes, limits.max_blocks_per_seq, budget.split.free - limits.num_blocks * budget.block_bytes)
-    pool = budget.pool(memory.free())
-    return capture(plan, record, settings, pool=pool, capture_one=memory.capture_one, free=memory.free)
+    def capture(self) -> Captures:
+        if self.settings.config_hidden_layers is not None:
+            logger.warning("A CPU's graphs are counted, whole: --config-hidden-layers without effect")
+        plan, budget, limits = self.steps.plan, self.budget, self.steps.plan.limits
+        free = budget.split.free - limits.num_blocks * budget.block_bytes
+        memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)
+        pool = budget.pool(free)
+        return capture(plan, self.record, self.settings, pool=pool, capture_one=memory.capture_one, free=memory.free)
 
 
 @dataclass
-class DeviceGraphs(Generic[B]):
+class DeviceGraphs(NoGraphs[B]):
     """Captures the programs of a device, with the bytes that they really take.
 
     All graphs work in one memory pool, which the largest makes as large as any needs: it is captured first. Then the
     sampler's that are missing, few and small; what their items took counts. The rest is divided by the budget's rules.
     """
 
-    steps: DummySteps[B]
     record: Record
     settings: Settings
     budget: Budget
@@ -189,10 +165,7 @@ class DeviceGraphs(Generic[B]):
     def after_sampling(self, program: SamplerProgram) -> None:
         self._executor.capture_sampling(program)
 
-    def capture(self) -> None:
-        self.capture_all()
-
-    def capture_all(self) -> Captures:
+    def capture(self) -> Captures:
         plan, entries = self.steps.plan, self._entries
         items = _that_run(plan, entries)
         sampling = [item for item in items if isinstance(item, SamplerItem)]
@@ -238,7 +211,7 @@ def choose_graphs(
     *,
     budget: Budget,
     sizes: ModelSizes,
-) -> Graphs:
+) -> NoGraphs[B]:
     """What the record's execution mode does about graphs on a platform."""
     if record.mode != GRAPHS:
         return NoGraphs(steps)

@@ -19,20 +19,13 @@ from preheat.schedule.slots import Slots
 class StepBatch(Protocol):
     """A step's input, padded to a bucket."""
 
-    @property
-    def shape(self) -> Bucket: ...
+    shape: Bucket
+    sampled_rows: np.ndarray
+    sampling_size: int
+    sampling: SamplingBatch
 
     @property
     def padded_tokens(self) -> int: ...
-
-    @property
-    def sampled_rows(self) -> np.ndarray: ...
-
-    @property
-    def sampling_size(self) -> int: ...
-
-    @property
-    def sampling(self) -> SamplingBatch: ...
 
 
 class RunningStep(Protocol):
@@ -56,8 +49,7 @@ B_contra = TypeVar("B_contra", bound=StepBatch, contravariant=True)
 class StepPacker(Protocol[B_co]):
     """Lays a step out as a batch."""
 
-    @property
-    def slots(self) -> Slots: ...
+    slots: Slots
 
     def pack(self, schedule: Schedule) -> B_co: ...
 
@@ -65,14 +57,11 @@ class StepPacker(Protocol[B_co]):
 class StepExecutor(Protocol[B_contra]):
     """Runs batches, and makes graphs of the programs that run them."""
 
-    @property
-    def decoder(self) -> Decoder: ...
+    decoder: Decoder
+    cache: KVCache
 
     @property
     def sampler(self) -> SamplerState: ...
-
-    @property
-    def cache(self) -> KVCache: ...
 
     def launch(self, batch: B_contra) -> RunningStep: ...
 

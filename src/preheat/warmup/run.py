@@ -27,7 +27,7 @@ from preheat.plan.programs import SamplerProgram
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
 from preheat.warmup.dummy_steps import DummySteps
-from preheat.warmup.graphs import Graphs
+from preheat.warmup.graphs import NoGraphs
 from preheat.warmup.protocols import B
 from preheat.warmup.record import ItemRecord, Record
 
@@ -63,7 +63,7 @@ class WarmUp(Generic[B]):
     record: Record
     platform: Platform
     steps: DummySteps[B]
-    graphs: Graphs
+    graphs: NoGraphs[B]
     check: Check
     reused: frozenset[str] = frozenset()
     report: Callable[[Progress], None] = lambda _: None
