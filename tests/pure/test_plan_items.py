@@ -4,13 +4,19 @@ import msgspec
 import pytest
 
 from preheat.core import SamplingParams
+from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
-from preheat.plan.items import SamplerItem
-from preheat.plan.programs import Level, SamplerProgram
+from preheat.plan.cost import MACHINES, Cost, Costs, ModelSizes
+from preheat.plan.items import Item, SamplerItem
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import KINDS, make_plan
+from preheat.plan.programs import Level, SamplerProgram, SwapProgram
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
+from preheat.warmup.record import Record
 
 DEFAULTS = SamplingParams()
+SIZES = ModelSizes(hidden=64, intermediate=64, layers=1, heads=1, kv_heads=1, head_dim=64, vocab=100)
 
 
 def uncovered(settings) -> set[str]:
@@ -129,3 +135,62 @@ def test_settings_cannot_be_changed():
         SAMPLER_SETTINGS["more"] = DEFAULTS
     with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
         SAMPLER_SETTINGS["min_p"].min_p = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EchoItem(Item):
+    """A kind of its own: a program that runs twice."""
+
+    KIND = "echo"
+    times: int
+
+    @classmethod
+    def of_plan(cls, plan):
+        return [cls(rows) for rows in plan.sampler_sizes if rows]
+
+    @property
+    def shape(self):
+        return {"times": self.times}
+
+    @property
+    def program(self):
+        return SwapProgram(-self.times)
+
+    def cost(self, costs):
+        return Cost(0.25, 7)
+
+    def run(self, warm):
+        for _ in range(self.times):
+            warm.swap(self.times)
+
+
+class Echoes:
+    """As much of a warm-up as the kind needs."""
+
+    def __init__(self):
+        self.heard = []
+
+    def swap(self, pairs):
+        self.heard.append(pairs)
+
+
+def test_a_kind_of_item_is_one_class_and_one_line(monkeypatch):
+    """It is planned with its cost, recorded, and run."""
+    monkeypatch.setattr("preheat.plan.plan.KINDS", (*KINDS, EchoItem))
+    limits = Limits(
+        max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
+        num_blocks=9,
+    )  # fmt: skip
+    plan = make_plan(limits, PlanOptions(), Costs(SIZES, MACHINES["cpu"], 16))
+    echoes = [item for item in plan.items if item.kind == "echo"]
+    assert [(item.name, item.estimate, item.stage) for item in echoes] == [
+        ("(echo, 1)", (0.25, 7), "after_cache"),
+        ("(echo, 2)", (0.25, 7), "after_cache"),
+    ]
+    record = Record.of(plan)
+    assert [entry.name for entry in record.entries if entry.kind == "echo"] == ["(echo, 1)", "(echo, 2)"]
+    warm = Echoes()
+    assert EchoItem.run_kind(echoes, lambda item: item.run(warm), warm) == 2
+    assert warm.heard == [1, 2, 2]
+    assert plan.programs == len({item.program for item in plan.items if item.program})
+    assert SwapProgram(-2) in {item.program for item in plan.items}
