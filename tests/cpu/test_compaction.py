@@ -168,7 +168,7 @@ def test_the_guard_counts_swaps_and_knows_the_first(expected: Seen) -> None:
 
 def test_a_cold_swap_fails_its_requests_where_that_is_asked_for(expected: Seen) -> None:
     llm, guard = watched("raise")
-    with pytest.raises(PreheatError, match=r"cold \(first run: \('swap', 8\)\)"):
+    with pytest.raises(PreheatError, match=r"cold \(first run: \(swap, 8\)\)"):
         bits(llm)
     for entry in guard.record.entries:
         entry.outcome = "ready"

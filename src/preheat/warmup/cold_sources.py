@@ -52,7 +52,7 @@ class Counted:
         count = self._read()
         if count == self._seen:
             return ()
-        new = count - self._seen if count > self._seen else count  # less than before: somebody cleared it
+        new = count - self._seen if count > self._seen else count  # less than before: it was cleared
         self._seen = count
         return self._describe(new) if new else ()
 
@@ -251,13 +251,13 @@ ORIGINS: tuple[Origin, ...] = (
         "module loading",
         "CUDA loads the code of a library's kernel when it is first launched",
         {
-            "cpu": Watched("none", "the system maps a library's pages on first touch and tells nobody"),
+            "cpu": Watched("none", "the system maps a library's pages on first touch and gives no notice"),
             "cuda": Watched(
-                "none", "the driver tells nobody; `CUDA_MODULE_LOADING=EAGER` loads everything at the start"
+                "none", "the driver gives no notice; `CUDA_MODULE_LOADING=EAGER` loads everything at the start"
             ),
         },
     ),
-    Origin("import", "a step imports a module that nobody has loaded", {"cpu": _IMPORTS, "cuda": _IMPORTS}),
+    Origin("import", "a step imports a module that is not loaded yet", {"cpu": _IMPORTS, "cuda": _IMPORTS}),
 )
 """Every origin of cold events but one: that a planned item runs first after ready, which the cold monitor sees."""
 
