@@ -17,7 +17,7 @@ from msgspec.structs import fields
 from preheat import LLM, SamplingParams
 from preheat.errors import SettingsError
 from preheat.model.files import BUNDLED_PATH
-from preheat.plan.items import NOT_SAMPLED
+from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
