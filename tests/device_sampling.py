@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from preheat.backends.cuda.sampler_input import SamplerInput
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.sampling import SamplingBatch
+from preheat.core import Level
 
 from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
 from preheat.backends.cuda.sample_source import race

@@ -1,6 +1,6 @@
 """The command line: ``preheat serve``, ``generate``, ``plan``, ``warm``, ``verify``, ``bench``, ``tune``, ``buckets``.
 
-Help and errors never wait for torch; neither do plans and ladders.
+Help and errors never wait for torch; neither do plans and bucket sizes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from preheat import __version__
 from preheat.core import Ready, SamplingParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.frontdoor import check_params
-from preheat.limits import mixes
 from preheat.metrics import set_up_logging
 from preheat.plan import commands as plan_commands
+from preheat.plan.policy import policy_named
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
 from preheat.utils.options import add_flags, did_you_mean
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_commands(commands: Any) -> None:
-    """What may run, what became of it, and the ladders that it comes from."""
+    """What may run, what became of it, and the bucket sizes that it comes from."""
     plan = commands.add_parser("plan", help="print what may run; reads the model's config alone", allow_abbrev=False)
     plan.set_defaults(run=_plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object: items, dropped, padding, estimates")
@@ -158,7 +158,7 @@ def _add_plan_commands(commands: Any) -> None:
 
     commands.add_parser("bench", help="measure this engine, beside vLLM's figures")  # its arguments: see _bench
 
-    buckets = commands.add_parser("buckets", help="print one ladder of bucket sizes", allow_abbrev=False)
+    buckets = commands.add_parser("buckets", help="print the bucket sizes of one dimension", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)
     plan_commands.add_bucket_flags(buckets)
 
@@ -210,8 +210,9 @@ def _load(values: dict[str, Any]) -> Settings:
 
 
 def served(settings: Settings) -> Settings:
-    """``settings`` for a server: unless they say otherwise, nobody who reads a long prompt holds up the others."""
-    if settings.max_num_mixed_tokens is not None or not mixes(settings):
+    """``settings`` for a server: unless they say otherwise, a long prompt does not hold up other requests."""
+    mixes = policy_named(settings.bucketing_policy).mixed_steps and settings.enable_chunked_prefill
+    if settings.max_num_mixed_tokens is not None or not mixes:
         return settings
     return replace(settings, max_num_mixed_tokens=SERVED_MIXED_TOKENS)
 

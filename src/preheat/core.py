@@ -10,6 +10,7 @@ Nothing here imports torch or any other module of preheat.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal
 
 import msgspec
@@ -103,6 +104,22 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", 0, _INT32),
     ("prompt_logprobs", 0, _INT32),
 )
+
+
+class Level(IntEnum):
+    """How much of the sampler a step runs. A row's token is the same at every level that it may run at."""
+
+    GREEDY = 0  # argmax alone
+    FILTERED = 1  # some row draws at random
+    FULL = 2  # some row has its logits changed first: penalties, logit_bias, min_tokens
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Level:
+        """The lowest level that rows with ``params`` can run at."""
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        if penalised or params.logit_bias or params.min_tokens:
+            return cls.FULL
+        return cls.GREEDY if params.greedy else cls.FILTERED
 
 
 class Request(msgspec.Struct, tag="request"):

@@ -14,6 +14,7 @@ from preheat import LLM, SamplingParams
 from preheat.core import Ready
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan
+from preheat.plan.items import SamplerItem
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
@@ -33,7 +34,7 @@ LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400}
 def few_items():
     """What else warm-up runs is not looked at here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "sampler_keys", lambda sizes: [])
+        patch.setattr(plan, "KINDS", tuple(kind for kind in plan.KINDS if kind is not SamplerItem))
         yield
 
 
@@ -92,7 +93,7 @@ def test_full_tries_every_bucket(policy):
     assert found["every bucket"] == ("ready", "")
     assert "next bucket" not in found
     assert set(found.values()) == {("ready", "")}
-    assert record.proof.compared > len(loop.packer.plan.table.shapes)
+    assert record.proof.compared > len(loop.packer.plan.dispatcher.buckets)
 
 
 def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
@@ -158,7 +159,7 @@ def test_what_cannot_be_kept_is_refused():
 
 def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
     """On a device that has faster implementations; a CPU has not."""
-    monkeypatch.setattr(CPU, "always_invariant", None)
+    monkeypatch.setattr(CPU, "refused", {})
     PLANTS["threshold"](monkeypatch, rows=32)
     varying = {"batch_invariant": False, "determinism_warmup_iterations": 3}
     ready, record, _ = boot(boot_check="full", **varying)

@@ -15,7 +15,7 @@ from preheat.backends.cpu.sampler import Sampler
 from preheat.errors import PreheatError
 from preheat.frontend.request_state import Ticket
 from preheat.warmup.cold_monitor import FIRST_RUN, ColdMonitor
-from preheat.warmup.cold_sources import sources_for
+from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import MAX_EVENTS, Record
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -34,7 +34,7 @@ def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
     for entry in record.entries:
         if hot and entry.outcome == "pending":
             entry.outcome = "ready"
-    guard = ColdMonitor(record, plan, on_cold, sources_for("cpu"))
+    guard = ColdMonitor(record, plan, on_cold, ColdSources("cpu"))
     llm.loop.listener = guard
     return guard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from preheat.execution.sampling import Level
+from preheat.core import Level
 
 from preheat.execution.graphs import Programs, SampleKey
 from preheat.plan.items import SamplerKey, sampler_keys

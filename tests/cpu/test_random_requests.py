@@ -17,7 +17,7 @@ from msgspec.structs import fields
 from preheat import LLM, SamplingParams
 from preheat.errors import SettingsError
 from preheat.model.files import BUNDLED_PATH
-from preheat.plan.items import NOT_SAMPLED
+from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
@@ -116,7 +116,7 @@ def hits(llm: LLM) -> dict[str, int]:
     """Of every item that a step can run."""
     record = Record.from_json(llm.loop.listener.report())
     items = {item.name for item in llm.loop.packer.plan.items if item.kind in ("prompt", "decode", "mixed", "sampler")}
-    zero = {item.name for item in llm.loop.packer.plan.items if item.program and item.program[:2] == ("sampler", 0)}
+    zero = {item.name for item in llm.loop.packer.plan.items if item.shape.get("rows") == 0}
     return {entry.name: entry.hits for entry in record.entries if entry.name in items - zero}
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.sampling import SamplingBatch
+from preheat.core import Level
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams

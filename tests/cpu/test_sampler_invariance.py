@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.sampling import SamplingBatch
+from preheat.core import Level
 
 from preheat.backends.cpu import sampler as module
 from preheat.backends.cpu.sampler import Sampler

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.sampling import SamplingBatch
+from preheat.core import Level
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda.sampler import Cut, DeviceSampler

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from preheat.execution.flat import FlatPacker
-from preheat.execution.sampling import Level
+from preheat.core import Level
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import DeviceSampler

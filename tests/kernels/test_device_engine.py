@@ -23,6 +23,7 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda import norm
 from preheat.frontend.outputs import Logprob, RequestOutput
 from preheat.ops.norm import RMSNorm
+from preheat.warmup.cold_sources import ColdSources
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
 
@@ -56,8 +57,8 @@ class StandIn(CPU):
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("preheat.backends.base.pick_platform", lambda device: StandIn())
-    monkeypatch.setattr("preheat.warmup.cold_sources.sources_for", lambda platform: [])
+    monkeypatch.setattr("preheat.boot.pick_platform", lambda device: StandIn())
+    monkeypatch.setattr("preheat.boot.ColdSources", lambda platform: ColdSources("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     # Norms look at where their weights lie.

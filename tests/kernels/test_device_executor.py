@@ -53,7 +53,7 @@ def engine(made, **options):
 def attended(made, shape, **options):
     """Attention's output and the residual stream, side by side."""
     packer, executor, feed = engine(made, **options)
-    with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
+    with feed.work(rows_of(made[0].dispatcher.example(shape), LIMITS)) as schedule:
         return torch.cat(executor.forward(packer.pack(schedule)), dim=1)
 
 
@@ -161,7 +161,7 @@ def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
     assert not executor.is_captured(shape)
     executor.capture(shape)
     assert executor.is_captured(shape) and not executor.is_captured(Bucket.decode(1))
-    with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
+    with feed.work(rows_of(made[0].dispatcher.example(shape), LIMITS)) as schedule:
         batch = packer.pack(schedule)
         executor.forward(batch)
         executor.forward(batch, eager=True)

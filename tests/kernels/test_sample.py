@@ -16,7 +16,8 @@ import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.execution.sampling import Level, PenaltyRows, SamplingBatch
+from preheat.execution.sampling import PenaltyRows, SamplingBatch
+from preheat.core import Level
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda import sample

@@ -101,13 +101,13 @@ class Costs:
     block_size: int
     measured: Mapping[str, float] = field(default_factory=dict)
 
-    def forward(self, name: str, shape: Bucket) -> Cost:
+    def forward(self, name: str, bucket: Bucket) -> Cost:
         """One forward step: the slower of its arithmetic and of reading weights and context, logits not included."""
         sizes = self.sizes
-        context = shape.blocks * self.block_size or (shape.rows * shape.longest if shape.phase == "decode" else 0)
-        flops = 2.0 * sizes.layer_params * shape.tokens
+        context = bucket.blocks * self.block_size or (bucket.rows * bucket.longest if bucket.phase == "decode" else 0)
+        flops = 2.0 * sizes.layer_params * bucket.tokens
         moved = sizes.layer_params * sizes.dtype_bytes + context * sizes.kv_bytes_per_token
-        work = shape.tokens * sizes.activation_bytes_per_token
+        work = bucket.tokens * sizes.activation_bytes_per_token
         return self._known(name, flops, moved + work, work, self.machine.step_overhead)
 
     def sampling(self, name: str, rows: int) -> Cost:

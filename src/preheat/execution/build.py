@@ -29,7 +29,7 @@ def build(
 ) -> tuple[Packer, Executor]:
     """The packer and the executor of a model, with its cache. Linear layers are proven before there is a cache."""
     spec, limits = model.spec, plan.limits
-    rows = sorted({item.key.tokens for item in plan.items if isinstance(item.key, Bucket)})
+    rows = sorted({item.program.tokens for item in plan.items if isinstance(item.program, Bucket)})
     *layers, head = (linear for _, linear in model.weights.linears())
     backend.settle([*((linear, rows) for linear in layers), (head, [size for size in plan.sampler_sizes if size])])
     cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, backend.device)
