@@ -123,7 +123,7 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
         "launch": (loop.executor, "launch"),
         "observe": (loop.listener, "step"),
         "settle": (loop.scheduler, "settle"),
-        "front door": (llm.frontdoor, "handle"),
+        "front door": (llm.frontend, "handle"),
     }
     spent: dict[str, list[float]] = {name: [] for name in parts}
     for name, (owner, method) in parts.items():
@@ -160,7 +160,7 @@ class Rows:
     """``count`` sequences that all decode, for ``steps`` more steps at least."""
 
     def __init__(self, llm: LLM, vocabulary: int, count: int, sampling: str, steps: int) -> None:
-        door, chance = llm.frontdoor, random.Random(0)
+        door, chance = llm.frontend, random.Random(0)
         tokens = steps + 2 * count + count * CONTEXT // 2048 + 40
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **SAMPLING[sampling])
         prompts = [[chance.randrange(vocabulary) for _ in range(CONTEXT)] for _ in range(count)]
@@ -173,7 +173,7 @@ class Rows:
 
     def __exit__(self, *_: object) -> None:
         for ticket in self._tickets:
-            self._llm.frontdoor.abort(ticket)
+            self._llm.frontend.abort(ticket)
         self._llm.loop.take(0)
         self._llm.loop.finish()
         self._llm.advance()

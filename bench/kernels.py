@@ -119,7 +119,7 @@ def table(listed: list[Span], steps: int, floors: dict[str, float]) -> list[dict
 
 def decode(llm: LLM, offline: Offline, rows: int, context: int, steps: int) -> profile:
     """Profile ``steps`` steps in which all rows decode."""
-    door, cuda = llm.frontdoor, torch.cuda.is_available()
+    door, cuda = llm.frontend, torch.cuda.is_available()
     tokens = steps + 40 + 2 * rows + rows * context // 2048
     tickets = [door.prepare(offline.prompt(context), greedy(tokens)) for _ in range(rows)]
     door.start(tickets)

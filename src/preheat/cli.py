@@ -21,9 +21,9 @@ import msgspec
 
 from preheat import __version__
 from preheat.bench import commands as bench_commands
-from preheat.core import Ready, SamplingParams
+from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
-from preheat.frontend.frontdoor import check_params
+from preheat.frontend.input_processor import check_params
 from preheat.limits import mixes
 from preheat.metrics import set_up_logging
 from preheat.plan import commands as plan_commands
@@ -48,36 +48,13 @@ GENERATE_OPTIONS = [opt for opt in ENGINE_OPTIONS if opt.name != "seed"]
 
 TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
 
-SAMPLING_HELP = {
-    "n": "choices for each prompt",
-    "temperature": "0 is greedy",
-    "top_p": "keep the most likely tokens up to this share of probability",
-    "top_k": "keep this many tokens; 0 or -1 keeps all",
-    "min_p": "drop tokens below this share of the most likely one's probability",
-    "presence_penalty": "subtracted for each token that has been generated",
-    "frequency_penalty": "subtracted for each time that a token has been generated",
-    "repetition_penalty": "divides (above 0) or multiplies (below 0) what has been seen",
-    "logit_bias": 'added to single tokens, as JSON: {"42": -5}',
-    "seed": "the same seed gives the same tokens; by default one is drawn",
-    "stop": "strings that end the text",
-    "stop_token_ids": "tokens that end the text",
-    "include_stop_str_in_output": "keep the stop string",
-    "ignore_eos": "go on after the end-of-sequence token",
-    "min_tokens": "tokens before anything may end the text",
-    "max_tokens": "most tokens to generate",
-    "logprobs": "alternatives to report for each token",
-    "prompt_logprobs": "alternatives to report for each token of the prompt",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "detokenize": "turn tokens into text",
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a mistake in what was asked."""
     parser = _parser()
     args, unknown = parser.parse_known_args([_dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)])
     if unknown:
-        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_HELP]
+        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_FIELDS]
         parser.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].split('=')[0], flags)}")
     values = vars(args)
     run = values.pop("run")
@@ -163,7 +140,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     hints = typing.get_type_hints(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
         shown = "" if field.default in (None, msgspec.NODEFAULT) else f" [{field.default}]"
-        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": SAMPLING_HELP[field.name] + shown}
+        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": SAMPLING_FIELDS[field.name].help + shown}
         kinds = typing.get_args(hints[field.name]) if isinstance(hints[field.name], types.UnionType) else ()
         kind = kinds[0] if kinds else hints[field.name]
         if kind is bool:
@@ -306,13 +283,13 @@ def _generate(values: dict[str, Any]) -> int:
     as_json, chat = values.pop("json"), values.pop("chat")
     prompts = list(_prompts(values.pop("prompt"), values.pop("prompts")))
     sampling = {"max_tokens": SamplingParams().max_tokens}
-    sampling |= {name: values.pop(name) for name in SAMPLING_HELP if name in values}
+    sampling |= {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
     check_params(sampling)  # before anything is loaded
     set_up_logging(Settings.load(values).log_level)
     from preheat.llm import LLM
 
     llm = LLM(**values)
-    params = llm.frontdoor.params(**sampling)  # what is not given, the checkpoint may recommend
+    params = llm.frontend.input.params(**sampling)  # what is not given, the checkpoint may recommend
     bar = sys.stderr.isatty()
     if chat:
         results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)

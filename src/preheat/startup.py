@@ -18,7 +18,7 @@ from preheat.backends.cuda.early import wake_gpu
 from preheat.core import Died, Ready, ToEngine
 from preheat.errors import NotInvariant
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
 from preheat.limits import Limits
 from preheat.metrics import Metrics, explain, set_up_logging
@@ -58,12 +58,12 @@ logger = logging.getLogger(__name__)
 
 def boot_front(
     settings: Settings, send: Callable[[ToEngine], None], metrics: Metrics | None = None
-) -> tuple[FrontDoor, ChatTemplate]:
+) -> tuple[Frontend, ChatTemplate]:
     """Everything that speaks text. ``send`` hands a message to the engine."""
     folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
     tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
     tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
-    door = FrontDoor(
+    frontend = Frontend(
         tokenizer,
         send,
         max_logprobs=settings.max_logprobs,
@@ -71,7 +71,7 @@ def boot_front(
         metrics=metrics,
         seed=settings.seed,
     )
-    return door, ChatTemplate(tokenizer, settings.chat_template)
+    return frontend, ChatTemplate(tokenizer, settings.chat_template)
 
 
 def planned(settings: Settings, *, as_json: bool = False) -> str:
@@ -101,12 +101,12 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         from preheat.backends.base import check_varying, pick_platform, works_ahead
         from preheat.backends.cpu.compile import compile_seconds
         from preheat.engine.listeners import trace_steps, with_step_log
-        from preheat.engine.loop import Loop
-        from preheat.engine.rehearsal import Unwatched, rehearse
+        from preheat.engine.loop import Loop, SilentListener
         from preheat.runner import RUNNERS, load_model
         from preheat.transport import InlineTransport
         from preheat.verify.boot import BootCheck
         from preheat.verify.check_runner import CheckRunner
+        from preheat.warmup.dummy_requests import warm_up_loop
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
@@ -136,13 +136,14 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         check = BootCheck(CheckRunner(scheduler.pool, packer, executor), record, platform.name)
         warm = WarmUp(plan, packer, executor, platform, record, check)
         warm.say, warm.compiled, warm.span, warm.reused = transport.put, compile_seconds, trace.span, store.reused()
-        stage = Loop(InlineTransport(), scheduler, packer, executor, Unwatched(), overlap=ahead)
-        guard = _heat(settings, warm, model, partial(rehearse, stage), split=split, store=store, steps=steps)
+        loop = Loop(InlineTransport(), scheduler, packer, executor, SilentListener(), overlap=ahead)
+        warm_loop = partial(warm_up_loop, loop)
+        guard = _heat(settings, warm, model, warm_loop, split=split, store=store, steps=steps)
     loop = Loop(transport, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     _judge(settings, record)
     before_ready()
-    transport.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
+    transport.put(_ready(record, scheduler, model.bytes_per_block, time.monotonic() - started))
     return loop
 
 
@@ -201,13 +202,13 @@ def _heat(
     settings: Settings,
     warm: WarmUp,
     model: Model,
-    rehearsal: Callable[[], None],
+    warm_loop: Callable[[], None],
     *,
     split: MemorySplit,
     store: Store,
     steps: Steps,
 ) -> ColdMonitor:
-    """Warm up, capture graphs, rehearse, leave the record to the next boot; from then on the guard watches."""
+    """Warm up, capture graphs, run dummy requests, leave the record to the next boot; then the cold monitor watches."""
     from preheat.warmup.cold_monitor import ColdMonitor
     from preheat.warmup.cold_sources import sources_for
     from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
@@ -226,8 +227,8 @@ def _heat(
     else:
         with steps("warm-up"):
             warm.run()
-        with steps("Rehearsing requests"):
-            rehearsal()
+        with steps("Running dummy requests"):
+            warm_loop()
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
@@ -241,16 +242,20 @@ def _judge(settings: Settings, record: Record) -> None:
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
 
 
-def _ready(record: Record, limits: Limits, bytes_per_block: int, seconds: float) -> Ready:
+def _ready(record: Record, scheduler: Scheduler, bytes_per_block: int, seconds: float) -> Ready:
+    limits = scheduler.limits
     logger.info(
         "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
         record.model, record.platform, record.mode, record.dtype, limits.num_blocks, limits.block_size,
         limits.num_blocks * bytes_per_block / 2**30, limits.max_num_seqs, limits.max_model_len, seconds,
     )  # fmt: skip
-    held = "; ".join(record.unproved())
-    if held:
-        logger.error("No request is taken: %s", held)
-    return Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), held)
+    blocked_reason = "; ".join(record.unproved())
+    if blocked_reason:
+        logger.error("No request is taken: %s", blocked_reason)
+    return Ready(
+        limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked_reason,
+        scheduler.max_prompt_len,
+    )  # fmt: skip
 
 
 def run_engine(settings: Settings, address: str) -> None:

@@ -23,11 +23,11 @@ from tests.tokenizers import byte_level
 
 SERVE = """
 import json, sys
-from preheat.server import auth as guard
+from preheat.server import body
 from preheat.server.app import run_server
 from preheat.settings import Settings
 
-guard.BODY_SECONDS = 1.0
+body.BODY_SECONDS = 1.0
 sys.exit(run_server(Settings.load(json.loads(sys.argv[1])), *sys.argv[2:]))
 """
 SCRIPTED = "tests.api.scripted:run_engine"

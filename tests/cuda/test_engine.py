@@ -115,7 +115,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPar
 
 def forget(llm: LLM) -> None:
     """Empty the prefix cache."""
-    llm.loop.scheduler.lose_cache("")
+    llm.loop.scheduler.lose_cache(PreheatError(""))
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ class Moving(RuleBasedStateMachine):
 
     @rule()
     def lose(self) -> None:
-        self.harness._hear(self.scheduler.lose_cache("out of paper"))
+        self.harness._hear(self.scheduler.lose_cache(PreheatError("out of paper")))
         assert self.pool.num_used == 0
         assert not self.pool._block_of
         self.harness.device.cache.clear()
@@ -216,7 +216,7 @@ def test_blocks_given_out_after_it_are_the_lowest() -> None:
 def test_only_between_steps() -> None:
     harness = scattered(0)
     harness.schedule()
-    for forbidden in (harness.scheduler.compact, lambda: harness.scheduler.lose_cache("")):
+    for forbidden in (harness.scheduler.compact, lambda: harness.scheduler.lose_cache(PreheatError(""))):
         with pytest.raises(RuntimeError, match="in flight"):
             forbidden()
 
@@ -239,7 +239,7 @@ def test_after_the_cache_is_lost_nothing_is_found_in_it() -> None:
     harness.add(request(0, [1] * 9), request(1, [1] * 9, 20))
     for _ in range(10):
         harness.step()
-    harness._hear(harness.scheduler.lose_cache("broken"))
+    harness._hear(harness.scheduler.lose_cache(PreheatError("broken")))
     finish = harness.outcomes[1].finish
     assert finish is not None
     assert (finish.reason, finish.message) == ("error", "broken")

@@ -330,9 +330,9 @@ def test_steps_are_settled_once_in_the_order_they_run() -> None:
         scheduler.settle(second, StepResult(np.zeros(1, np.int32)))
     with pytest.raises(ValueError, match="tokens"):
         scheduler.settle(first, StepResult(np.zeros(2, np.int32)))
-    scheduler.fail(first, "wrong result")
+    scheduler.fail(first, ValueError("wrong result"))
     with pytest.raises(RuntimeError, match="not the oldest"):
-        scheduler.fail(first, "again")
+        scheduler.fail(first, ValueError("again"))
     assert not scheduler.idle
     assert scheduler.settle(second, StepResult(np.zeros(1, np.int32))).tokens == []
     assert scheduler.idle

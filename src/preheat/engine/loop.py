@@ -32,7 +32,7 @@ from preheat.core import (
     ToEngine,
 )
 from preheat.engine.launch_timer import LaunchTimer
-from preheat.errors import PreheatError
+from preheat.errors import PreheatError, WireError
 from preheat.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,16 @@ class StepListener(Protocol):
 
     def report(self) -> bytes:
         """What it has seen, for a Report."""
+
+
+class SilentListener:
+    """A listener that nothing interests: for dummy requests."""
+
+    def step(self, event: Any) -> None:
+        """Ignored."""
+
+    def report(self) -> bytes:
+        return b""
 
 
 @dataclass(slots=True)
@@ -165,7 +175,7 @@ class Loop:
             result = step.result()
         except Exception as error:  # a failing step fails its requests; everyone else goes on
             logger.error("A step of %d rows failed", step.schedule.rows, exc_info=error)
-            return self.scheduler.fail(step.schedule, f"{type(error).__name__}: {error}")
+            return self.scheduler.fail(step.schedule, error)
         delta = self.scheduler.settle(step.schedule, result)
         delta.stats = self.scheduler.stats()
         return delta
@@ -183,7 +193,7 @@ class Loop:
             self.listener.step(swaps)
         except Exception as error:  # what the cache holds is unknown: nobody may read it
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
-            self.transport.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
+            self.transport.put(self.scheduler.lose_cache(error))
 
     def take(self, timeout: float | None) -> None:
         """Book what arrived through the mailbox."""
@@ -206,5 +216,5 @@ class Loop:
     def _add(self, request: Request) -> None:
         try:
             self.scheduler.add(request)
-        except PreheatError as error:  # the front door refuses these; one that slips through must not stop the loop
-            self.transport.put(Delta(finished={request.id: Finish("error", message=error.message)}))
+        except PreheatError as error:  # the frontend refuses these; one that slips through must not stop the loop
+            self.transport.put(Delta(finished={request.id: Finish("error", error=WireError.of(error))}))

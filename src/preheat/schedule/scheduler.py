@@ -17,6 +17,7 @@ reached its length is known ahead. Preempting is another, since the tokens must 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from copy import copy
@@ -172,10 +173,10 @@ class Scheduler:
             self._totals.blocks_moved += len(swaps.pairs)
         return swaps
 
-    def lose_cache(self, message: str) -> Delta:
+    def lose_cache(self, error: Exception) -> Delta:
         """Nobody knows what the cache holds: end all running requests with an error, keep nothing for later prompts."""
         self._nothing_in_flight()
-        return settle.lose_cache(self.running, message)
+        return settle.lose_cache(self.running, error)
 
     def schedule(self) -> Schedule | None:
         """The next step, its blocks allocated and its outcome booked; it must be packed before another is scheduled.
@@ -201,14 +202,14 @@ class Scheduler:
         self._in_flight.popleft()
         return delta
 
-    def fail(self, schedule: Schedule, message: str) -> Delta:
+    def fail(self, schedule: Schedule, error: Exception) -> Delta:
         """The step failed: end its requests with an error and free what they hold; the others go on.
 
         Rows of the same requests in later steps are dropped when those are settled.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
-        return settle.fail(self.running, schedule, message)
+        return settle.fail(self.running, schedule, error)
 
     def stats(self) -> Stats:
         """Counters since the start and gauges of this moment, a new object each time.
@@ -368,6 +369,12 @@ class Scheduler:
             step.preempted = True
             self._totals.preemptions += 1
         return slots
+
+    @property
+    def max_prompt_len(self) -> int:
+        """The longest prompt that :meth:`add` accepts."""
+        possible = range(1, self.limits.max_model_len)
+        return len(possible) if self.chunked else bisect_left(possible, True, key=lambda n: not self._fits_alone(n))
 
     def _fits_alone(self, tokens: int) -> bool:
         return self.padded(1, tokens, tokens) <= self.limits.max_num_batched_tokens

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from preheat.engine.rehearsal import ROUNDS, rehearse
+
 from preheat.schedule.scheduler import Scheduler
 from tests.pure.paper import Harness, limits, request
 
