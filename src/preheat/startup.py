@@ -1,7 +1,7 @@
-"""The two boots, in order: of the engine (device, weights, cache, warm-up, loop) and of the front door (tokenizer,
+"""The two boots, in order: of the engine (device, weights, cache, warm-up, loop) and of the frontend (tokenizer,
 template).
 
-The front door's process never imports torch, so everything that needs it is imported inside :func:`boot_engine`.
+The frontend's process never imports torch, so everything that needs it is imported inside :func:`boot_engine`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
 
 
 def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
-    """Device, weights, limits, plan, cache, warm-up, loop; then tell the mailbox that it can run, but first call
+    """Device, weights, limits, plan, cache, warm-up, loop; then tell the frontend that it can run, but first call
     ``before_ready``.
 
     Raises SettingsError or ModelError, saying what to change.
@@ -106,7 +106,6 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         from preheat.transport import InlineTransport
         from preheat.verify.boot import BootCheck
         from preheat.verify.check_runner import CheckRunner
-        from preheat.warmup.dummy_requests import warm_up_loop
         from preheat.warmup.graphs import divide_memory
         from preheat.warmup.run import WarmUp
         from preheat.warmup.steps import Steps
@@ -137,8 +136,7 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         warm = WarmUp(plan, packer, executor, platform, record, check)
         warm.say, warm.compiled, warm.span, warm.reused = transport.put, compile_seconds, trace.span, store.reused()
         loop = Loop(InlineTransport(), scheduler, packer, executor, SilentListener(), overlap=ahead)
-        warm_loop = partial(warm_up_loop, loop)
-        guard = _heat(settings, warm, model, warm_loop, split=split, store=store, steps=steps)
+        guard = _heat(settings, warm, model, loop, split=split, store=store, steps=steps)
     loop = Loop(transport, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
     trace_steps(trace, loop)
     _judge(settings, record)
@@ -202,7 +200,7 @@ def _heat(
     settings: Settings,
     warm: WarmUp,
     model: Model,
-    warm_loop: Callable[[], None],
+    loop: Loop,
     *,
     split: MemorySplit,
     store: Store,
@@ -211,6 +209,7 @@ def _heat(
     """Warm up, capture graphs, run dummy requests, leave the record to the next boot; then the cold monitor watches."""
     from preheat.warmup.cold_monitor import ColdMonitor
     from preheat.warmup.cold_sources import sources_for
+    from preheat.warmup.dummy_requests import warm_up_loop
     from preheat.warmup.graphs import GRAPHS, Budget, capture_programs, capture_twin
 
     plan, record, budget = warm.plan, warm.record, Budget(split, model.bytes_per_block)
@@ -228,7 +227,7 @@ def _heat(
         with steps("warm-up"):
             warm.run()
         with steps("Running dummy requests"):
-            warm_loop()
+            warm_up_loop(loop)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
@@ -259,7 +258,7 @@ def _ready(record: Record, scheduler: Scheduler, bytes_per_block: int, seconds: 
 
 
 def run_engine(settings: Settings, address: str) -> None:
-    """The engine's process: boot, say so, run until drained. A fatal error is told to the front door, then raised.
+    """The engine's process: boot, say so, run until drained. A fatal error is told to the frontend, then raised.
 
     Nearly all that a boot makes stays: the garbage collector looks at it once, at the end, and never again.
     """

@@ -262,12 +262,6 @@ def test_recommended_parameters(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "max_new_tokens": 9}')
     frontend = Frontend(Tokenizer(tmp_path), print)
-    assert (frontend.input.params().temperature, frontend.input.params().top_k, frontend.input.params().max_tokens) == (
-        0.5,
-        7,
-        9,
-    )
-    assert (frontend.input.params(temperature=1.5).temperature, frontend.input.params(max_tokens=3).max_tokens) == (
-        1.5,
-        3,
-    )
+    params = frontend.input.params
+    assert (params().temperature, params().top_k, params().max_tokens) == (0.5, 7, 9)
+    assert (params(temperature=1.5).temperature, params(max_tokens=3).max_tokens) == (1.5, 3)

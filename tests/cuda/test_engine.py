@@ -21,6 +21,7 @@ from msgspec import structs
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import DeviceSampler
 from preheat.backends.cuda.work import SPLIT
+from preheat.errors import PreheatError
 from preheat.execution.buffers import Layout
 from preheat.execution.flat import FlatPacker
 from preheat.execution.sampling import Level

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from preheat.core import Swaps
+from preheat.errors import PreheatError
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import fragmentation
 from preheat.schedule.running import Running
@@ -242,7 +243,7 @@ def test_after_the_cache_is_lost_nothing_is_found_in_it() -> None:
     harness._hear(harness.scheduler.lose_cache(PreheatError("broken")))
     finish = harness.outcomes[1].finish
     assert finish is not None
-    assert (finish.reason, finish.message) == ("error", "broken")
+    assert (finish.reason, finish.error.message) == ("error", "broken")
     harness.device.cache.clear()
     harness.add(request(2, [1] * 9))
     harness.run()

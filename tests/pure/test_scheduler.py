@@ -300,7 +300,7 @@ def test_a_failing_step_fails_its_requests_alone() -> None:
     finishes = [harness.outcomes[number].finish for number in range(3)]
     assert [finish.reason for finish in finishes if finish] == ["error", "error", "length"]
     assert finishes[0] is not None
-    assert finishes[0].message == "RuntimeError: boom"
+    assert finishes[0].error.message == "RuntimeError: boom"
 
 
 @pytest.mark.parametrize("more", [[], [90, 91, 92, 93, 94]])

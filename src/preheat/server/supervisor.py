@@ -113,9 +113,8 @@ class Supervisor:
         if now - self._heard_at > step:
             self._stall(frontend, f"A step took longer than the {step:g} s that VLLM_ENGINE_ITERATION_TIMEOUT_S allows")
         elif self._offered_at is not None and now - self._offered_at > hand_over / 1000:
-            self._stall(
-                frontend, f"The engine did not take a request within the {hand_over} ms that VLLM_RPC_TIMEOUT allows"
-            )
+            message = f"The engine did not take a request within the {hand_over} ms that VLLM_RPC_TIMEOUT allows"
+            self._stall(frontend, message)
 
     def _stall(self, frontend: Frontend, message: str) -> None:
         logger.error("%s", message)
