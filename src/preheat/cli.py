@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
 
@@ -182,7 +182,7 @@ def _load(values: dict[str, Any]) -> Settings:
 
 
 def served(settings: Settings) -> Settings:
-    """``settings`` for a server: unless they say otherwise, nobody who reads a long prompt holds up the others."""
+    """``settings`` for a server: by default, reading a long prompt must not hold up the sequences that decode."""
     if settings.max_num_mixed_tokens is not None or not mixes(settings):
         return settings
     return replace(settings, max_num_mixed_tokens=SERVED_MIXED_TOKENS)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
-from preheat.core import FromEngine, SamplingParams
+from preheat.core import SamplingParams
 from preheat.engine.loop import Loop
 from preheat.engine.progress import ProgressBar
 from preheat.errors import InvalidRequest
@@ -23,7 +23,7 @@ from preheat.warmup.dummy_requests import (
     FRONTEND_ROUNDS,
     PROMPT_IDS,
     DummyRequest,
-    EchoEngine,
+    EchoLoop,
     spare_frontend,
     warm_up,
 )
@@ -34,37 +34,13 @@ Prompt = str | Sequence[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 
-class InlineEngine(Protocol):
-    """An engine that runs in this process, a step at a time."""
-
-    def step(self) -> list[FromEngine]:
-        """Take what was sent, run one step, and give what it brought."""
-
-    def finish(self) -> None:
-        """Take what was sent and run until idle; what that brings is dropped."""
-
-
-class LoopEngine:
-    """The real one: a loop and the transport that leads to it."""
-
-    def __init__(self, loop: Loop, transport: InlineTransport) -> None:
-        self._loop, self._transport = loop, transport
-
-    def step(self) -> list[FromEngine]:
-        self._loop.take(0)
-        self._loop.step()
-        return self._transport.receive()
-
-    def finish(self) -> None:
-        self._loop.take(0)
-        self._loop.finish()
-
-
 class OfflineClient:
-    """Completes prompts with a frontend and the engine that it sends to."""
+    """Completes prompts with a frontend, and a loop to which ``transport`` leads."""
 
-    def __init__(self, frontend: Frontend, template: ChatTemplate, engine: InlineEngine) -> None:
-        self.frontend, self.template, self._engine = frontend, template, engine
+    def __init__(
+        self, frontend: Frontend, template: ChatTemplate, loop: Loop | EchoLoop, transport: InlineTransport
+    ) -> None:
+        self.frontend, self.template, self._loop, self._transport = frontend, template, loop, transport
 
     def generate(
         self,
@@ -132,17 +108,26 @@ class OfflineClient:
             except BaseException:  # the caller interrupts: nothing of this call may stay behind
                 for state in states:
                     self.frontend.abort(state)
-                self._engine.finish()
+                self._finish()
                 raise
         for state in states:
             if state.error is not None:
                 raise state.error
-        self._engine.finish()  # the cancels of sequences that ended on a stop string
+        self._finish()  # the cancels of sequences that ended on a stop string
         return [state.output() for state in states]
 
     def advance(self) -> None:
         """Run one step and book what it gave: what :meth:`generate` does until nothing is left to do."""
-        for message in self._engine.step():
+        self._loop.take(0)
+        self._loop.step()
+        self._receive()
+
+    def _finish(self) -> None:
+        self._loop.take(0)
+        self._loop.finish()
+
+    def _receive(self) -> None:
+        for message in self._transport.receive():
             self.frontend.handle(message)
 
 
@@ -158,9 +143,8 @@ class LLM(OfflineClient):
         transport = InlineTransport(ProgressBar().show)
         self.loop = boot_engine(self.settings, transport)
         frontend, template = boot_front(self.settings, transport.send)
-        super().__init__(frontend, template, LoopEngine(self.loop, transport))
-        for message in transport.receive():
-            frontend.handle(message)
+        super().__init__(frontend, template, self.loop, transport)
+        self._receive()
         frontend.check_blocked()
         if not self.settings.skip_warmup:
             _warm_up(frontend, template)
@@ -168,8 +152,9 @@ class LLM(OfflineClient):
 
 def _warm_up(frontend: Frontend, template: ChatTemplate) -> None:
     """The frontend warm-up: dummy requests through a client of their own."""
-    engine = EchoEngine(frontend.tokenizer)
-    client = OfflineClient(spare_frontend(frontend.tokenizer, engine.send), template, engine)
+    transport, tokenizer = InlineTransport(), frontend.tokenizer
+    spare = spare_frontend(tokenizer, transport.send)
+    client = OfflineClient(spare, template, EchoLoop(transport, tokenizer), transport)
 
     def send(request: DummyRequest) -> None:
         if request.chat:

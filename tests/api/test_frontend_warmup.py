@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from preheat import LLM
 from preheat.core import Ready
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.input_processor import InputProcessor
 from preheat.server.app import build_app
 from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.process import EngineProcess
@@ -112,9 +113,11 @@ def test_a_warm_up_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("skip", [False, True])
 def test_an_llm_warms_its_frontend_up(monkeypatch: pytest.MonkeyPatch, skip: bool) -> None:
     prepared = []
-    prepare = Frontend.prepare
-    monkeypatch.setattr(Frontend, "prepare", lambda self, *a, **k: prepared.append(self) or prepare(self, *a, **k))
+    prepare = InputProcessor.prepare
+    monkeypatch.setattr(
+        InputProcessor, "prepare", lambda self, *args, **how: prepared.append(self) or prepare(self, *args, **how)
+    )
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, skip_warmup=skip)
     offline = sum(not request.stream for request in FRONTEND_REQUESTS)
-    assert len(prepared) == (0 if skip else offline * FRONTEND_ROUNDS) and llm.frontend not in prepared
+    assert len(prepared) == (0 if skip else offline * FRONTEND_ROUNDS) and llm.frontend.input not in prepared
     assert llm.frontend.metrics.prompt_tokens == 0 and llm.loop.scheduler.stats().steps == 0

@@ -16,7 +16,7 @@ from preheat.errors import ContextTooLong, InvalidRequest, PreheatError, WireErr
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.llm import LoopEngine, OfflineClient
+from preheat.llm import OfflineClient
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
@@ -126,7 +126,7 @@ def client(tokenizer: Tokenizer) -> OfflineClient:
     frontend = Frontend(tokenizer, transport.send)
     for message in transport.receive():
         frontend.handle(message)
-    return OfflineClient(frontend, ChatTemplate(tokenizer), LoopEngine(loop, transport))
+    return OfflineClient(frontend, ChatTemplate(tokenizer), loop, transport)
 
 
 @pytest.fixture(scope="module")

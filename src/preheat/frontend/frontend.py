@@ -6,10 +6,10 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from preheat.core import Delta, Died, FromEngine, Progress, Ready, SamplingParams, ToEngine
-from preheat.errors import EngineDead, NotInvariant, NotReady, PreheatError, TooManyRequests
+from preheat.core import Delta, Died, FromEngine, Progress, Ready, ToEngine
+from preheat.errors import EngineDead, NotInvariant, NotReady, TooManyRequests
 from preheat.frontend.input_processor import InputProcessor
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.request_state import RequestState
@@ -19,6 +19,8 @@ from preheat.metrics import Metrics
 
 class Frontend:
     """Serves one model. ``send`` hands a message to the engine; :meth:`handle` takes each one that comes back.
+
+    A request is checked by ``prepare``, sent by :meth:`start` and may be ended by ``abort``, at any time.
 
     ``ready`` holds the engine's limits once it can run. ``max_queued``: most sequences that may wait for their first
     step. For ``max_logprobs`` and ``seed`` see :class:`InputProcessor`.
@@ -36,8 +38,9 @@ class Frontend:
     ) -> None:
         self.tokenizer = tokenizer
         self.metrics = metrics or Metrics("preheat")
-        self.input = InputProcessor(tokenizer, max_logprobs=max_logprobs, seed=seed)
+        self.input = InputProcessor(tokenizer, self.limits, max_logprobs=max_logprobs, seed=seed)
         self.output = OutputProcessor(send, self.metrics)
+        self.prepare, self.abort, self.fail_all = self.input.prepare, self.output.abort, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
@@ -68,26 +71,6 @@ class Frontend:
         if self.ready is not None and self.ready.blocked_reason:
             raise NotInvariant(_blocked(self.ready))
 
-    def prepare(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str = "",
-        text: str | None = None,
-        add_special_tokens: bool = True,
-        cache_salt: str = "",
-        cap_length: bool = False,
-    ) -> RequestState:
-        """Check a request completely; nothing is sent before :meth:`start`. See :meth:`InputProcessor.process`.
-
-        Raises NotReady, EngineDead, InvalidRequest.
-        """
-        return self.input.process(
-            prompt, params, self.limits(), request_id=request_id, text=text, add_special_tokens=add_special_tokens,
-            cache_salt=cache_salt, cap_length=cap_length,
-        )  # fmt: skip
-
     def start(self, states: Iterable[RequestState]) -> None:
         """Send prepared requests to the engine: all, or none with TooManyRequests when the queue is full."""
         states = list(states)
@@ -112,14 +95,6 @@ class Frontend:
                 self.ready = message
             case Died():
                 self.die(message.message)
-
-    def abort(self, state: RequestState) -> None:
-        """The client does not want it any more: end its choices and free what they hold."""
-        self.output.abort(state)
-
-    def fail_all(self, error: PreheatError) -> None:
-        """End everything that runs with ``error``."""
-        self.output.fail_all(error)
 
     def die(self, message: str) -> None:
         """The engine is gone: end what runs, refuse what comes."""

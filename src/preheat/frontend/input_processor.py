@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -25,12 +25,16 @@ _RECOMMENDED = {name: field.recommended for name, field in SAMPLING_FIELDS.items
 
 
 class InputProcessor:
-    """Makes requests for one model. ``max_logprobs`` bounds the alternatives per position. ``seed`` fixes the seeds
-    drawn for requests without one; None draws them from the system.
+    """Makes requests for one model. ``limits`` gives the engine's limits, or raises while it takes no requests.
+
+    ``max_logprobs`` bounds the alternatives per position. ``seed`` fixes the seeds drawn for requests without one; None
+    draws them from the system.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_logprobs: int = 20, seed: int | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Callable[[], Ready], *, max_logprobs: int = 20, seed: int | None = None
+    ) -> None:
+        self.tokenizer, self._limits = tokenizer, limits
         self._max_logprobs = max_logprobs
         self._random = random.Random(seed)
         self._ids = itertools.count(1)
@@ -44,11 +48,10 @@ class InputProcessor:
         values |= {name: value for name, value in given.items() if value is not None}
         return check_params({n: value for n, value in values.items() if value is not None or n == "max_tokens"})
 
-    def process(
+    def prepare(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
-        limits: Ready,
         *,
         request_id: str = "",
         text: str | None = None,
@@ -56,12 +59,12 @@ class InputProcessor:
         cache_salt: str = "",
         cap_length: bool = False,
     ) -> RequestState:
-        """Check a request completely. ``limits`` are the engine's.
+        """Check a request completely; nothing is sent yet.
 
         ``text`` is the prompt's text where ``prompt`` holds its token ids already. ``cap_length`` shortens
-        ``max_tokens`` to what fits the context instead of refusing. Raises InvalidRequest.
+        ``max_tokens`` to what fits the context instead of refusing. Raises NotReady, EngineDead, InvalidRequest.
         """
-        params = check_params(msgspec.structs.asdict(params))
+        limits, params = self._limits(), check_params(msgspec.structs.asdict(params))
         if isinstance(prompt, str):
             text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens)
         else:

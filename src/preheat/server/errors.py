@@ -40,7 +40,7 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def _gone(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=400)  # the client has disconnected
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""The server's part of the frontend warm-up: dummy requests through the HTTP application, up to an echo engine."""
+"""The server's part of the frontend warm-up: dummy requests through the HTTP application, up to an echo."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from preheat.frontend.frontend import Frontend
 from preheat.server.answers import encode
 from preheat.server.service import Service
 from preheat.settings import Settings
+from preheat.transport import InlineTransport
 from preheat.warmup.dummy_requests import (
     FRONTEND_REQUESTS,
     FRONTEND_ROUNDS,
     PROMPT_IDS,
     DummyRequest,
-    EchoEngine,
+    EchoLoop,
     spare_frontend,
     warm_up,
 )
@@ -30,27 +31,29 @@ def warm_up_server(
     settings: Settings, build_app: Callable[[Service], ASGIApp], frontend: Frontend, template: ChatTemplate
 ) -> None:
     """Warm up an application like the one that will serve with ``frontend``, on an event loop of its own."""
-    engine = EchoEngine(frontend.tokenizer)
+    transport = InlineTransport()
+    echo = EchoLoop(transport, frontend.tokenizer)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         loop = runner.get_loop()
 
         def step() -> None:
-            for message in engine.step():
+            echo.take(0)
+            echo.step()
+            for message in transport.receive():
                 spare.handle(message)
 
         def send_to_engine(message: ToEngine) -> None:
-            engine.send(message)
+            transport.send(message)
             loop.call_soon(step)
             loop.call_soon(step)
 
         spare = spare_frontend(frontend.tokenizer, send_to_engine)
-        service = Service(settings, engine.send)
+        service = Service(settings, transport.send)
         service.attach(spare, template)
         app = build_app(service)
-        keys = settings.api_key
 
         def send(request: DummyRequest) -> None:
-            runner.run(_post(app, *_path_and_body(request), keys))
+            runner.run(_post(app, *_path_and_body(request), settings.api_key))
 
         warm_up(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
 

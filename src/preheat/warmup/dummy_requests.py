@@ -3,7 +3,7 @@
 A process's first requests are slower than later ones even where nothing is compiled, because the interpreter
 specializes code as it runs. So :func:`warm_up` sends the same few requests again and again. Where they enter depends on
 the sender: the loop of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of
-their own in front of an :class:`EchoEngine`, so that ids, seeds and metrics of the real one stay as they are.
+their own in front of an :class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from preheat.core import (
     OWN_ID,
     Delta,
     Finish,
-    FromEngine,
     Ready,
     Request,
     SamplingParams,
@@ -29,6 +28,7 @@ from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.transport import InlineTransport
 
 LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
 """More than the interpreter takes to specialize code: some call what they run several times for each request."""
@@ -73,9 +73,8 @@ def warm_up(send: Callable[[DummyRequest], None], requests: Iterable[DummyReques
 
 
 def warm_up_loop(loop: Loop) -> None:
-    """The engine's part: requests through ``loop``, whose messages nobody reads.
-
-    Its scheduler must be idle, and counts from zero afterwards.
+    """The engine's part: requests through ``loop``, whose messages are dropped. Its scheduler
+    must be idle, and counts from zero afterwards.
     """
     room = loop.scheduler.limits.max_model_len - len(PROMPT_IDS)
 
@@ -89,20 +88,19 @@ def warm_up_loop(loop: Loop) -> None:
     loop.scheduler.forget()
 
 
-class EchoEngine:
-    """An engine without a model: each step gives every request the same token, and two of them end it."""
+class EchoLoop:
+    """In place of a loop, without a model: each step gives every request the same token, and two of them end it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, transport: InlineTransport, tokenizer: Tokenizer) -> None:
+        self._transport = transport
         self._token = tokenizer.encode("a", add_special_tokens=False)[-1] if tokenizer.speaks else 0
         self._new: list[Request] = []
         self._ending: list[Request] = []
 
-    def send(self, message: ToEngine) -> None:
-        if isinstance(message, Request):
-            self._new.append(message)
+    def take(self, timeout: float | None) -> None:
+        self._new += [message for message in self._transport.take(timeout) if isinstance(message, Request)]
 
-    def step(self) -> list[FromEngine]:
-        """What the next step brings: the last token for who had one, the first for the others."""
+    def step(self) -> None:
         rows, token = [*self._new, *self._ending], self._token
         delta = Delta([row.id for row in rows], [token] * len(rows), stats=Stats())
         delta.started = {row.id: 0 for row in self._new}
@@ -111,10 +109,9 @@ class EchoEngine:
             if (count := row.params.logprobs) is not None:
                 delta.logprobs[row.id] = TokenLogprobs(token, -1.0, 1, [(token, -1.0)] * count)
         self._new, self._ending = [], self._new
-        return [delta]
+        self._transport.put(delta)
 
     def finish(self) -> None:
-        """Forget what is running."""
         self._new, self._ending = [], []
 
 
