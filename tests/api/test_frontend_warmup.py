@@ -50,7 +50,11 @@ def warmed(**options: object) -> tuple[Frontend, Listening]:
         apps.append(Listening(service))
         return apps[0]
 
-    warm_up_server(settings, build, frontend, template)
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(warm_up_server, settings, build, loop, frontend, template)
+
+    asyncio.run(run())
     assert not sent, "the real engine was asked"
     return frontend, apps[0]
 

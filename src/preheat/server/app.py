@@ -160,7 +160,7 @@ async def _serve(
         last.start()
 
     supervisor = Supervisor(service, engine, on_message=on_message, on_dead=on_dead)
-    warm_up = None if settings.skip_warmup else partial(warm_up_server, settings, build_app)
+    warm_up = None if settings.skip_warmup else partial(warm_up_server, settings, build_app, loop)
     tasks = {loop.create_task(supervisor.run(warm_up))}
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)

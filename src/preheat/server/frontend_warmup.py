@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-import uvloop
 from starlette.types import ASGIApp, Message
 
 from preheat.core import ToEngine
@@ -28,34 +27,38 @@ from preheat.warmup.dummy_requests import (
 
 
 def warm_up_server(
-    settings: Settings, build_app: Callable[[Service], ASGIApp], frontend: Frontend, template: ChatTemplate
+    settings: Settings,
+    build_app: Callable[[Service], ASGIApp],
+    loop: asyncio.AbstractEventLoop,
+    frontend: Frontend,
+    template: ChatTemplate,
 ) -> None:
-    """Warm up an application like the one that will serve with ``frontend``, on an event loop of its own."""
+    """Warm up what will serve with ``frontend`` in ``loop``; called in a thread, so that ``loop`` goes on meanwhile.
+
+    The dummy requests run in ``loop`` itself: on an event loop of their own they left the first request 3 ms slower.
+    """
     transport = InlineTransport()
     echo = EchoLoop(transport, frontend.tokenizer)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        loop = runner.get_loop()
 
-        def step() -> None:
-            echo.take(0)
-            echo.step()
-            for message in transport.receive():
-                spare.handle(message)
+    def step() -> None:
+        echo.take(0)
+        echo.step()
+        for message in transport.receive():
+            spare.handle(message)
 
-        def send_to_engine(message: ToEngine) -> None:
-            transport.send(message)
-            loop.call_soon(step)
-            loop.call_soon(step)
+    def send_to_engine(message: ToEngine) -> None:
+        transport.send(message)
+        loop.call_soon(step)
+        loop.call_soon(step)
 
-        spare = spare_frontend(frontend.tokenizer, send_to_engine)
-        service = Service(settings, transport.send)
-        service.attach(spare, template)
-        app = build_app(service)
+    def send(request: DummyRequest) -> None:
+        asyncio.run_coroutine_threadsafe(_post(app, *_path_and_body(request), settings.api_key), loop).result()
 
-        def send(request: DummyRequest) -> None:
-            runner.run(_post(app, *_path_and_body(request), settings.api_key))
-
-        warm_up(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
+    spare = spare_frontend(frontend.tokenizer, send_to_engine)
+    service = Service(settings, transport.send)
+    service.attach(spare, template)
+    app = build_app(service)
+    warm_up(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
 
 
 def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:
