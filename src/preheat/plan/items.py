@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from preheat.core import SamplingParams
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.plan.buckets import Bucket
 
 Kind = Literal["prompt", "decode", "mixed", "sampler", "swap", "determinism", "check"]
@@ -75,18 +75,8 @@ BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
 
 SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
 
-NOT_SAMPLED: Mapping[str, str] = MappingProxyType(
-    {
-        "n": "becomes n sequences before the engine sees it",
-        "stop": "strings are found in the text, by the front door",
-        "include_stop_str_in_output": "concerns the text alone",
-        "skip_special_tokens": "concerns the text alone",
-        "detokenize": "concerns the text alone",
-        "ignore_eos": "decides which stop ids a request carries",
-        "max_tokens": "ends a sequence when its step is settled",
-    }
-)
-"""Fields of SamplingParams that no sampling code looks at, with the reason. Every other field is in a setting."""
+NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
+"""Fields of SamplingParams that no sampling code looks at. Every other field is in a setting."""
 
 
 def level(params: SamplingParams) -> str:
