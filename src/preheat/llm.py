@@ -18,15 +18,7 @@ from preheat.frontend.request_state import RequestState
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
 from preheat.transport import InlineTransport
-from preheat.warmup.dummy_requests import (
-    FRONTEND_REQUESTS,
-    FRONTEND_ROUNDS,
-    PROMPT_IDS,
-    DummyRequest,
-    EchoLoop,
-    spare_frontend,
-    warm_up,
-)
+from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 
 Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` as in vLLM."""
@@ -158,11 +150,11 @@ def _warm_up(frontend: Frontend, template: ChatTemplate) -> None:
 
     def send(request: DummyRequest) -> None:
         if request.chat:
-            client.chat([{"role": "user", "content": request.text}], request.params, use_tqdm=False)
+            client.chat([*request.messages], request.params, use_tqdm=False)
         else:
-            client.generate([request.text or PROMPT_IDS], request.params, use_tqdm=False)
+            client.generate([request.prompt], request.params, use_tqdm=False)
 
-    warm_up(send, [request for request in FRONTEND_REQUESTS if not request.stream], FRONTEND_ROUNDS)
+    warm_up_frontend(send)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,15 +15,7 @@ from preheat.server.answers import encode
 from preheat.server.service import Service
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
-from preheat.warmup.dummy_requests import (
-    FRONTEND_REQUESTS,
-    FRONTEND_ROUNDS,
-    PROMPT_IDS,
-    DummyRequest,
-    EchoLoop,
-    spare_frontend,
-    warm_up,
-)
+from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 
 
 def warm_up_server(
@@ -58,15 +50,15 @@ def warm_up_server(
     service = Service(settings, transport.send)
     service.attach(spare, template)
     app = build_app(service)
-    warm_up(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
+    warm_up_frontend(send)
 
 
 def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:
     fields = msgspec.to_builtins(request.params, str_keys=True) | {"stream": request.stream}  # what is not the default
     if not request.chat:
-        return "/v1/completions", encode(fields | {"prompt": request.text or PROMPT_IDS})
+        return "/v1/completions", encode(fields | {"prompt": request.prompt})
     fields["logprobs"] = "logprobs" in fields
-    return "/v1/chat/completions", encode(fields | {"messages": [{"role": "user", "content": request.text}]})
+    return "/v1/chat/completions", encode(fields | {"messages": request.messages})
 
 
 async def _post(app: ASGIApp, path: str, body: bytes, keys: tuple[str, ...]) -> None:

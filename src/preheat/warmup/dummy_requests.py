@@ -1,9 +1,9 @@
 """Frontend warm-up: dummy requests through everything that handles a request around the device.
 
 A process's first requests are slower than later ones even where nothing is compiled, because the interpreter
-specializes code as it runs. So :func:`warm_up` sends the same few requests again and again. Where they enter depends on
-the sender: the loop of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of
-their own in front of an :class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
+specializes code as it runs. So the same few requests are sent again and again. Where they enter depends on the sender: the loop
+of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of their own in front of an
+:class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
 """
 
 from __future__ import annotations
@@ -33,18 +33,26 @@ from preheat.transport import InlineTransport
 LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
 """More than the interpreter takes to specialize code: some call what they run several times for each request."""
 
-PROMPT_IDS = [0]
+_PROMPT_ID = 0
 _ECHOED = 2  # tokens
 _MAX_MODEL_LEN = 65_536  # room for any chat template
 
 
 class DummyRequest(msgspec.Struct, frozen=True):
-    """``text`` is the prompt, or a user's message of a ``chat``; without text, the prompt is :data:`PROMPT_IDS`."""
+    """``text`` is the prompt, or a user's message of a ``chat``; without text, the prompt is a token id."""
 
     params: SamplingParams
     text: str = ""
     chat: bool = False
     stream: bool = False
+
+    @property
+    def prompt(self) -> str | list[int]:
+        return self.text or [_PROMPT_ID]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.text}]
 
 
 LOOP_REQUESTS = (
@@ -64,28 +72,33 @@ FRONTEND_REQUESTS = (
 )
 
 
-def warm_up(send: Callable[[DummyRequest], None], requests: Iterable[DummyRequest], rounds: int) -> None:
-    """Let ``send`` have each of ``requests`` answered, so many times."""
+def warm_up_frontend(send: Callable[[DummyRequest], None]) -> None:
+    """The frontend's part: ``send`` has each request answered by a client of :func:`spare_frontend`."""
+    _repeat(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
+
+
+def warm_up_loop(loop: Loop) -> None:
+    """The engine's part: requests through ``loop``, whose messages are dropped.
+
+    Its scheduler must be idle, and counts from zero afterwards.
+    """
+    room = loop.scheduler.limits.max_model_len - 1
+
+    def send(dummy: DummyRequest) -> None:
+        tokens = min(dummy.params.max_tokens or 1, room)
+        loop.scheduler.add(Request(OWN_ID, [_PROMPT_ID], dummy.params, dummy.params.seed or 0, tokens))
+        loop.finish()
+
+    if room:
+        _repeat(send, LOOP_REQUESTS, LOOP_ROUNDS)
+    loop.scheduler.forget()
+
+
+def _repeat(send: Callable[[DummyRequest], None], requests: Iterable[DummyRequest], rounds: int) -> None:
     for _ in range(rounds):
         for request in requests:
             with suppress(InvalidRequest):  # a chat template may refuse ours; there may be no tokenizer
                 send(request)
-
-
-def warm_up_loop(loop: Loop) -> None:
-    """The engine's part: requests through ``loop``, whose messages are dropped. Its scheduler
-    must be idle, and counts from zero afterwards.
-    """
-    room = loop.scheduler.limits.max_model_len - len(PROMPT_IDS)
-
-    def send(dummy: DummyRequest) -> None:
-        tokens = min(dummy.params.max_tokens or 1, room)
-        loop.scheduler.add(Request(OWN_ID, PROMPT_IDS, dummy.params, dummy.params.seed or 0, tokens))
-        loop.finish()
-
-    if room:
-        warm_up(send, LOOP_REQUESTS, LOOP_ROUNDS)
-    loop.scheduler.forget()
 
 
 class EchoLoop:
