@@ -1,9 +1,9 @@
 """Frontend warm-up: dummy requests through everything that handles a request around the device.
 
 A process's first requests are slower than later ones even where nothing is compiled, because the interpreter
-specializes code as it runs. So the same few requests are sent again and again. Where they enter depends on the sender: the loop
-of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of their own in front of an
-:class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
+specializes code as it runs. So the same few requests are sent again and again. Where they enter depends on the sender:
+the loop of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of their own in
+front of an :class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
 """
 
 from __future__ import annotations
