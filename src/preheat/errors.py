@@ -39,6 +39,14 @@ class NotInvariant(PreheatError):
     """Bits depend on the path by which they are computed, and the engine was told that they must not."""
 
 
+class OutsideLimits(PreheatError):
+    """A step was put together that the limits do not allow: the scheduler's fault, not that of a request."""
+
+
+class ColdStep(PreheatError):
+    """A step compiled or loaded something after the warm-up, which ``--on-cold raise`` makes an error."""
+
+
 class InvalidRequest(PreheatError):
     """The request cannot be served as it stands; nothing was allocated for it."""
 

@@ -122,8 +122,6 @@ def test_an_llm_warms_its_frontend_up(monkeypatch: pytest.MonkeyPatch, skip: boo
         InputProcessor, "prepare", lambda self, *args, **how: prepared.append(self) or prepare(self, *args, **how)
     )
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, skip_warmup=skip)
-    assert (
-        len(prepared) == (0 if skip else len(FRONTEND_REQUESTS) * FRONTEND_ROUNDS)
-        and llm.frontend.input not in prepared
-    )
+    assert len(prepared) == (0 if skip else len(FRONTEND_REQUESTS) * FRONTEND_ROUNDS)
+    assert llm.frontend.input not in prepared
     assert llm.frontend.metrics.prompt_tokens == 0 and llm.loop.scheduler.stats().steps == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from preheat.core import Delta, Finish, Ready, Request, SamplingParams
 from preheat.engine.loop import Loop
-from preheat.errors import ContextTooLong, InvalidRequest, PreheatError, WireError
+from preheat.errors import ContextTooLong, InvalidRequest, PreheatError, WireError, _kinds
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from tests.api.conftest import Server, serving, write_model
+from tests.meta.source import MODULES
 from tests.pure.paper import Harness, PaperDevice, PaperStep, limits, request
 
 COMPLETIONS = "/v1/completions"
@@ -157,6 +159,17 @@ def test_what_is_not_ours_is_an_internal_error() -> None:
     restored = WireError.of(ZeroDivisionError("division by zero")).restore()
     assert type(restored) is PreheatError and restored.message == "ZeroDivisionError: division by zero"
     assert type(WireError("NeverHeardOf", "x").restore()) is PreheatError
+
+
+def test_every_error_of_ours_can_be_restored_in_every_process() -> None:
+    """One of another module would be unknown where that is not imported."""
+    ours = {kind.__name__: kind for kind in _kinds(PreheatError) if kind.__module__ == "preheat.errors"}
+    bases = "|".join(ours)
+    for path in MODULES:
+        if path.name != "errors.py":
+            assert re.findall(rf"^class (\w+)\((?:{bases})\)", path.read_text(), re.MULTILINE) == [], path
+    assert len(ours) > 10
+    assert all(type(WireError.of(kind("x")).restore()) is kind for kind in ours.values())
 
 
 # -------------------------------------------------------------------------- what the scheduler refuses is a 400

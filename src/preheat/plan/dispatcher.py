@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from preheat.errors import PreheatError, SettingsError
+from preheat.errors import OutsideLimits, SettingsError
 from preheat.plan.buckets import Bucket, Phase, StepSize, padded_work
 from preheat.plan.regions import UNBOUNDED, Region
 
@@ -27,10 +27,6 @@ OTHERS = "others"
 
 OnMiss = Callable[[StepSize, Bucket], None]
 Work = Callable[[Bucket], float]
-
-
-class OutsideLimits(PreheatError):
-    """A step was put together that the limits do not allow: the fault is the scheduler's, not the request's."""
 
 
 class WarnOnce:
@@ -115,7 +111,7 @@ class Dispatcher:
     def fit(self, need: StepSize) -> Bucket:
         """The shape that a step of ``need`` runs in: never smaller than asked, never above a budget.
 
-        Raises NeedOutsideLimits for a need that no step within the limits has.
+        Raises OutsideLimits for a need that no step within the limits has.
         """
         phase = self._phases[need.phase]
         shape = phase.cells[bisect_left(phase.a, need[phase.field_a])][bisect_left(phase.b, need[phase.field_b])]

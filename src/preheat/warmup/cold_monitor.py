@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from preheat.core import Swaps
-from preheat.errors import PreheatError
+from preheat.errors import ColdStep
 from preheat.execution.pack import Batch
 from preheat.execution.sampling import Level
 from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
@@ -20,10 +20,6 @@ from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, Entry, Record
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
-
-
-class ColdStep(PreheatError):
-    """A step ran something cold, and ``--on-cold raise`` asked to be told."""
 
 
 class Source(Protocol):
