@@ -139,8 +139,8 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
         "pack": (loop.packer, "pack"),
         "launch": (loop.executor, "launch"),
         "observe": (loop.listener, "step"),
-        "settle": (loop.scheduler, "process_results"),
-        "front door": (llm.frontdoor, "handle"),
+        "process_results": (loop.scheduler, "process_results"),
+        "frontend": (llm.frontend, "handle"),
     }
     spent: dict[str, list[float]] = {name: [] for name in parts}
     for name, (owner, method) in parts.items():

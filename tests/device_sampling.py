@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.execution.sampling import SamplingBatch
-from preheat.core import Level
 
 from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
 from preheat.backends.cuda.sample_source import race
 from preheat.backends.cuda.sampler import Cut, DeviceSampler, read_report
-from preheat.core import TokenLogprobs
+from preheat.core import Level, TokenLogprobs
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()

@@ -15,8 +15,7 @@ from preheat.backends import pick_backend
 from preheat.backends.base import Backend, Mode
 from preheat.core import Ready
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
-from preheat.engine.loop import EngineSide, Loop
-from preheat.engine.rehearsal import Unwatched, rehearse
+from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
 from preheat.execution.build import build
 from preheat.limits import Limits, check_options, resolve_limits
@@ -40,6 +39,7 @@ from preheat.verify.identity import proof_of
 from preheat.verify.names import check_names
 from preheat.warmup.cold_monitor import ColdMonitor
 from preheat.warmup.cold_sources import ColdSources
+from preheat.warmup.dummy_requests import warm_up_loop
 from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.graphs import Budget, choose_graphs, divide_memory
 from preheat.warmup.record import Record
@@ -51,46 +51,52 @@ logger = logging.getLogger(__name__)
 
 
 def boot(
-    settings: Settings, transport: EngineSide, before_ready: Callable[[], None], *, started: float, trace: Trace
+    settings: Settings,
+    transport: EngineSide,
+    before_ready: Callable[[], None],
+    *,
+    started: float,
+    trace: Trace,
+    backend: Backend | None = None,
 ) -> Loop:
     """See :func:`preheat.startup.boot_engine`. ``started`` is when the boot began, in monotonic seconds."""
-    backend, mode = _open_device(settings)
+    backend, mode = _open_device(settings, backend or pick_backend(settings.device))
+    overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
     steps = Steps(backend, started, trace.span)
     with steps("Loading model weights"):
         model = load_model(settings, backend)
-    split = divide_memory(settings, mode, backend.free_memory(), model.bytes_per_block)
+    memory = divide_memory(settings, mode, backend.free_memory(), model.bytes_per_block)
     limits = resolve_limits(
         settings,
         model.spec.max_position_embeddings,
         model.bytes_per_block,
-        usable=split.cache,
+        usable=memory.cache,
         cache_bytes=backend.kv_cache_memory(),
     )
     sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
-    plan, record, store = _plan(settings, model, sizes, limits, backend, mode)
-    record.memory = {"usable": split.usable, "kv_cache": limits.num_blocks * model.bytes_per_block}
+    plan, record, store = _plan(settings, model, limits, sizes, backend=backend, mode=mode)
+    record.memory = {"usable": memory.usable, "kv_cache": limits.num_blocks * model.bytes_per_block}
     scheduler = _scheduler(settings, plan)
-    overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
     with steps.total("init_cache_engine"):
         with steps("Initializing cache engine"):
             packer, executor = build(settings, backend, model, plan, scheduler.slots, mode=mode, store=store.folder)
         dummies = DummySteps(plan, packer, executor)
-        budget = Budget(split, model.bytes_per_block)
         warm = WarmUp(
             plan=plan,
             record=record,
             backend=backend,
             steps=dummies,
-            graphs=choose_graphs(settings, backend, dummies, record, budget=budget, sizes=sizes),
+            graphs=choose_graphs(
+                settings, backend, dummies, record, budget=Budget(memory, model.bytes_per_block), sizes=sizes
+            ),
             check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts),
             reused=store.reused(),
             report=transport.put,
             compiled=compile_seconds,
             span=trace.span,
         )
-        _warm_up(
-            settings, warm, Loop(InlineTransport(), scheduler, packer, executor, Unwatched(), overlap=overlap), steps
-        )
+        unobserved = Loop(InlineTransport(), scheduler, packer, executor, SilentListener(), overlap=overlap)
+        _warm_up(settings, warm, unobserved, steps)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
@@ -99,13 +105,12 @@ def boot(
     loop = Loop(transport, scheduler, packer, executor, listener, overlap=overlap, call=call)
     _judge(settings, record)
     before_ready()
-    transport.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))
+    transport.put(_ready(record, scheduler, model.bytes_per_block, time.monotonic() - started))
     return loop
 
 
-def _open_device(settings: Settings) -> tuple[Backend, Mode]:
+def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Mode]:
     """The device, and how it runs programs. Raises SettingsError for options that it cannot serve."""
-    backend = pick_backend(settings.device)
     check_options(settings, backend.facts, mixed_steps=policy_named(settings.bucketing_policy).mixed_steps)
     if not settings.batch_invariant:
         logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
@@ -114,7 +119,7 @@ def _open_device(settings: Settings) -> tuple[Backend, Mode]:
 
 
 def _plan(
-    settings: Settings, model: LoadedModel, sizes: ModelSizes, limits: Limits, backend: Backend, mode: Mode
+    settings: Settings, model: LoadedModel, limits: Limits, sizes: ModelSizes, *, backend: Backend, mode: Mode
 ) -> tuple[Plan, Record, Store]:
     """The plan, with the costs that an earlier boot measured; its record, in which all is pending; and the store."""
     misses: dict[str, int] = {}
@@ -162,8 +167,8 @@ def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None
         return
     with steps("warm-up"):
         warm.run()
-    with steps("Rehearsing requests"):
-        rehearse(loop)
+    with steps("Running dummy requests"):
+        warm_up_loop(loop)
 
 
 def _judge(settings: Settings, record: Record) -> None:
@@ -173,7 +178,8 @@ def _judge(settings: Settings, record: Record) -> None:
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
 
 
-def _ready(record: Record, limits: Limits, block_bytes: int, seconds: float) -> Ready:
+def _ready(record: Record, scheduler: Scheduler, block_bytes: int, seconds: float) -> Ready:
+    limits = scheduler.limits
     logger.info(
         "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
         record.model, record.platform, record.mode, record.dtype, limits.num_blocks, limits.block_size,
@@ -182,4 +188,7 @@ def _ready(record: Record, limits: Limits, block_bytes: int, seconds: float) -> 
     blocked = "; ".join(record.unproved())
     if blocked:
         logger.error("No request is taken: %s", blocked)
-    return Ready(limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked)
+    return Ready(
+        limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
+        scheduler.max_prompt_len,
+    )  # fmt: skip

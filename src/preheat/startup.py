@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from preheat.backends import facts_of, wake
 from preheat.core import Died, ToEngine
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.config import resolve_dtype
@@ -29,17 +29,18 @@ from preheat.verify.names import check_required
 from preheat.warmup.store import cache_root
 
 if TYPE_CHECKING:
+    from preheat.backends.base import Backend
     from preheat.engine.loop import EngineSide, Loop
 
 
 def boot_front(
     settings: Settings, send: Callable[[ToEngine], None], metrics: Metrics | None = None
-) -> tuple[FrontDoor, ChatTemplate]:
+) -> tuple[Frontend, ChatTemplate]:
     """Everything that speaks text. ``send`` hands a message to the engine."""
     folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
     tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
     tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
-    door = FrontDoor(
+    frontend = Frontend(
         tokenizer,
         send,
         max_logprobs=settings.max_logprobs,
@@ -47,7 +48,7 @@ def boot_front(
         metrics=metrics,
         seed=settings.seed,
     )
-    return door, ChatTemplate(tokenizer, settings.chat_template)
+    return frontend, ChatTemplate(tokenizer, settings.chat_template)
 
 
 def planned(settings: Settings, *, as_json: bool = False) -> str:
@@ -61,9 +62,14 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, as_json=as_json)
 
 
-def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
+def boot_engine(
+    settings: Settings,
+    transport: EngineSide,
+    before_ready: Callable[[], None] = lambda: None,
+    backend: Backend | None = None,
+) -> Loop:
     """An engine that is warm, in the steps of :mod:`preheat.boot`. Calls ``before_ready``, then tells ``transport``
-    that requests may come.
+    that requests may come. ``backend``: what computes; None picks one by ``settings.device``.
 
     Raises SettingsError or ModelError, saying what to change.
     """
@@ -75,7 +81,7 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
     with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
         from preheat.boot import boot
     keep_imports()
-    return boot(settings, transport, before_ready, started=started, trace=trace)
+    return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
 
 
 def run_engine(settings: Settings, address: str) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from preheat.backends.cpu.platform import CPU
+from preheat.sizing import resolve_limits
 
 from preheat import LLM, SamplingParams
 from preheat.backends.base import pick_platform, works_ahead
@@ -15,7 +16,6 @@ from preheat.backends.cuda import early
 from preheat.backends.cuda import platform as cuda_module
 from preheat.errors import SettingsError
 from preheat.settings import Settings
-from preheat.sizing import resolve_limits
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from preheat.core import Level
 
+from preheat.core import Level
 from preheat.execution.graphs import Programs, SampleKey
 from preheat.plan.items import SamplerKey, sampler_keys
 

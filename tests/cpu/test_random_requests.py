@@ -86,7 +86,7 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
 
 def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
     """Waves of requests that arrive between steps, some of which are cancelled; how they ended."""
-    chance, door, loop = random.Random(seed), llm.frontdoor, llm.loop
+    chance, door, loop = random.Random(seed), llm.frontend, llm.loop
     ended: Counter[str] = Counter()
     tickets, sent, patient = [], 0, True
     while sent < requests or door.busy:
@@ -102,9 +102,7 @@ def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
                 sent += 1
         if tickets and chance.random() < 0.02:
             door.abort(chance.choice(tickets[-8:]))
-        loop.take(0)
-        loop.step()
-        llm._receive()
+        llm.advance()
     for ticket in tickets:
         ended["error" if ticket.error is not None else "done"] += 1
     loop.take(0)

@@ -8,10 +8,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from preheat.execution.sampling import SamplingBatch
-from preheat.core import Level
 
 from preheat.backends.cpu.sampler import Sampler
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.ops import top_k_top_p as survivors
 from preheat.ops.top_k_top_p import deficits, furthest, keep_ordered
 from tests.cpu.sampling_reference import Row, answer, edited, fill

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from preheat.execution.sampling import SamplingBatch
-from preheat.core import Level
 
 from preheat.backends.cpu import sampler as module
 from preheat.backends.cpu.sampler import Sampler
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, fill
 

@@ -53,7 +53,7 @@ def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         llm = boot(tmp_path)
     steps = record(llm).steps
-    names = ["Loading model weights", "Initializing cache engine", "warm-up", "Rehearsing requests"]
+    names = ["Loading model weights", "Initializing cache engine", "warm-up", "Running dummy requests"]
     assert [step.name for step in steps] == names
     assert all(step.seconds > 0 for step in steps)
     assert [step.started for step in steps] == sorted(step.started for step in steps)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from preheat.backends.cpu.logprobs import token_logprobs
 from preheat.execution.sampling import SamplingBatch
-from preheat.core import Level
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda.sampler import Cut, DeviceSampler
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close

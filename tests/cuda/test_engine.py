@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 from preheat.execution.flat import FlatPacker
-from preheat.core import Level
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import DeviceSampler
 from preheat.backends.cuda.work import SPLIT
+from preheat.core import Level
+from preheat.errors import PreheatError
 from preheat.execution.buffers import Layout
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
@@ -115,7 +116,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPar
 
 def forget(llm: LLM) -> None:
     """Empty the prefix cache."""
-    llm.loop.scheduler.lose_cache("")
+    llm.loop.scheduler.lose_cache(PreheatError(""))
 
 
 @pytest.fixture(scope="module")

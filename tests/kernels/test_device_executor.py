@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from preheat.backends.cuda.sampler_input import SamplerInput
+from preheat.runner import Model, on_device
 
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.tuning import KernelConfigs
@@ -18,7 +19,6 @@ from preheat.model.loader import load_weights
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.runner import Model, on_device
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings

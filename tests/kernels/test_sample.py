@@ -17,12 +17,11 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from preheat.backends.cpu.logprobs import token_logprobs
 from preheat.execution.sampling import PenaltyRows, SamplingBatch
-from preheat.core import Level
 
 from preheat.backends.cpu.sampler import Sampler
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.ops.philox import gumbel_at
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close

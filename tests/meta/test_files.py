@@ -7,10 +7,10 @@ import subprocess
 import tomllib
 
 import pytest
-
-import preheat
 from preheat.backends.cpu.platform import CPU
 from preheat.backends.cuda.platform import CUDA
+
+import preheat
 from preheat.plan.options import PlanOptions
 from preheat.settings import OPTIONS
 from tests.meta.source import MODULES, ROOT, name_of, product_files

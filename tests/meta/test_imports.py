@@ -25,13 +25,13 @@ RULE = {
     "frontend": "",
     "execution": "plan schedule model ops backends",
     "engine": "plan schedule execution frontend backends transport",
-    "warmup": "plan schedule execution model ops backends engine",
+    "warmup": "plan schedule execution model ops backends engine frontend",
     "verify": "plan schedule execution model ops backends engine frontend warmup transport",
     "runner": "plan schedule execution model ops backends warmup",
     "boot": "runner plan schedule execution model ops backends engine transport warmup verify",
     "startup": "boot plan model backends engine frontend transport warmup verify",
     "server": "startup engine frontend transport warmup",
-    "llm": "startup engine frontend transport",
+    "llm": "startup engine frontend transport warmup",
     "cli": "startup engine llm server plan warmup verify frontend transport",
     "__init__": "llm frontend",
     "__main__": "cli",
@@ -41,6 +41,7 @@ RULE = {
 WITHOUT_TORCH = (
     "server.", "frontend.", "schedule.", "plan.", "transport.",
     "engine.progress", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
+    "warmup.dummy_requests",
     "verify.names", "verify.identity", "verify.prompts", "verify.compare", "verify.against", "verify.command",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip

@@ -3,7 +3,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
@@ -12,7 +12,6 @@ from preheat.plan.items import Item, SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import KINDS, make_plan
 from preheat.plan.programs import SamplerProgram, SwapProgram
-from preheat.core import Level
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
 from preheat.warmup.record import Record
 

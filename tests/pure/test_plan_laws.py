@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from preheat.errors import SettingsError
+from preheat.errors import OutsideLimits, SettingsError
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.plan.candidates import candidates
-from preheat.plan.dispatcher import Dispatcher, OutsideLimits, WarnOnce, build_phase
+from preheat.plan.dispatcher import Dispatcher, WarnOnce, build_phase
 from preheat.plan.items import ForwardItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from preheat.errors import PreheatError, SettingsError
+from preheat.errors import OutsideLimits, SettingsError
 from preheat.plan.buckets import Bucket, Phase, StepSize, padded_work
 from preheat.plan.regions import UNBOUNDED, Region
 
@@ -26,10 +26,6 @@ MAX_MISSES_NAMED = 100
 OTHERS = "others"
 
 OnMiss = Callable[[StepSize, Bucket], None]
-
-
-class OutsideLimits(PreheatError):
-    """The scheduler made a step that the limits do not allow: a bug, not the request's fault."""
 
 
 class WarnOnce:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from preheat.core import SamplingParams
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 
 
 def _setting(temperature: float, top_p: float, top_k: int) -> tuple[str, SamplingParams]:
@@ -56,15 +56,5 @@ BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
 
 SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
 
-NOT_SAMPLED: Mapping[str, str] = MappingProxyType(
-    {
-        "n": "becomes n sequences before the engine sees it",
-        "stop": "strings are found in the text, by the frontend",
-        "include_stop_str_in_output": "concerns the text alone",
-        "skip_special_tokens": "concerns the text alone",
-        "detokenize": "concerns the text alone",
-        "ignore_eos": "decides which stop ids a request carries",
-        "max_tokens": "ends a sequence when its step's results are processed",
-    }
-)
-"""Fields of SamplingParams that no sampling code looks at, with the reason. Every other field is in a setting."""
+NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
+"""Fields of SamplingParams that no sampling code looks at. Every other field is in a setting."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from preheat.core import Swaps
-from preheat.errors import PreheatError
+from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program, SamplerProgram, SwapProgram
@@ -19,10 +19,6 @@ from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Recor
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
-
-
-class ColdStep(PreheatError):
-    """A step ran something cold, and ``--on-cold raise`` asks for an error then."""
 
 
 class ColdEvents(Protocol):
