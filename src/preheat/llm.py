@@ -11,7 +11,6 @@ from preheat.core import SamplingParams
 from preheat.engine.loop import Loop
 from preheat.engine.progress import ProgressBar
 from preheat.errors import InvalidRequest
-from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.outputs import RequestOutput
 from preheat.frontend.request_state import RequestState
@@ -29,10 +28,8 @@ Messages = list[dict[str, Any]]
 class OfflineClient:
     """Completes prompts with a frontend, and a loop to which ``transport`` leads."""
 
-    def __init__(
-        self, frontend: Frontend, template: ChatTemplate, loop: Loop | EchoLoop, transport: InlineTransport
-    ) -> None:
-        self.frontend, self.template, self._loop, self._transport = frontend, template, loop, transport
+    def __init__(self, frontend: Frontend, loop: Loop | EchoLoop, transport: InlineTransport) -> None:
+        self.frontend, self._loop, self._transport = frontend, loop, transport
 
     def generate(
         self,
@@ -45,11 +42,7 @@ class OfflineClient:
         ``sampling_params`` None takes the checkpoint's recommendations; one object serves all prompts. Raises
         InvalidRequest, before anything runs, for the first prompt that cannot be served.
         """
-        listed = _as_list(prompts)
-        params = self._params_for(sampling_params, len(listed))
-        return self._run(
-            [self._prepare(i, p, s, True) for i, (p, s) in enumerate(zip(listed, params, strict=True))], use_tqdm
-        )
+        return self._complete(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True)
 
     def chat(
         self,
@@ -63,7 +56,9 @@ class OfflineClient:
         """Answer one conversation, or each of several."""
         talks = cast("list[Messages]", [messages] if messages and isinstance(messages[0], dict) else list(messages))
         texts = [
-            self.template.render(talk, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs)
+            self.frontend.template.render(
+                talk, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs
+            )
             for talk in talks
         ]
         params = self._params_for(sampling_params, len(texts))
@@ -71,22 +66,27 @@ class OfflineClient:
             [self._prepare(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm
         )
 
-    def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
         if given is None:
             given = self.frontend.input.params()
-        listed = [given] * count if isinstance(given, SamplingParams) else list(given)
-        if len(listed) != count:
+        params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        if len(params) != len(prompts):
             raise InvalidRequest(
-                f"{count} prompts but {len(listed)} sampling_params: give one for all, or one for each"
+                f"{len(prompts)} prompts but {len(params)} sampling_params: give one for all, or one for each"
             )
-        return listed
-
-    def _prepare(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> RequestState:
-        given: Any = prompt
-        if isinstance(prompt, dict):
-            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        return self.frontend.prepare(
-            given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
+        how: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cap_length": True}
+        return self._run(
+            [
+                self.frontend.prepare(_prompt_of(prompt), each, request_id=str(index), **how)
+                for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+            ],
+            use_tqdm,
         )
 
     def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
@@ -134,19 +134,18 @@ class LLM(OfflineClient):
         self.settings = Settings.load({"model": model, **options})
         transport = InlineTransport(ProgressBar().show)
         self.loop = boot_engine(self.settings, transport)
-        frontend, template = boot_front(self.settings, transport.send)
-        super().__init__(frontend, template, self.loop, transport)
+        super().__init__(boot_front(self.settings, transport.send), self.loop, transport)
         self._receive()
-        frontend.check_blocked()
+        self.frontend.check_blocked()
         if not self.settings.skip_warmup:
-            _warm_up(frontend, template)
+            _warm_up(self.frontend)
 
 
-def _warm_up(frontend: Frontend, template: ChatTemplate) -> None:
+def _warm_up(frontend: Frontend) -> None:
     """The frontend warm-up: dummy requests through a client of their own."""
-    transport, tokenizer = InlineTransport(), frontend.tokenizer
-    spare = spare_frontend(tokenizer, transport.send)
-    client = OfflineClient(spare, template, EchoLoop(transport, tokenizer), transport)
+    transport = InlineTransport()
+    spare = spare_frontend(frontend, transport.send)
+    client = OfflineClient(spare, EchoLoop(transport, frontend.tokenizer), transport)
 
     def send(request: DummyRequest) -> None:
         if request.chat:
@@ -155,6 +154,13 @@ def _warm_up(frontend: Frontend, template: ChatTemplate) -> None:
             client.generate([request.prompt], request.params, use_tqdm=False)
 
     warm_up_frontend(send)
+
+
+def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
+    if not isinstance(prompt, dict):
+        return prompt
+    given: str | Sequence[int] = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    return given
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -33,22 +33,20 @@ if TYPE_CHECKING:
     from preheat.engine.loop import EngineSide, Loop
 
 
-def boot_front(
-    settings: Settings, send: Callable[[ToEngine], None], metrics: Metrics | None = None
-) -> tuple[Frontend, ChatTemplate]:
-    """Everything that speaks text. ``send`` hands a message to the engine."""
+def boot_front(settings: Settings, send: Callable[[ToEngine], None], metrics: Metrics | None = None) -> Frontend:
+    """The frontend with its tokenizer and chat template. ``send`` hands a message to the engine."""
     folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
     tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
     tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
-    frontend = Frontend(
+    return Frontend(
         tokenizer,
         send,
+        template=ChatTemplate(tokenizer, settings.chat_template),
         max_logprobs=settings.max_logprobs,
         max_queued=settings.max_queued_requests,
         metrics=metrics,
         seed=settings.seed,
     )
-    return frontend, ChatTemplate(tokenizer, settings.chat_template)
 
 
 def planned(settings: Settings, *, as_json: bool = False) -> str:

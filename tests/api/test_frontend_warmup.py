@@ -44,7 +44,7 @@ class Listening:
 def warmed(**options: object) -> tuple[Frontend, Listening]:
     """The real frontend after the warm-up, and the application that answered the dummy requests."""
     settings, sent, apps = Settings.load(dict(options)), [], []
-    frontend, template = boot_front(settings, sent.append)
+    frontend = boot_front(settings, sent.append)
 
     def build(service: Service) -> ASGIApp:
         apps.append(Listening(service))
@@ -52,7 +52,7 @@ def warmed(**options: object) -> tuple[Frontend, Listening]:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(warm_up_server, settings, build, loop, frontend, template)
+        await asyncio.to_thread(warm_up_server, settings, build, loop, frontend)
 
     asyncio.run(run())
     assert not sent, "the real engine was asked"
@@ -69,7 +69,7 @@ def test_every_dummy_request_is_answered_and_nothing_stays() -> None:
 
 def test_ids_and_seeds_of_the_real_frontend_are_untouched() -> None:
     frontend, _ = warmed(seed=3)
-    fresh, _ = boot_front(Settings.load({"seed": 3}), lambda message: None)
+    fresh = boot_front(Settings.load({"seed": 3}), lambda message: None)
     made = []
     for each in (frontend, fresh):
         each.handle(Ready(64, 2, 64, 0.0))

@@ -14,7 +14,6 @@ import pytest
 from preheat.core import Delta, Finish, Ready, Request, SamplingParams
 from preheat.engine.loop import Loop
 from preheat.errors import ContextTooLong, InvalidRequest, PreheatError, WireError, _kinds
-from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.llm import OfflineClient
@@ -128,7 +127,7 @@ def client(tokenizer: Tokenizer) -> OfflineClient:
     frontend = Frontend(tokenizer, transport.send)
     for message in transport.receive():
         frontend.handle(message)
-    return OfflineClient(frontend, ChatTemplate(tokenizer), loop, transport)
+    return OfflineClient(frontend, loop, transport)
 
 
 @pytest.fixture(scope="module")

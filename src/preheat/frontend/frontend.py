@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from preheat.core import Delta, Died, FromEngine, Progress, Ready, ToEngine
 from preheat.errors import EngineDead, NotInvariant, NotReady, TooManyRequests
+from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.input_processor import InputProcessor
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.request_state import RequestState
@@ -31,12 +32,13 @@ class Frontend:
         tokenizer: Tokenizer,
         send: Callable[[ToEngine], None],
         *,
+        template: ChatTemplate | None = None,
         max_logprobs: int = 20,
         max_queued: int | None = None,
         metrics: Metrics | None = None,
         seed: int | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
         self.metrics = metrics or Metrics("preheat")
         self.input = InputProcessor(tokenizer, self.limits, max_logprobs=max_logprobs, seed=seed)
         self.output = OutputProcessor(send, self.metrics)

@@ -31,7 +31,7 @@ from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
 from preheat.errors import SettingsError
 from preheat.metrics import set_up_logging
-from preheat.server import chat, completions, openapi, status
+from preheat.server import openapi
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, RequestIdMiddleware
@@ -72,20 +72,8 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
 def build_app(service: Service) -> ASGIApp:
     """The routes, and around them: request ids, API keys, a limit on concurrency, and the headers for browsers."""
-    routes = [
-        Route("/v1/completions", completions.completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat.chat, methods=["POST"]),
-        Route("/v1/models", status.models),
-        Route("/v1/models/{model:path}", status.model),
-        Route("/tokenize", status.tokenize, methods=["POST"]),
-        Route("/detokenize", status.detokenize, methods=["POST"]),
-        Route("/health", status.health),
-        Route("/ready", status.ready),
-        Route("/warmup", status.warmup),
-        Route("/version", status.version),
-        Route("/metrics", status.metrics),
-        Route("/openapi.json", _openapi),
-    ]
+    routes = [Route(op.path, op.endpoint, methods=[op.method]) for op in openapi.OPERATIONS]
+    routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service

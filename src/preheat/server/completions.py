@@ -1,8 +1,7 @@
-"""POST /v1/completions: what the body means, and the answer's shape."""
+"""POST /v1/completions: checks the body, writes the answer."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from msgspec import UNSET
@@ -13,13 +12,13 @@ from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
-from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, encode
+from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from preheat.server.body import read_body
 from preheat.server.middleware import request_id
-from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling, wants_usage
+from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest, decode
 from preheat.server.service import Service
-from preheat.server.stream import EventStream, FullResponse, usage_of
+from preheat.server.writer import Writer
 
 MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16
@@ -36,10 +35,7 @@ async def completions(request: Request) -> ASGIApp:
         frontend.prepare(ids, params, request_id=id, text=text, cache_salt=body.cache_salt or "")
         for text, ids in await _prompts(frontend, body)
     ]
-    writer = _CompletionWriter(body, states, f"cmpl-{id}", body.model or service.names[0])
-    if body.stream:
-        return EventStream(frontend, states, writer.event, writer.last_event)
-    return FullResponse(frontend, states, writer.whole)
+    return _CompletionWriter(request, body, states).response()
 
 
 def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
@@ -78,17 +74,14 @@ def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return [ids]
 
 
-class _CompletionWriter:
-    """Writes the answer to one body, as a whole or event by event."""
+class _CompletionWriter(Writer):
+    prefix, event_object = "cmpl", "text_completion"
 
-    def __init__(self, body: CompletionRequest, states: Sequence[RequestState], id: str, model: str) -> None:
-        self._body, self._states, self._id, self._model = body, states, id, model
-        self._created = int(time.time())
-        self._usage = wants_usage(body)
+    def __init__(self, request: Request, body: CompletionRequest, states: Sequence[RequestState]) -> None:
+        super().__init__(request, body, states)
+        self._echo, self._scores_only = body.echo, body.max_tokens == 0
+        self._prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # choice -> characters that its logprobs have covered
-        fields = {"id": id, "object": "text_completion", "created": self._created, "model": model}
-        self._head = b'data: %b,"choices":[' % encode(fields)[:-1]  # all but the choice is the same in each event
-        self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def whole(self) -> Completion:
         choices = [
@@ -96,38 +89,33 @@ class _CompletionWriter:
             for place, state in enumerate(self._states)
             for choice in state.choices
         ]
-        return self._completion(choices)
+        return Completion(**self._fields, choices=choices, usage=self.usage())
 
     def event(self, first: int, choice: Choice) -> bytes:
-        """The event for what is new of ``choice``; its prompt's choices begin at index ``first``."""
-        return b"%b%b%b" % (self._head, encode(self._choice(first, choice)), self._tail)
+        return self.event_with(self._choice(first, choice))
 
-    def last_event(self) -> bytes:
-        """The usage, where it is asked for."""
-        return b"data: %b\n\n" % encode(self._completion([])) if self._usage else b""
-
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        usage = usage_of(self._states)
-        if self._body.max_tokens == 0:
+    def usage(self) -> Usage:
+        usage = super().usage()
+        if self._scores_only:
             usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
-        return Completion(self._id, self._created, self._model, choices, usage)
+        return usage
 
     def _choice(self, first: int, choice: Choice) -> CompletionChoice:
-        body, delta = self._body, choice.take_delta()
-        index, echo = first + choice.index, body.echo and delta.first
+        delta, state = choice.take_delta(), choice.state
+        index, echo = first + choice.index, bool(self._echo and delta.first)
         answer = CompletionChoice(index, delta.text, None, choice.finish_reason, choice.stop_reason)
-        if body.max_tokens == 0:
+        if self._scores_only:
             delta = OutputDelta("", [], delta.logprobs and [], delta.first)
             answer = CompletionChoice(index, "", None, choice.finish_reason and "length")
         if echo:
-            answer.text = choice.state.prompt_text + answer.text
+            answer.text = state.prompt_text + answer.text
         if delta.logprobs is not None:
-            answer.logprobs = self._logprobs(index, choice.state, delta, bool(echo))
-        if delta.first and body.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs_of(choice.state)
-        if body.return_token_ids:
+            answer.logprobs = self._logprobs(index, state, delta, echo)
+        if delta.first and self._prompt_logprobs:
+            answer.prompt_logprobs = prompt_logprobs_of(state)
+        if self._return_token_ids:
             answer.token_ids = delta.token_ids
-            answer.prompt_token_ids = choice.state.prompt_ids if delta.first else UNSET
+            answer.prompt_token_ids = state.prompt_ids if delta.first else UNSET
         return answer
 
     def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> CompletionLogprobs:

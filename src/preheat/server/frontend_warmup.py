@@ -9,7 +9,6 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from preheat.core import ToEngine
-from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.server.answers import encode
 from preheat.server.service import Service
@@ -19,11 +18,7 @@ from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend
 
 
 def warm_up_server(
-    settings: Settings,
-    build_app: Callable[[Service], ASGIApp],
-    loop: asyncio.AbstractEventLoop,
-    frontend: Frontend,
-    template: ChatTemplate,
+    settings: Settings, build_app: Callable[[Service], ASGIApp], loop: asyncio.AbstractEventLoop, frontend: Frontend
 ) -> None:
     """Warm up what will serve with ``frontend`` in ``loop``; called in a thread, so that ``loop`` goes on meanwhile.
 
@@ -46,9 +41,9 @@ def warm_up_server(
     def send(request: DummyRequest) -> None:
         asyncio.run_coroutine_threadsafe(_post(app, *_path_and_body(request), settings.api_key), loop).result()
 
-    spare = spare_frontend(frontend.tokenizer, send_to_engine)
+    spare = spare_frontend(frontend, send_to_engine)
     service = Service(settings, transport.send)
-    service.attach(spare, template)
+    service.attach(spare)
     app = build_app(service)
     warm_up_frontend(send)
 

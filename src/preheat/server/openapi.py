@@ -1,19 +1,22 @@
-"""/openapi.json, made from the structs that decode and encode the bodies."""
+"""The table of routes, and /openapi.json, made from it and from the structs of the bodies."""
 
 from __future__ import annotations
 
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, schema
+from preheat.server import answers, chat, completions, schema, status
+from preheat.server.middleware import OPEN_PATHS
 from preheat.server.schema import ErrorResponse
 from preheat.warmup.record import Record
 
@@ -35,22 +38,25 @@ _REFUSALS = {
 }
 
 
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path: its bodies, what it may answer, and whether it can also stream or needs a key.
+    """One method of one path: its endpoint, its bodies, what it may answer.
 
-    ``answer`` may be several kinds; ``instead`` are bodies that a status may have in place of an error; ``formats`` are
-    what the query may ask for.
+    ``answer`` may be several kinds; None is plain text. ``instead`` are bodies that a status may have in place of an
+    error. ``formats`` are what the query may ask for.
     """
 
     method: str
     path: str
+    endpoint: Endpoint
     summary: str
     answer: Kinds | None = None
-    body: type[msgspec.Struct] | None = None
+    body: Kind | None = None
     refusals: tuple[int, ...] = ()
     streams: bool = False
-    key: bool = True
     instead: Mapping[int, Kind] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,28 +64,36 @@ class Operation:
 _POST = (400, 401, 404, 408, 413, 429, 500, 503)
 OPERATIONS = (
     Operation(
-        "post", "/v1/completions", "Complete prompts", answers.Completion, schema.CompletionRequest, (*_POST, 504), True
+        "post", "/v1/completions", completions.completions, "Complete prompts",
+        answers.Completion, schema.CompletionRequest, (*_POST, 504), streams=True,
     ),
     Operation(
-        "post", "/v1/chat/completions", "Answer a conversation", answers.ChatCompletion, schema.ChatRequest,
-        (*_POST, 504), True,
+        "post", "/v1/chat/completions", chat.chat, "Answer a conversation",
+        answers.ChatCompletion, schema.ChatRequest, (*_POST, 504), streams=True,
     ),
-    Operation("get", "/v1/models", "The names of the model", answers.ModelList, None, (401, 429)),
-    Operation("get", "/v1/models/{model}", "One of them", answers.ModelCard, None, (401, 404, 429)),
-    Operation("post", "/tokenize", "Text to token ids", answers.Tokens, schema.TokenizeRequest, _POST),
-    Operation("post", "/detokenize", "Token ids to text", answers.Text, schema.DetokenizeRequest, _POST),
-    Operation("get", "/version", "The version of preheat", answers.Version, key=False),
-    Operation("get", "/health", "Alive?", answers.Status, None, (500, 504), key=False),
+    Operation("get", "/v1/models", status.models, "The names of the model", answers.ModelList, None, (401, 429)),
     Operation(
-        "get", "/ready", "Taking requests?", answers.ReadyStatus, None, (500, 503), key=False,
+        "get", "/v1/models/{model:path}", status.model, "One of them", answers.ModelCard, None, (401, 404, 429)
+    ),
+    Operation(
+        "post", "/tokenize", status.tokenize, "Text to token ids", answers.Tokens, schema.TokenizeRequest, _POST
+    ),
+    Operation(
+        "post", "/detokenize", status.detokenize, "Token ids to text", answers.Text, schema.DetokenizeRequest, _POST
+    ),
+    Operation("get", "/version", status.version, "The version of preheat", answers.Version),
+    Operation("get", "/health", status.health, "Alive?", answers.Status, None, (500, 504)),
+    Operation(
+        "get", "/ready", status.ready, "Taking requests?", answers.ReadyStatus, None, (500, 503),
         instead={503: answers.Starting},
     ),
     Operation(
-        "get", "/warmup", "What became of the plan", Record | answers.WarmingUp, None, (400, 500, 503), key=False,
-        formats={"json": "application/json", "html": "text/html"},
+        "get", "/warmup", status.warmup, "The outcome of the warm-up", Record | answers.WarmingUp, None,
+        (400, 500, 503), formats={"json": "application/json", "html": "text/html"},
     ),
-    Operation("get", "/metrics", "Counters and times, for Prometheus", key=False),
+    Operation("get", "/metrics", status.metrics, "Counters and times, for Prometheus"),
 )  # fmt: skip
+"""Every route but that of the document itself."""
 
 
 @functools.cache
@@ -94,7 +108,8 @@ def document() -> bytes:
         _add_ranges(component.get("properties", {}))
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _described(operation)
+        path = operation.path.replace(":path}", "}")
+        paths.setdefault(path, {})[operation.method] = _described(operation)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -125,15 +140,15 @@ def _described(operation: Operation) -> dict[str, Any]:
     for media in operation.formats.values():
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
-    for status in operation.refusals:
-        kinds = ErrorResponse | operation.instead.get(status, ErrorResponse)
-        responses[str(status)] = {"description": _REFUSALS[status], "content": _content(kinds)}
+    for code in operation.refusals:
+        kinds = ErrorResponse | operation.instead.get(code, ErrorResponse)
+        responses[str(code)] = {"description": _REFUSALS[code], "content": _content(kinds)}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body:
         described["requestBody"] = {"required": True, "content": _content(operation.body)}
-    if operation.key:
+    if operation.path not in OPEN_PATHS:
         described["security"] = [{"key": []}, {}]
-    if "{model}" in operation.path:
+    if "{model:" in operation.path:
         described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.formats:
         formats = {"type": "string", "enum": list(operation.formats)}

@@ -40,11 +40,6 @@ def sampling(
     return frontend.input.params(**given)
 
 
-def wants_usage(body: Sampling) -> bool:
-    """A stream is to end with an event that holds the usage."""
-    return bool(body.stream_options and body.stream_options.include_usage)
-
-
 async def encoded(frontend: Frontend, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of ``text``; a long one is encoded in a thread."""
     if len(text) < LONG_TEXT:

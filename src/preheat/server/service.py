@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from preheat.core import Progress, ToEngine
 from preheat.errors import EngineDead, ModelNotFound, NotReady, StepTimeout
-from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.metrics import Metrics
 from preheat.server.live import LiveRecord
@@ -30,11 +29,10 @@ class Service:
         self.stalled: str | None = None
         self.dead: str | None = None
         self._frontend: Frontend | None = None
-        self._template: ChatTemplate | None = None
 
-    def attach(self, frontend: Frontend, template: ChatTemplate) -> None:
-        """Serve through these from now on."""
-        self._frontend, self._template = frontend, template
+    def attach(self, frontend: Frontend) -> None:
+        """Serve through ``frontend`` from now on."""
+        self._frontend = frontend
 
     @property
     def frontend(self) -> Frontend:
@@ -49,12 +47,6 @@ class Service:
             raise NotReady("The engine is still starting; try again later")
         self._frontend.limits()
         return self._frontend
-
-    @property
-    def template(self) -> ChatTemplate:
-        if self._template is None:
-            raise NotReady("The engine is still starting; try again later")
-        return self._template
 
     @property
     def progress(self) -> Progress | None:

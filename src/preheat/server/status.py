@@ -138,7 +138,7 @@ async def tokenize(request: Request) -> Response:
             raise InvalidRequest(f"{only_chat} needs messages", param=only_chat)
         text, special = body.prompt or "", body.add_special_tokens is not False
     else:
-        text = render(service, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
+        text = render(frontend, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
         special = body.add_special_tokens is True
     ids = await encoded(frontend, text, special)
     strings = [frontend.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None

@@ -7,16 +7,16 @@ one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import Choice, RequestState
-from preheat.server.answers import PromptTokensDetails, Usage, encode
+from preheat.server.answers import encode
 from preheat.server.errors import error_body
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -133,15 +133,6 @@ class EventStream:
             await send({"type": "http.response.body", "body": body + DONE})
 
 
-def event_of(message: msgspec.Struct) -> bytes:
+def event_of(message: msgspec.Struct | dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % encode(message)
-
-
-def usage_of(states: Iterable[RequestState]) -> Usage:
-    """Tokens of all prompts and of all their choices."""
-    states = list(states)
-    prompt = sum(len(state.prompt_ids) for state in states)
-    completion = sum(state.completion_tokens for state in states)
-    cached = sum(state.cached_tokens for state in states)
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))

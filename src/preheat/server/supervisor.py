@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from preheat.core import FromEngine, Ready, Report
 from preheat.errors import StepTimeout
-from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.server.process import EngineProcess
 from preheat.server.service import Service
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.2
 
-WarmUpFrontend = Callable[[Frontend, ChatTemplate], None]
+WarmUpFrontend = Callable[[Frontend], None]
 """Runs in a thread while the engine starts."""
 
 
@@ -46,19 +45,18 @@ class Supervisor:
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
         """Load tokenizer and template, warm up, then listen to the engine and watch it, until cancelled."""
         try:
-            frontend, template = await asyncio.to_thread(
-                boot_front, self._settings, self._engine.transport.send, self._service.metrics
-            )
+            send, metrics = self._engine.transport.send, self._service.metrics
+            frontend = await asyncio.to_thread(boot_front, self._settings, send, metrics)
         except Exception as error:  # whatever it is, the server cannot serve
             self._die(f"The tokenizer cannot be loaded: {error}")
             return
         if warm_up is not None:
             try:
-                await asyncio.to_thread(warm_up, frontend, template)
+                await asyncio.to_thread(warm_up, frontend)
             except Exception:
                 logger.exception("The frontend warm-up failed; the first requests may be slower")
         self._frontend = frontend
-        self._service.attach(frontend, template)
+        self._service.attach(frontend)
         self._engine.watch(self._receive, self._exited)
         while True:
             await asyncio.sleep(min(_TICK_SECONDS, self._settings.rpc_timeout_ms / 4000))

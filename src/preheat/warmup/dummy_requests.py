@@ -128,8 +128,8 @@ class EchoLoop:
         self._new, self._ending = [], []
 
 
-def spare_frontend(tokenizer: Tokenizer, send: Callable[[ToEngine], None]) -> Frontend:
-    """A frontend for dummy requests, which shares nothing but ``tokenizer`` with the real one."""
-    frontend = Frontend(tokenizer, send)
-    frontend.handle(Ready(_MAX_MODEL_LEN, 2, 64, 0.0))
-    return frontend
+def spare_frontend(frontend: Frontend, send: Callable[[ToEngine], None]) -> Frontend:
+    """A frontend for dummy requests, which shares only the tokenizer and the chat template with the real one."""
+    spare = Frontend(frontend.tokenizer, send, template=frontend.template)
+    spare.handle(Ready(_MAX_MODEL_LEN, 2, 64, 0.0))
+    return spare
