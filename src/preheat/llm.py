@@ -42,7 +42,7 @@ class OfflineClient:
         ``sampling_params`` None takes the checkpoint's recommendations; one object serves all prompts. Raises
         InvalidRequest, before anything runs, for the first prompt that cannot be served.
         """
-        return self._complete(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True)
+        return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True)
 
     def chat(
         self,
@@ -55,18 +55,13 @@ class OfflineClient:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
         talks = cast("list[Messages]", [messages] if messages and isinstance(messages[0], dict) else list(messages))
+        render = self.frontend.template.render
         texts = [
-            self.frontend.template.render(
-                talk, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs
-            )
-            for talk in talks
+            render(talk, add_generation_prompt=add_generation_prompt, variables=chat_template_kwargs) for talk in talks
         ]
-        params = self._params_for(sampling_params, len(texts))
-        return self._run(
-            [self._prepare(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm
-        )
+        return self._run(texts, sampling_params, use_tqdm, add_special_tokens=False)
 
-    def _complete(
+    def _run(
         self,
         prompts: Sequence[Prompt],
         given: SamplingParams | Sequence[SamplingParams] | None,
@@ -80,16 +75,9 @@ class OfflineClient:
             raise InvalidRequest(
                 f"{len(prompts)} prompts but {len(params)} sampling_params: give one for all, or one for each"
             )
-        how: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cap_length": True}
-        return self._run(
-            [
-                self.frontend.prepare(_prompt_of(prompt), each, request_id=str(index), **how)
-                for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
-            ],
-            use_tqdm,
-        )
-
-    def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+        states = [
+            self._prepare(i, p, s, add_special_tokens) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+        ]
         with tqdm(total=len(states), desc="Generating", disable=None if use_tqdm else True) as bar:
             for state in states:
                 state.on_change = bar.update
@@ -107,6 +95,14 @@ class OfflineClient:
                 raise state.error
         self._finish()  # the cancels of sequences that ended on a stop string
         return [state.output() for state in states]
+
+    def _prepare(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> RequestState:
+        given: Any = prompt
+        if isinstance(prompt, dict):
+            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        return self.frontend.prepare(
+            given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
+        )
 
     def advance(self) -> None:
         """Run one step and book what it gave: what :meth:`generate` does until nothing is left to do."""
@@ -154,13 +150,6 @@ def _warm_up(frontend: Frontend) -> None:
             client.generate([request.prompt], request.params, use_tqdm=False)
 
     warm_up_frontend(send)
-
-
-def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
-    if not isinstance(prompt, dict):
-        return prompt
-    given: str | Sequence[int] = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-    return given
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -23,7 +23,7 @@ from preheat.server.writer import Writer
 
 
 async def chat(request: Request) -> ASGIApp:
-    """The endpoint."""
+    """Answer a conversation."""
     service: Service = request.app.state.service
     body = decode(await read_body(request), ChatRequest)
     service.check_model(body.model)

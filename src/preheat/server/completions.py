@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> ASGIApp:
-    """The endpoint."""
+    """Complete prompts."""
     service: Service = request.app.state.service
     body = decode(await read_body(request), CompletionRequest)
     service.check_model(body.model)

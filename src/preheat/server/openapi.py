@@ -38,21 +38,16 @@ _REFUSALS = {
 }
 
 
-Endpoint = Callable[[Request], Awaitable[ASGIApp]]
-
-
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path: its endpoint, its bodies, what it may answer.
+    """A route: its endpoint, whose docstring is the summary, and its bodies. A route that takes a body is a POST.
 
-    ``answer`` may be several kinds; None is plain text. ``instead`` are bodies that a status may have in place of an
-    error. ``formats`` are what the query may ask for.
+    ``answer`` may be several kinds; None is plain text. ``refusals`` come on top of those that all routes share.
+    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for.
     """
 
-    method: str
     path: str
-    endpoint: Endpoint
-    summary: str
+    endpoint: Callable[[Request], Awaitable[ASGIApp]]
     answer: Kinds | None = None
     body: Kind | None = None
     refusals: tuple[int, ...] = ()
@@ -60,38 +55,30 @@ class Operation:
     instead: Mapping[int, Kind] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def method(self) -> str:
+        return "post" if self.body else "get"
 
-_POST = (400, 401, 404, 408, 413, 429, 500, 503)
+    @property
+    def needs_key(self) -> bool:
+        return self.path not in OPEN_PATHS
+
+
 OPERATIONS = (
+    Operation("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), True),
+    Operation("/v1/chat/completions", chat.chat, answers.ChatCompletion, schema.ChatRequest, (504,), True),
+    Operation("/v1/models", status.models, answers.ModelList),
+    Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
+    Operation("/tokenize", status.tokenize, answers.Tokens, schema.TokenizeRequest),
+    Operation("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
+    Operation("/version", status.version, answers.Version),
+    Operation("/health", status.health, answers.Status, None, (500, 504)),
+    Operation("/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting}),
     Operation(
-        "post", "/v1/completions", completions.completions, "Complete prompts",
-        answers.Completion, schema.CompletionRequest, (*_POST, 504), streams=True,
+        "/warmup", status.warmup, Record | answers.WarmingUp, None, (400, 500, 503),
+        formats={"json": "application/json", "html": "text/html"},
     ),
-    Operation(
-        "post", "/v1/chat/completions", chat.chat, "Answer a conversation",
-        answers.ChatCompletion, schema.ChatRequest, (*_POST, 504), streams=True,
-    ),
-    Operation("get", "/v1/models", status.models, "The names of the model", answers.ModelList, None, (401, 429)),
-    Operation(
-        "get", "/v1/models/{model:path}", status.model, "One of them", answers.ModelCard, None, (401, 404, 429)
-    ),
-    Operation(
-        "post", "/tokenize", status.tokenize, "Text to token ids", answers.Tokens, schema.TokenizeRequest, _POST
-    ),
-    Operation(
-        "post", "/detokenize", status.detokenize, "Token ids to text", answers.Text, schema.DetokenizeRequest, _POST
-    ),
-    Operation("get", "/version", status.version, "The version of preheat", answers.Version),
-    Operation("get", "/health", status.health, "Alive?", answers.Status, None, (500, 504)),
-    Operation(
-        "get", "/ready", status.ready, "Taking requests?", answers.ReadyStatus, None, (500, 503),
-        instead={503: answers.Starting},
-    ),
-    Operation(
-        "get", "/warmup", status.warmup, "The outcome of the warm-up", Record | answers.WarmingUp, None,
-        (400, 500, 503), formats={"json": "application/json", "html": "text/html"},
-    ),
-    Operation("get", "/metrics", status.metrics, "Counters and times, for Prometheus"),
+    Operation("/metrics", status.metrics),
 )  # fmt: skip
 """Every route but that of the document itself."""
 
@@ -140,13 +127,14 @@ def _described(operation: Operation) -> dict[str, Any]:
     for media in operation.formats.values():
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
-    for code in operation.refusals:
+    shared = (401, 429) * operation.needs_key + (400, 404, 408, 413, 500, 503) * bool(operation.body)
+    for code in sorted((*shared, *operation.refusals)):
         kinds = ErrorResponse | operation.instead.get(code, ErrorResponse)
         responses[str(code)] = {"description": _REFUSALS[code], "content": _content(kinds)}
-    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    described: dict[str, Any] = {"summary": (operation.endpoint.__doc__ or "").rstrip("."), "responses": responses}
     if operation.body:
         described["requestBody"] = {"required": True, "content": _content(operation.body)}
-    if operation.path not in OPEN_PATHS:
+    if operation.needs_key:
         described["security"] = [{"key": []}, {}]
     if "{model:" in operation.path:
         described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]

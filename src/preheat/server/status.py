@@ -51,23 +51,23 @@ def _starting(progress: Progress) -> Starting:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: the server is alive, and so is the engine, even while it starts."""
+    """Whether server and engine are alive, even while the engine starts."""
     _service(request).check_health()
     return _json(Status("ok"))
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: requests are taken. Never waits, so what it says of cold events may be as old as the last call."""
+    """Whether requests are taken."""
     service = _service(request)
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
     _ = service.frontend
-    await service.refresh(0)
+    await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
     return _json(ReadyStatus(**service.live.record.summary()))
 
 
 async def warmup(request: Request) -> Response:
-    """GET /warmup: the record as JSON, or as a page; until there is one, how far the warm-up is."""
+    """The outcome of the warm-up, as JSON or as a page; until then, how far it is."""
     service = _service(request)
     as_page = _wants_page(request)
     headers = {"vary": "accept", "cache-control": "no-cache"}
@@ -95,12 +95,12 @@ def _wants_page(request: Request) -> bool:
 
 
 async def version(_: Request) -> Response:
-    """GET /version."""
+    """The version of preheat."""
     return _json(Version(preheat.__version__))
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics, for Prometheus."""
+    """Counters and times, for Prometheus."""
     service = _service(request)
     await service.refresh(PATIENCE)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -111,12 +111,12 @@ def _models(service: Service) -> list[ModelCard]:
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models."""
+    """The names of the model."""
     return _json(ModelList(_models(_service(request))))
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{model}."""
+    """The model of this name."""
     name = request.path_params["model"]
     found = next((model for model in _models(_service(request)) if model.id == name), None)
     if found is None:
@@ -125,7 +125,7 @@ async def model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize."""
+    """Text to token ids."""
     service = _service(request)
     body = decode(await read_body(request), TokenizeRequest)
     service.check_model(body.model)
@@ -146,7 +146,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize."""
+    """Token ids to text."""
     service = _service(request)
     body = decode(await read_body(request), DetokenizeRequest)
     service.check_model(body.model)
