@@ -1,6 +1,6 @@
-"""Counters, gauges and histograms for ``/metrics``, under vLLM's names with our prefix; and the set-up of logging.
+"""The metrics of ``/metrics``, under vLLM's names with our prefix, and the set-up of logging.
 
-The hot path only adds to plain numbers; Prometheus' own objects are built when /metrics is read.
+The hot path only adds to plain numbers; Prometheus' objects are built when /metrics is read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from preheat.core import Stats
+
 PREFIX = "preheat:"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
@@ -22,7 +24,7 @@ _REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20,
 
 
 class Histogram:
-    """Counts of values up to each bound, and their sum."""
+    """Numbers of values in each bucket, and the sum of all values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -36,7 +38,7 @@ class Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Prometheus' form: (upper bound, number of values up to it)."""
+        """(upper bound, number of values up to it), as Prometheus wants it."""
         reached, buckets = 0, []
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             reached += count
@@ -45,10 +47,10 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """Everything that a frontend counts, for the model ``model_name``. Times are in seconds.
+    """The counts of a frontend for ``model_name``; times in seconds.
 
-    ``items`` of the warm-up by outcome, ``cold`` events by source, ``misses``, ``warmup_seconds`` and ``digest`` are
-    those of the engine's last record.
+    ``items`` (by outcome), ``cold`` (by source), ``misses``, ``warmup_seconds`` and ``digest`` come from the
+    engine's last record.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -70,28 +72,41 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
+    def update(self, stats: Stats) -> None:
+        """Take over the engine's own counters and gauges."""
+        self.cache_usage = stats.blocks_used / max(stats.blocks_total, 1)
+        self.prefix_queries, self.prefix_hits = stats.prefix_queries, stats.prefix_hits
+        self.preemptions, self.blocks_moved = stats.preemptions, stats.blocks_moved
+
     def text(self) -> bytes:
-        """The page that ``/metrics`` serves, in Prometheus' text format."""
+        """The page of ``/metrics``, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("num_requests_running", "Sequences that have begun to run.", self.running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait for their first step.", self.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all.", self.cache_usage)
+        yield self._gauge("num_requests_running", "Sequences that are running.", self.running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting for their first step.", self.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", self.cache_usage)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)
-        yield self._counter("num_preemptions", "Sequences set back to make room.", self.preemptions)
-        yield self._counter("kv_cache_blocks_moved", "Blocks that compaction moved.", self.blocks_moved)
-        yield self._counter("prompt_tokens", "Tokens of prompts read.", self.prompt_tokens)
+        yield self._counter("num_preemptions", "Sequences preempted to free blocks.", self.preemptions)
+        yield self._counter("kv_cache_blocks_moved", "Blocks moved by compaction.", self.blocks_moved)
+        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield self._counter("request_success", "Sequences that ended, by reason.", self.finished, "finished_reason")
-        yield self._gauge("warmup_seconds", "How long the warm-up took.", self.warmup_seconds)
-        yield self._gauge("warmup_items", "Items of the plan, by what became of them.", self.items, "outcome")
-        yield self._gauge("numeric_info", "1 for the digest of the logits of the check at boot.", self.digest, "digest")
-        yield self._counter("cold_events", "What was built or first run after ready, by source.", self.cold, "source")
-        yield self._counter("plan_misses", "Steps beyond the planned buckets, run in a fallback.", self.misses)
+        yield self._counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
+        yield self._gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
+        yield self._gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
+        yield self._gauge(
+            "numeric_info",
+            "Always 1; the label is the digest of the logits of the check at boot.",
+            self.digest,
+            "digest",
+        )
+        yield self._counter(
+            "cold_events", "Compilations and other cold events after ready, by source.", self.cold, "source"
+        )
+        yield self._counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", self.misses)
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token)
-        yield self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", self.inter_token)
+        yield self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", self.inter_token)
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self.request)
         yield self._histogram("request_queue_time_seconds", "From arrival to the first step.", self.queue)
 
@@ -104,7 +119,7 @@ class Metrics(Collector):
     def _filled(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]
     ) -> GaugeMetricFamily | CounterMetricFamily:
-        """``family`` with one figure, or with one for each value of its label."""
+        """``family`` with one number, or with one for each value of its label."""
         if isinstance(value, Mapping):
             for key, figure in value.items():
                 family.add_metric([self.model_name, key], figure)
@@ -119,17 +134,17 @@ class Metrics(Collector):
 
 
 PARTS = {"defrag": "preheat.schedule.defrag"}
-"""Parts that can explain themselves in the log, and their loggers."""
+"""Parts that have a debug log, and their loggers."""
 
 
 def explain(parts: Collection[str]) -> None:
-    """Let these of the :data:`PARTS` log everything, and no others."""
+    """Turn on the debug log of these of the :data:`PARTS`, and of no others."""
     for part, name in PARTS.items():
         logging.getLogger(name).setLevel(logging.DEBUG if part in parts else logging.NOTSET)
 
 
 def set_up_logging(level: str) -> None:
-    """Log to standard error from ``level`` up; one line each, with time and process."""
+    """Log to standard error, from ``level`` up."""
     logging.basicConfig(
         level=level.upper(),
         format="%(levelname)s %(asctime)s [%(process)d] %(name)s: %(message)s",

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to the prompt that its model was trained on, as transformers renders it."""
+"""Chat templates: render a conversation to the prompt format of its model, as transformers does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the model wrote, for training; rendering ignores it."""
+    """``{% generation %}`` marks the model's own text for training; rendering ignores it."""
 
     tags = {"generation"}
 
@@ -38,49 +38,40 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: object, **options: Any) -> str:
-    """Unlike Jinja's own filter, no HTML escapes: the model reads this, not a browser."""
+    """Unlike Jinja's own filter, this one escapes no HTML: a model reads the result, not a browser."""
     return json.dumps(value, **({"ensure_ascii": False} | options))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    extensions = [_GenerationTag, jinja2.ext.loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
 
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
+    extensions = [_GenerationTag, jinja2.ext.loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     try:
-        return _environment().from_string(source)
+        return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise InvalidRequest(f"The chat template cannot be read: {error}", param="chat_template") from error
 
 
 class ChatTemplate:
-    """The template of a tokenizer, or the one given instead of it: the path of a file, or the template itself."""
+    """The tokenizer's chat template, or ``override``: the path of a file, or the template itself."""
 
     def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self.source = _given(override) if override else _own(tokenizer)
+        self._source = _read_override(override) if override else _default_source(tokenizer)
 
     def render(
         self,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for ``messages``; list contents must be text parts, which are joined by newlines.
+        """The prompt for ``messages``. Contents that are lists must hold text parts; newlines join them.
 
-        ``template`` replaces the tokenizer's for this call. Raises InvalidRequest when there is no template, or when
-        it refuses the conversation.
+        Raises InvalidRequest if there is no template or the template rejects the conversation.
         """
         if not self._tokenizer.speaks:
             raise InvalidRequest(
@@ -88,23 +79,22 @@ class ChatTemplate:
                 "token ids",
                 param="messages",
             )
-        source = template or self.source
-        if source is None:
+        if self._source is None:
             raise InvalidRequest("The model has no chat template; give one with --chat-template", param="messages")
         if clash := _RESERVED & (variables or {}).keys():
             raise InvalidRequest(f"{', '.join(sorted(clash))} cannot be set here", param="chat_template_kwargs")
         known = {**self._tokenizer.special_tokens, **(variables or {}), "tools": None, "documents": None}
-        plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
+        plain = [{**message, "content": _text_of(message.get("content"))} for message in messages]
         try:
-            return _compiled(source).render(messages=plain, add_generation_prompt=add_generation_prompt, **known)
+            return _compiled(self._source).render(messages=plain, add_generation_prompt=add_generation_prompt, **known)
         except InvalidRequest:
             raise
-        except Exception as error:  # whatever an expression in a template may raise
+        except Exception as error:  # an expression in a template may raise anything
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
 
 
-def text_of(content: object) -> str:
-    """A message's content as one string. Raises InvalidRequest for parts that are not text."""
+def _text_of(content: object) -> str:
+    """A message's content as one string."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -123,8 +113,8 @@ def _text_part(part: object) -> str:
     return text
 
 
-def _given(template: str) -> str:
-    """A template on the command line is written out or, without braces and newlines, the path of a file."""
+def _read_override(template: str) -> str:
+    """``template`` itself, or the file that it names: a path has no braces and no newlines."""
     if "{" in template or "\n" in template:
         return template
     try:
@@ -133,13 +123,12 @@ def _given(template: str) -> str:
         raise ModelError(f"--chat-template {template} cannot be read: {error.strerror}") from error
 
 
-def _own(tokenizer: Tokenizer) -> str | None:
-    """chat_template.jinja, else the config's ``chat_template``: one, or several of which "default" is used."""
+def _default_source(tokenizer: Tokenizer) -> str | None:
+    """chat_template.jinja, else ``chat_template`` of the config: a template, or a list of them with a "default"."""
     file = tokenizer.folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = tokenizer.config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else None

@@ -1,8 +1,7 @@
-"""Token ids to text, one at a time.
+"""Incremental detokenization: token ids to text, one at a time.
 
-The law: the deltas of a sequence, joined, are the ``decode`` of all its tokens. A character whose bytes come in
-several tokens is held back until it is complete, and bytes that can never become one turn into U+FFFD exactly where
-``decode`` puts it.
+The deltas of a sequence, joined, equal the ``decode`` of all its tokens. A character whose bytes are spread over
+several tokens is buffered until it is complete. Invalid bytes become U+FFFD exactly where ``decode`` puts it.
 """
 
 from __future__ import annotations
@@ -11,23 +10,23 @@ from codecs import utf_8_decode
 from collections.abc import Callable
 from typing import Protocol
 
-from preheat.frontend.pieces import BytePieces, PieceRules, TextPieces
+from preheat.frontend.pieces import BytePieces, TextPieces
 
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text as they come."""
+    """Turns the tokens of one sequence into text as they arrive."""
 
     def push(self, token: int) -> str:
-        """The text that became certain with ``token``; often empty."""
+        """The text that is certain now that ``token`` is known; often empty."""
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """The text that is still buffered, at the end of the sequence."""
 
 
 class SilentDetokenizer:
-    """For requests with ``detokenize`` off: there is no text."""
+    """Makes no text, for requests with ``detokenize`` off."""
 
     def push(self, token: int) -> str:
         return ""
@@ -40,39 +39,39 @@ SILENT = SilentDetokenizer()
 
 
 class ByteDetokenizer:
-    """For byte-level decoders: bytes are joined and read as UTF-8."""
+    """For byte-level decoders: joins the bytes and reads them as UTF-8."""
 
-    __slots__ = ("_held", "_pieces")
+    __slots__ = ("_buffer", "_pieces")
 
     def __init__(self, pieces: BytePieces) -> None:
         self._pieces = pieces
-        self._held = b""
+        self._buffer = b""
 
     def push(self, token: int) -> str:
-        data = self._held + self._pieces[token]
+        data = self._buffer + self._pieces[token]
         text, used = utf_8_decode(data, "replace", False)
-        self._held = data[used:]
+        self._buffer = data[used:]
         return text
 
     def finish(self) -> str:
-        data, self._held = self._held, b""
+        data, self._buffer = self._buffer, b""
         return data.decode("utf-8", "replace")
 
 
 class PieceDetokenizer:
     """For SentencePiece-like decoders.
 
-    A run of byte tokens is either valid UTF-8 as a whole or one U+FFFD per byte, so it is held until the run ends.
-    ``at_start``: no text precedes the sequence, so that the decoder's stripping applies to it.
+    A run of byte tokens is buffered until it ends, because it decodes as a whole: to UTF-8 if it is valid, else to one
+    U+FFFD for each byte. ``at_start``: no text precedes the sequence, so the decoder strips its beginning.
     """
 
     __slots__ = ("_pieces", "_run", "_strip", "_strip_left")
 
-    def __init__(self, pieces: TextPieces, rules: PieceRules, at_start: bool) -> None:
+    def __init__(self, pieces: TextPieces, at_start: bool) -> None:
         self._pieces = pieces
         self._run = bytearray()
-        self._strip = rules.strip
-        self._strip_left = rules.max_strip if at_start else 0
+        self._strip = pieces.rules.strip
+        self._strip_left = pieces.rules.max_strip if at_start else 0
 
     def push(self, token: int) -> str:
         piece = self._pieces[token]
@@ -106,10 +105,10 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other decoder: decodes a window of the last tokens and returns what it gained.
+    """For all other decoders: decodes a window of the last tokens and returns the text that was added.
 
-    Exact for decoders that only ever append; one that rewrites earlier text (WordPiece's clean-up) may differ from
-    the whole decode at the joints.
+    Exact for decoders that only append. One that rewrites earlier text (WordPiece's clean-up) may differ from decoding
+    all tokens at once.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
@@ -123,14 +122,14 @@ class WindowDetokenizer:
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._text):
             return ""
-        return self._gain(text)
+        return self._advance(text)
 
     def finish(self) -> str:
-        return self._gain(self._decode(self._window))
+        return self._advance(self._decode(self._window))
 
-    def _gain(self, text: str) -> str:
-        gain = text[len(self._text) :]
+    def _advance(self, text: str) -> str:
+        added = text[len(self._text) :]
         self._window = self._window[self._known :]
         self._known = len(self._window)
         self._text = self._decode(self._window)
-        return gain
+        return added

@@ -1,4 +1,4 @@
-"""Text in, text out: the two processors between clients and an engine that only knows token ids.
+"""Text in, text out: the two processors between clients and an engine that handles only token ids.
 
 A synchronous state machine that never waits: ``LLM`` drives it between steps of the loop, the server from its event
 loop.
@@ -19,12 +19,11 @@ from preheat.metrics import Metrics
 
 
 class Frontend:
-    """Serves one model. ``send`` hands a message to the engine; :meth:`handle` takes each one that comes back.
+    """Serves one model: ``prepare`` checks a request, :meth:`start` sends it, ``abort`` ends it at any time.
 
-    A request is checked by ``prepare``, sent by :meth:`start` and may be ended by ``abort``, at any time.
-
-    ``ready`` holds the engine's limits once it can run. ``max_queued``: most sequences that may wait for their first
-    step. For ``max_logprobs`` and ``seed`` see :class:`InputProcessor`.
+    ``send`` hands a message to the engine; :meth:`handle` takes each one that comes back. ``ready``: the engine's
+    limits, once it can run. ``template``: the tokenizer's own by default. ``max_queued``: most sequences that may wait
+    for their first step. For ``max_logprobs`` and ``seed`` see :class:`InputProcessor`.
     """
 
     def __init__(
@@ -49,17 +48,16 @@ class Frontend:
         self._send, self._max_queued = send, max_queued
 
     @property
-    def busy(self) -> bool:
-        """Some choice is not finished."""
-        return bool(self.output.choices)
-
-    @property
     def num_unfinished(self) -> int:
         """Choices that are not finished, waiting ones included."""
         return len(self.output.choices)
 
+    @property
+    def busy(self) -> bool:
+        return self.num_unfinished > 0
+
     def limits(self) -> Ready:
-        """The engine's limits. Raises EngineDead or NotReady, saying why it takes no requests."""
+        """The engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.ready is None:
@@ -69,12 +67,12 @@ class Frontend:
         return self.ready
 
     def check_blocked(self) -> None:
-        """Raise NotInvariant where the engine can run but must not."""
+        """Raise NotInvariant if the check at boot failed."""
         if self.ready is not None and self.ready.blocked_reason:
             raise NotInvariant(_blocked(self.ready))
 
     def start(self, states: Iterable[RequestState]) -> None:
-        """Send prepared requests to the engine: all, or none with TooManyRequests when the queue is full."""
+        """Send prepared requests to the engine: all, or none with TooManyRequests if the queue is full."""
         states = list(states)
         asked, waiting = sum(state.params.n for state in states), self.metrics.waiting
         if self._max_queued is not None and waiting + asked > self._max_queued:
@@ -87,7 +85,7 @@ class Frontend:
                 self._send(request)
 
     def handle(self, message: FromEngine) -> None:
-        """Book a message of the engine."""
+        """Process a message of the engine."""
         match message:
             case Delta():
                 self.output.process(message)
@@ -99,7 +97,7 @@ class Frontend:
                 self.die(message.message)
 
     def die(self, message: str) -> None:
-        """The engine is gone: end what runs, refuse what comes."""
+        """The engine is gone: end all requests, and reject new ones."""
         if self.dead is None:
             self.dead = message
             self.fail_all(EngineDead(message))

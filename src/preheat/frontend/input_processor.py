@@ -1,6 +1,6 @@
-"""From a client's request to what the engine runs: encode, check, resolve the sampling parameters, fan out the choices.
+"""From a client's request to engine requests: encode, check, resolve the sampling parameters, fan out the choices.
 
-A request that cannot be served is refused here, before anything is allocated for it.
+A request that cannot be served is rejected here, before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _RECOMMENDED = {name: field.recommended for name, field in SAMPLING_FIELDS.items
 
 
 class InputProcessor:
-    """Makes requests for one model. ``limits`` gives the engine's limits, or raises while it takes no requests.
+    """Makes requests for one model. ``limits`` returns the engine's limits, or raises while it takes no requests.
 
-    ``max_logprobs`` bounds the alternatives per position. ``seed`` fixes the seeds drawn for requests without one; None
-    draws them from the system.
+    ``max_logprobs`` bounds the alternatives per position. ``seed`` seeds the draw of seeds for requests without one.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class InputProcessor:
         self._ids = itertools.count(1)
 
     def params(self, **given: object) -> SamplingParams:
-        """Sampling parameters from what a client gave; the checkpoint's recommendations, then our defaults, fill in.
+        """Sampling parameters: the client's values, else the checkpoint's recommendations, else our defaults.
 
-        None means "not given". Raises InvalidRequest for a value outside its range or of the wrong type.
+        None means "not given". Raises InvalidRequest for a value out of range or of the wrong type.
         """
         values = {name: self.tokenizer.generation.get(key) for name, key in _RECOMMENDED.items()}
         values |= {name: value for name, value in given.items() if value is not None}
@@ -59,10 +58,10 @@ class InputProcessor:
         cache_salt: str = "",
         cap_length: bool = False,
     ) -> RequestState:
-        """Check a request completely; nothing is sent yet.
+        """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
-        ``text`` is the prompt's text where ``prompt`` holds its token ids already. ``cap_length`` shortens
-        ``max_tokens`` to what fits the context instead of refusing. Raises NotReady, EngineDead, InvalidRequest.
+        ``text``: the prompt's text if ``prompt`` has its token ids. ``cap_length`` shortens ``max_tokens`` to what fits
+        the context instead of rejecting the request.
         """
         limits, params = self._limits(), check_params(msgspec.structs.asdict(params))
         if isinstance(prompt, str):
@@ -76,16 +75,19 @@ class InputProcessor:
         return RequestState(request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt)
 
     def fan_out(self, state: RequestState) -> list[Request]:
-        """One request to the engine for each of the choices, which ``state`` holds afterwards."""
+        """One engine request for each choice; the choices are added to ``state``."""
         params, prompt = state.params, state.prompt_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         stop_ids = self._stop_ids(params)
         strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         for index in range(params.n):
             stop = StopChecker(strings) if strings else None
-            state.choices.append(Choice(state, index, next(self._ids), self._detokenizer(state), stop))
+            detokenizer: Detokenizer = SILENT
+            if params.detokenize:
+                detokenizer = self.tokenizer.detokenizer(prompt, params.skip_special_tokens)
+            state.choices.append(Choice(state, index, next(self._ids), detokenizer, stop))
         state.unfinished = params.n
-        others = msgspec.structs.replace(params, prompt_logprobs=None)  # the first choice's are those of all
+        others = msgspec.structs.replace(params, prompt_logprobs=None)  # one choice is enough
         return [
             Request(
                 choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,
@@ -94,19 +96,15 @@ class InputProcessor:
             for choice in state.choices
         ]  # fmt: skip
 
-    def _detokenizer(self, state: RequestState) -> Detokenizer:
-        params = state.params
-        return self.tokenizer.detokenizer(state.prompt_ids, params.skip_special_tokens) if params.detokenize else SILENT
-
     def check_vocabulary(self, ids: Iterable[int], param: str) -> None:
-        """Raise InvalidRequest, naming ``param``, for the first id that the model does not know."""
+        """Raise InvalidRequest, naming ``param``, if an id is outside the model's vocabulary."""
         size = self.tokenizer.vocab_size
         bad = next((id for id in ids if not 0 <= id < size), None)
         if bad is not None:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
     def check_logprobs(self, count: int | None, param: str) -> None:
-        """Raise InvalidRequest, naming ``param``, if ``count`` alternatives are more than may be asked for."""
+        """Raise InvalidRequest, naming ``param``, if ``count`` is more alternatives than are allowed."""
         if (count or 0) > self._max_logprobs:
             raise InvalidRequest(
                 f"{param} is {count}, but at most {self._max_logprobs} are allowed (--max-logprobs)", param=param
@@ -128,11 +126,11 @@ class InputProcessor:
         return ids
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
-        """The ids that end a sequence, ascending."""
+        """The token ids that end a sequence, ascending."""
         return sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What depends on the model or on the server's options; ranges are checked by SamplingParams itself."""
+        """Check what depends on the model or the server's options; SamplingParams checks the ranges."""
         self.check_logprobs(params.logprobs, "logprobs")
         self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
         self.check_vocabulary(params.stop_token_ids or (), "stop_token_ids")
@@ -143,8 +141,7 @@ class InputProcessor:
                 param="stop_token_ids",
             )
         self.check_vocabulary(params.logit_bias or (), "logit_bias")
-        stops = params.stop_strings
-        if stops:
+        if stops := params.stop_strings:
             self.check_text("stop", "use stop_token_ids")
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(
@@ -153,7 +150,7 @@ class InputProcessor:
 
 
 def check_params(values: Mapping[str, object]) -> SamplingParams:
-    """``values`` as sampling parameters. Raises InvalidRequest for a wrong type, a bad value or an unknown name."""
+    """``values`` as sampling parameters. Raises InvalidRequest for an unknown name or a bad value."""
     try:
         return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""From what the engine computed to what a client reads: book each step, make text, find stop strings, end choices."""
+"""From the engine's tokens to what a client reads: make text, find stop strings, end choices, count."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from preheat.core import Cancel, Delta, Finish, Stats, ToEngine
+from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.metrics import Metrics
 
 
 class OutputProcessor:
-    """Keeps every choice that is not finished, in ``choices`` by request id. ``send`` hands a message to the engine."""
+    """Keeps the unfinished choices, by request id. ``send`` hands a message to the engine."""
 
     def __init__(self, send: Callable[[ToEngine], None], metrics: Metrics) -> None:
         self.choices: dict[int, Choice] = {}
@@ -21,45 +21,46 @@ class OutputProcessor:
         self._send = send
 
     def add(self, state: RequestState) -> None:
-        """The requests of ``state`` are about to be sent."""
+        """Register ``state``; its requests are about to be sent."""
         state.arrived_at = time.monotonic()
         self.choices |= {choice.id: choice for choice in state.choices}
         self.metrics.waiting += len(state.choices)
         self.metrics.prompt_tokens += len(state.prompt_ids)
 
     def abort(self, state: RequestState) -> None:
-        """The client does not want it any more: end its choices and free what they hold."""
+        """End ``state`` because its client is no longer interested."""
         self._cancel(state, "abort")
 
     def fail(self, state: RequestState, error: PreheatError) -> None:
-        """End ``state`` with ``error``; what its other choices hold is freed."""
+        """End ``state`` with ``error``, all its choices."""
         if not state.finished:
             state.error = error
             self._cancel(state, "error")
 
     def fail_all(self, error: PreheatError) -> None:
-        """End everything that runs with ``error``."""
+        """End all unfinished requests with ``error``."""
         for state in {id(choice.state): choice.state for choice in self.choices.values()}.values():
             self.fail(state, error)
 
     def process(self, delta: Delta) -> None:
-        """Book all rows of one step: the hot path."""
+        """Process all rows of one step. This is the hot path."""
         now = time.monotonic()
         choices, ends, logprobs = self.choices, delta.finished, delta.logprobs
-        before: list[float] = []  # when each choice had its last token
+        before: list[float] = []  # the time of each choice's previous token
         if delta.started:
-            self._book_started(delta.started, now)
+            self._process_started(delta.started, now)
         for id, entries in delta.prompt_logprobs.items():
             if choice := choices.get(id):
                 choice.state.prompt_logprobs.extend(entries)
         for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             choice = choices.get(id)
-            if choice is None:  # it ended here before the engine knew
+            if choice is None:  # it has ended here, which the engine does not know yet
                 continue
             if choice.last_token_at:
                 before.append(choice.last_token_at)
             else:
-                self._book_first(choice, now)
+                self.metrics.generation_tokens += 1
+                self.metrics.first_token.observe(now - choice.state.arrived_at)
             choice.last_token_at = now
             end = ends.get(id) if ends else None
             hidden = end is not None and end.stop_id == token and not choice.state.params.include_stop_str_in_output
@@ -70,13 +71,13 @@ class OutputProcessor:
             elif end is None and choice.state.stream and choice.has_delta:
                 _notify(choice.state)
         self.metrics.generation_tokens += len(before)
-        for at, times in Counter(before).items():  # one or two moments: most had their last token together
+        for at, times in Counter(before).items():  # few times: most choices had their previous token in the same step
             self.metrics.inter_token.observe(now - at, times)
         for id, end in ends.items():
             if choice := choices.get(id):
-                self._book_end(choice, end)
+                self._process_finish(choice, end)
         if delta.stats is not None:
-            self._book_stats(delta.stats)
+            self.metrics.update(delta.stats)
 
     def _cancel(self, state: RequestState, reason: str) -> None:
         for choice in state.choices:
@@ -84,10 +85,10 @@ class OutputProcessor:
                 self._send(Cancel(choice.id))
                 self._end(choice, reason)
 
-    def _book_started(self, started: Mapping[int, int], now: float) -> None:
+    def _process_started(self, started: Mapping[int, int], now: float) -> None:
         for id, cached in started.items():
             choice = self.choices.get(id)
-            if choice is None or choice.started:  # after a preemption it starts again
+            if choice is None or choice.started:  # a sequence starts again after a preemption
                 continue
             choice.started = True
             self.metrics.waiting -= 1
@@ -96,23 +97,13 @@ class OutputProcessor:
             if choice.index == 0:
                 choice.state.cached_tokens = cached
 
-    def _book_first(self, choice: Choice, now: float) -> None:
-        self.metrics.generation_tokens += 1
-        self.metrics.first_token.observe(now - choice.state.arrived_at)
-
-    def _book_end(self, choice: Choice, end: Finish) -> None:
+    def _process_finish(self, choice: Choice, end: Finish) -> None:
         if end.reason == "error":
             error = end.error.restore() if end.error else PreheatError("The engine could not run this request")
             self.fail(choice.state, error)
         else:
-            self._end(choice, end.reason, _stop_reason(choice.state, end))
-
-    def _book_stats(self, stats: Stats) -> None:
-        metrics = self.metrics
-        metrics.cache_usage = stats.blocks_used / max(stats.blocks_total, 1)
-        metrics.prefix_queries, metrics.prefix_hits = stats.prefix_queries, stats.prefix_hits
-        metrics.preemptions = stats.preemptions
-        metrics.blocks_moved = stats.blocks_moved
+            named = end.stop_id in (choice.state.params.stop_token_ids or ())  # not the model's own end of sequence
+            self._end(choice, end.reason, end.stop_id if named else None)
 
     def _end(self, choice: Choice, reason: str, stop_reason: int | str | None = None) -> None:
         state, metrics = choice.state, self.metrics
@@ -132,8 +123,3 @@ class OutputProcessor:
 def _notify(state: RequestState) -> None:
     if state.on_change is not None:
         state.on_change()
-
-
-def _stop_reason(state: RequestState, end: Finish) -> int | None:
-    """A stop token that the request named is reported to its client; the model's own end of sequence is not."""
-    return end.stop_id if end.stop_id in (state.params.stop_token_ids or ()) else None

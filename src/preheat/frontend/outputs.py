@@ -1,4 +1,4 @@
-"""What a finished (or running) request looks like to its caller; names and fields are vLLM's."""
+"""The result of a request, finished or not; names and fields are vLLM's."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``finish_reason`` is "stop", "length", "abort" or, while it runs, None.
+    """One choice. ``finish_reason`` is "stop", "length", "abort", or None while it runs.
 
-    A stop token that ended the choice is in ``token_ids`` but not in ``text``. ``stop_reason`` is the stop string or
-    the id of the stop token; None for the model's own end of sequence.
+    A stop token is in ``token_ids``, not in ``text``. ``stop_reason`` is the stop string or the stop token's id; None
+    for the model's own end of sequence.
     """
 
     index: int
@@ -37,7 +37,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its choices, in order. ``prompt_logprobs[0]`` is None: nothing precedes the first token."""
+    """One prompt and its choices, in order. ``prompt_logprobs[0]`` is None, since nothing precedes the first token."""
 
     request_id: str
     prompt: str | None

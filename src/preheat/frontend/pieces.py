@@ -1,15 +1,15 @@
-"""What each token id contributes to the text, for the decoders whose output is a sum of such pieces.
+"""What each token adds to the text, for decoders that concatenate such pieces.
 
 Two families cover the models that we run. A *byte-level* decoder joins the tokens' bytes and reads them as UTF-8. A
 *SentencePiece-like* decoder replaces a marker by a space, reads runs of byte tokens (``<0x0A>``) as UTF-8, and may
-strip spaces from the front. Every rule is that of the ``tokenizers`` library, so that pieces and its ``decode`` agree.
+strip leading spaces. The rules are those of the ``tokenizers`` library, so the pieces agree with its ``decode``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class PieceRules:
     max_strip: int = 0
 
 
-def decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     """The decoder's steps as data, in order; empty without a decoder."""
     if backend.decoder is None:
         return []
@@ -46,13 +46,8 @@ def decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     return list(state["decoders"]) if state["type"] == "Sequence" else [state]
 
 
-def is_byte_level(steps: list[dict[str, Any]]) -> bool:
-    """The decoder is GPT-2's: every token is a sequence of bytes."""
-    return [step["type"] for step in steps] == ["ByteLevel"]
-
-
-def piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
-    """The rules of a SentencePiece-like decoder, or None when ``steps`` are something else."""
+def _piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
+    """The rules of a SentencePiece-like decoder; None if the decoder is of another kind."""
     replace: list[tuple[str, str]] = []
     remaining = [step for step in steps if step["type"] != "Fuse"]
     fused = len(remaining) < len(steps)
@@ -71,7 +66,7 @@ def piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
 
 
 class BytePieces(dict[int, bytes]):
-    """id -> the bytes it adds, filled as ids are met; ``hidden`` ids and ids without a token add nothing."""
+    """id -> the bytes that it adds, computed on first use. ``hidden`` ids and unknown ids add none."""
 
     def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
         super().__init__((id, b"") for id in hidden)
@@ -81,33 +76,34 @@ class BytePieces(dict[int, bytes]):
         token = self._backend.id_to_token(id) or ""
         try:
             piece = bytes([_BYTE_OF[char] for char in token])
-        except KeyError:  # an added token with a character outside the alphabet is taken as it stands
+        except KeyError:  # an added token may have characters outside the alphabet; it is taken literally
             piece = token.encode()
         self[id] = piece
         return piece
 
 
 class TextPieces(dict[int, str | int | None]):
-    """id -> the text it adds, or the byte of a byte token, or None where nothing is added (hidden, or no token)."""
+    """id -> the text that it adds, the byte of a byte token, or None if it adds nothing (``hidden`` or unknown)."""
 
     def __init__(self, backend: Backend, rules: PieceRules, hidden: Iterable[int] = ()) -> None:
         super().__init__((id, None) for id in hidden)
-        self._backend, self._rules = backend, rules
+        self._backend, self.rules = backend, rules
 
     def __missing__(self, id: int) -> str | int | None:
         piece: str | int | None = self._backend.id_to_token(id)
         if isinstance(piece, str):
-            for old, new in self._rules.replace:
+            for old, new in self.rules.replace:
                 piece = piece.replace(old, new)
-            if self._rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            if self.rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
                 piece = int(byte[1], 16)
         self[id] = piece
         return piece
 
 
-def visible(pieces: BytePieces | TextPieces, ids: list[int]) -> Iterator[bytes | str | int]:
-    """The pieces of ``ids`` that add something, last first."""
-    for id in reversed(ids):
-        piece = pieces[id]
-        if piece is not None and piece != b"" and piece != "":
-            yield piece
+def pieces_of(backend: Backend, hidden: Iterable[int]) -> BytePieces | TextPieces | None:
+    """The pieces of ``backend``'s tokens; None if its decoder is of neither family."""
+    steps = _decoder_steps(backend)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return BytePieces(backend, hidden)
+    rules = _piece_rules(steps)
+    return TextPieces(backend, rules, hidden) if rules else None

@@ -1,4 +1,4 @@
-"""One client's request while it is served: its choices, their text so far, and what was handed over already."""
+"""A client's request while it is served: its choices, their text so far, and how much of it was sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from preheat.frontend.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What is new of a choice since the last :meth:`Choice.take_delta`; ``first``: there was none before."""
+    """What a choice gained since the last :meth:`Choice.take_delta`; ``first``: since its beginning."""
 
     text: str
     token_ids: list[int]
@@ -28,8 +28,8 @@ class Choice:
     """One sequence as its client sees it: tokens become text, up to a stop string."""
 
     __slots__ = (
-        "_detokenizer", "_given", "_given_parts", "_stop", "finish_reason", "id", "index", "last_token_at",
-        "logprobs", "parts", "started", "state", "stop_reason", "token_ids", "told", "told_end",
+        "_begun", "_detokenizer", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index", "last_token_at",
+        "logprobs", "parts", "sent_end", "started", "state", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -44,11 +44,11 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.started = False
         self.last_token_at = 0.0
-        self.told = self.told_end = False
-        self._given = self._given_parts = 0
+        self.sent_end = self._begun = False
+        self._sent = self._sent_parts = 0
 
     def push(self, token: int, logprobs: TokenLogprobs | None, hidden: bool) -> bool:
-        """Book a token; a ``hidden`` one adds no text. True when a stop string is complete."""
+        """Add a token; a ``hidden`` one adds no text. True if a stop string is complete."""
         self.token_ids.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
@@ -62,12 +62,12 @@ class Choice:
         return False
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """End for ``reason``; what was held back is shown, and may itself complete a stop string."""
+        """End for ``reason``. The text still buffered is added, which may complete a stop string."""
         if reason != "abort" and (self._stop is None or self._stop.found is None):
             if self._show(self._detokenizer.finish()):
                 reason, stop_reason = "stop", self.found_stop
-            elif self._stop is not None and (held := self._stop.finish()):
-                self.parts.append(held)
+            elif self._stop is not None and (text := self._stop.finish()):
+                self.parts.append(text)
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     @property
@@ -76,27 +76,27 @@ class Choice:
 
     @property
     def has_delta(self) -> bool:
-        """There is text to hand over (tokens, where no text is made), or the end; an error is in ``state.error``.
+        """There is new text (new tokens, if no text is made), or the end. An error is in ``state.error`` instead.
 
-        Where the prompt's logprobs are asked for, nothing is handed over before them.
+        If the prompt's logprobs are requested, nothing is sent before they are known.
         """
         state = self.state
-        if self.told_end or (state.params.prompt_logprobs is not None and not state.prompt_logprobs):
+        if self.sent_end or (state.params.prompt_logprobs is not None and not state.prompt_logprobs):
             return False
         if self.finish_reason is not None:
             return self.finish_reason != "error"
         if self._detokenizer is SILENT:
-            return len(self.token_ids) > self._given
-        return len(self.parts) > self._given_parts
+            return len(self.token_ids) > self._sent
+        return len(self.parts) > self._sent_parts
 
     def take_delta(self) -> OutputDelta:
-        """What was not handed over yet; the caller hands it over now."""
-        parts, ids, first = self.parts[self._given_parts :], self.token_ids[self._given :], self._given
-        self._given_parts, self._given = len(self.parts), len(self.token_ids)
-        is_first, self.told = not self.told, True
-        self.told_end = self.finish_reason is not None
+        """What was not sent yet; the caller sends it now."""
+        parts, ids, start = self.parts[self._sent_parts :], self.token_ids[self._sent :], self._sent
+        self._sent_parts, self._sent = len(self.parts), len(self.token_ids)
+        first, self._begun = not self._begun, True
+        self.sent_end = self.finish_reason is not None
         text = parts[0] if len(parts) == 1 else "".join(parts)
-        return OutputDelta(text, ids, None if self.logprobs is None else self.logprobs[first:], is_first)
+        return OutputDelta(text, ids, None if self.logprobs is None else self.logprobs[start:], first)
 
     def _show(self, text: str) -> bool:
         if self._stop is not None:
@@ -108,10 +108,10 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A client's request, from :meth:`Frontend.prepare` on. ``error`` is set when it failed; then nothing more comes.
+    """A client's request, from :meth:`Frontend.prepare` on. ``error`` is set if it failed.
 
-    ``on_change`` is called after each step that brought something: in a ``stream`` any text, else only the end.
-    ``max_tokens`` is what each choice may generate; ``unfinished`` counts the choices that may still grow.
+    ``on_change`` is called when there is something to send: in a ``stream`` any text, else only the end.
+    ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
     request_id: str
@@ -157,7 +157,7 @@ class RequestState:
         )
 
     def position(self, entry: TokenLogprobs) -> PositionLogprobs:
-        """One position's logprobs by token id, the chosen one first."""
+        """Logprobs of one position by token id, the chosen token first."""
         decode = self.tokenizer.token_text
         position = {entry.token: Logprob(entry.logprob, entry.rank, decode(entry.token))}
         for rank, (token, logprob) in enumerate(entry.top, 1):

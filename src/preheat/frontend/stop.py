@@ -1,7 +1,7 @@
-"""Stop strings in a growing text.
+"""Stop strings in growing text.
 
-The match that is complete first wins; of those that end at the same character, the longest. So the outcome depends
-on the text alone, never on how it was cut into tokens.
+The first match to be complete wins; among those that end at the same character, the longest. The result depends on the
+text alone, not on how it is split into tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 class StopStrings:
     """The stop strings of a request as one Aho-Corasick automaton, shared by its choices.
 
-    State s has read the longest end of the text that begins a stop string. ``hold[s]`` counts its characters that may
-    still become one; ``match[s]`` is the longest stop string that is complete there.
+    A state stands for the longest suffix of the text that is a prefix of a stop string. ``hold[s]`` is the number of
+    last characters that may still become a stop string; ``match[s]`` is the longest stop string that ends there.
     """
 
     __slots__ = ("fail", "hold", "include", "match", "next")
@@ -36,7 +36,7 @@ class StopStrings:
         self._link(depth)
 
     def _link(self, depth: list[int]) -> None:
-        """Breadth first, because a state's links depend on those of shorter ones."""
+        """Breadth first, because the links of a state depend on those of shorter ones."""
         level = list(self.next[0].values())
         for state in level:
             self.hold[state] = depth[state] if self.next[state] else 0
@@ -58,32 +58,32 @@ class StopStrings:
 
 
 class StopChecker:
-    """Watches one sequence's text and holds back what may still become a stop string; ``found`` is the one that did."""
+    """Searches one sequence's text and buffers what may still become a stop string; ``found`` is the match."""
 
-    __slots__ = ("_held", "_state", "_strings", "found")
+    __slots__ = ("_buffer", "_state", "_strings", "found")
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
         self._state = 0
-        self._held = ""
+        self._buffer = ""
         self.found: str | None = None
 
     def push(self, delta: str, armed: bool = True) -> str:
-        """The text that may be shown, given ``delta`` more. Unarmed, no stop string that ends in it counts."""
+        """The text that may be shown, given ``delta`` more. Not ``armed``: stop strings that end in it are ignored."""
         strings, state = self._strings, self._state
-        for position, char in enumerate(delta, len(self._held) + 1):
+        for position, char in enumerate(delta, len(self._buffer) + 1):
             state = strings.step(state, char)
             if armed and (found := strings.match[state]):
                 self.found = found
                 shown = position if strings.include else position - len(found)
-                return (self._held + delta)[:shown]
+                return (self._buffer + delta)[:shown]
         self._state = state
-        text = self._held + delta
+        text = self._buffer + delta
         shown = len(text) - strings.hold[state]
-        self._held = text[shown:]
+        self._buffer = text[shown:]
         return text[:shown]
 
     def finish(self) -> str:
-        """What was held back, now that no text follows."""
-        held, self._held = self._held, ""
-        return held
+        """The text that is still buffered, at the end of the sequence."""
+        text, self._buffer = self._buffer, ""
+        return text

@@ -1,4 +1,4 @@
-"""The bodies that we send, in the shapes of OpenAI and, for what only vLLM has, of vLLM."""
+"""The bodies that we send: OpenAI's shapes, and vLLM's for what only vLLM has."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Status(Struct):
 
 
 class Starting(Struct):
-    """How far the warm-up is: ``done`` items of ``total``; ``eta_s`` is null while it cannot be estimated."""
+    """Progress of the warm-up: ``done`` of ``total`` items; ``eta_s`` is null while it cannot be estimated."""
 
     done: int
     total: int
@@ -162,16 +162,14 @@ class Starting(Struct):
 
 
 class WarmingUp(Struct):
-    """In place of the record until the engine is ready."""
+    """Takes the record's place until the engine is ready."""
 
     progress: Starting
     state: Literal["starting"] = "starting"
 
 
 class ReadyStatus(Struct):
-    """The warm-up's record in short: items by outcome, the digest of the cross-check's logits, and the cold events and
-    plan misses since.
-    """
+    """The record in short: warm-up items by outcome, digest of the check's logits, cold events and plan misses."""
 
     items: dict[str, int]
     seconds: float

@@ -1,4 +1,4 @@
-"""What completions and chat completions mean in common: sampling parameters, prompts and logprobs."""
+"""What completions and chat completions share: sampling parameters, encoding, logprobs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.server.answers import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-)
+from preheat.server import answers
+from preheat.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from preheat.server.schema import Sampling
 
 LONG_TEXT = 20_000
-"""Characters beyond which encoding leaves the event loop for a thread."""
+"""Texts with at least this many characters are encoded in a thread, not in the event loop."""
 
 _LOWEST = -9999.0  # JSON has no infinity
 _HTTP_FIELDS = [name for name, field in SAMPLING_FIELDS.items() if field.http]
@@ -30,7 +24,7 @@ _HTTP_FIELDS = [name for name, field in SAMPLING_FIELDS.items() if field.http]
 def sampling(
     frontend: Frontend, body: Sampling, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling parameters of a body; raises InvalidRequest where they are wrong or contradict each other."""
+    """The sampling parameters of a body. Raises InvalidRequest if they are wrong or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
@@ -41,7 +35,7 @@ def sampling(
 
 
 async def encoded(frontend: Frontend, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of ``text``; a long one is encoded in a thread."""
+    """Token ids of ``text``."""
     if len(text) < LONG_TEXT:
         return frontend.tokenizer.encode(text, add_special_tokens)
     return await asyncio.to_thread(frontend.tokenizer.encode, text, add_special_tokens)
@@ -49,14 +43,14 @@ async def encoded(frontend: Frontend, text: str, add_special_tokens: bool) -> li
 
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
     """vLLM's shape: one mapping from token id per position of the prompt, None for the first."""
-    return [None if entry is None else _by_id(state, entry) for entry in state.prompt_logprobs]
 
+    def by_id(entry: TokenLogprobs) -> dict[int, answers.PromptLogprob]:
+        return {
+            id: answers.PromptLogprob(max(p.logprob, _LOWEST), p.rank or 0, p.decoded_token or "")
+            for id, p in state.position(entry).items()
+        }
 
-def _by_id(state: RequestState, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
-    return {
-        id: PromptLogprob(max(p.logprob, _LOWEST), p.rank or 0, p.decoded_token or "")
-        for id, p in state.position(entry).items()
-    }
+    return [None if entry is None else by_id(entry) for entry in state.prompt_logprobs]
 
 
 def completion_logprobs(
@@ -75,7 +69,7 @@ def completion_logprobs(
 
 
 def _top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
-    """Of tokens that look the same, the most likely one counts; the chosen token is always there."""
+    """Of tokens with the same text, the most likely one counts; the chosen token is always included."""
     top: dict[str, float] = {}
     for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
         top.setdefault(tokenizer.token_text(id), max(logprob, _LOWEST))
@@ -86,9 +80,9 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
     """The shape of /v1/chat/completions."""
     return ChatLogprobs(
         [
-            TokenLogprob(
+            answers.TokenLogprob(
                 *_token(tokenizer, entry.token, entry.logprob),
-                [TopLogprob(*_token(tokenizer, id, logprob)) for id, logprob in entry.top],
+                [answers.TopLogprob(*_token(tokenizer, id, logprob)) for id, logprob in entry.top],
             )
             for entry in entries
         ]

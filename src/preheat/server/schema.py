@@ -1,7 +1,7 @@
 """The bodies that clients send: one struct each, which decodes, checks and describes itself in /openapi.json.
 
-A field is accepted when we do what it asks, or when it cannot change the answer. ``Only`` fields exist in the API but
-not here: they pass at the values that change nothing and are refused by name at any other.
+A field is accepted if we do what it asks for, or if it cannot change the answer. Fields with :func:`_only` are not
+implemented: they are accepted at the values that change nothing and rejected by name at any other.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import typing
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,6 +21,10 @@ from preheat.errors import InvalidRequest
 Body = TypeVar("Body", bound=Struct)
 
 _PATH = re.compile(r"\$([^`]*)`")
+_FIELD_PROBLEMS = {
+    "unknown field `": "Unrecognized request argument supplied",
+    "required field `": "Missing required parameter",
+}
 
 
 def _only(*values: object) -> Meta:
@@ -27,7 +32,7 @@ def _only(*values: object) -> Meta:
     return Meta(description=f"Not supported: only {allowed} is accepted.", extra_json_schema={"enum": [None, *values]})
 
 
-Inert = Annotated[Any, Meta(description="Accepted; changes nothing.")]
+_INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -35,19 +40,36 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: Annotated[Any, _only(False)] = None
 
 
-def _with_sampling_fields(kind: type[Body]) -> type[Body]:
-    """``kind`` with an optional field for each sampling parameter of the table that it does not declare itself."""
-    hints = typing.get_type_hints(SamplingParams)
-    rest = [name for name, field in SAMPLING_FIELDS.items() if field.http and name not in kind.__struct_fields__]
-    fields = [(name, hints[name] | None, None) for name in rest]
-    namespace = {"__doc__": kind.__doc__}
-    whole = msgspec.defstruct(
-        kind.__name__, fields, bases=(kind,), module=kind.__module__, namespace=namespace, kw_only=True
-    )
-    return typing.cast(type[Body], whole)
+def _with_fields(hints: Mapping[str, object]) -> Callable[[type[Body]], type[Body]]:
+    """Add an optional field for each of ``hints`` that the struct does not declare itself."""
+
+    def add(kind: type[Body]) -> type[Body]:
+        fields = [(name, hint, None) for name, hint in hints.items() if name not in kind.__struct_fields__]
+        how: dict[str, Any] = {"module": kind.__module__, "namespace": {"__doc__": kind.__doc__}, "kw_only": True}
+        return typing.cast(type[Body], msgspec.defstruct(kind.__name__, fields, bases=(kind,), **how))
+
+    return add
 
 
-@_with_sampling_fields
+def _accepted(names: str) -> Callable[[type[Body]], type[Body]]:
+    """Add fields that are accepted and change nothing."""
+    return _with_fields(dict.fromkeys(names.split(), _INERT))
+
+
+def _rejected(names: str) -> Callable[[type[Body]], type[Body]]:
+    """Add fields that exist in the API and are rejected by name here."""
+    return _with_fields(dict.fromkeys(names.split(), Annotated[Any, _only()]))
+
+
+_SAMPLING_HINTS = typing.get_type_hints(SamplingParams)
+
+
+@_with_fields({name: _SAMPLING_HINTS[name] | None for name, field in SAMPLING_FIELDS.items() if field.http})
+@_accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention")
+@_rejected(
+    "allowed_token_ids guided_choice guided_grammar guided_json guided_regex kv_transfer_params structured_outputs "
+    "truncate_prompt_tokens"
+)
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat completions have in common; the fields that we read by name are written out."""
 
@@ -60,33 +82,19 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-
-    user: Inert = None
-    metadata: Inert = None
-    safety_identifier: Inert = None
-    prompt_cache_key: Inert = None
-    prompt_cache_retention: Inert = None
     store: Annotated[Any, _only(False)] = None
     service_tier: Annotated[Any, _only("auto", "default")] = None
-
-    allowed_token_ids: Annotated[Any, _only()] = None
     bad_words: Annotated[Any, _only([])] = None
     early_stopping: Annotated[Any, _only(False)] = None
-    guided_choice: Annotated[Any, _only()] = None
-    guided_grammar: Annotated[Any, _only()] = None
-    guided_json: Annotated[Any, _only()] = None
-    guided_regex: Annotated[Any, _only()] = None
-    kv_transfer_params: Annotated[Any, _only()] = None
     length_penalty: Annotated[Any, _only(1.0)] = None
     logits_processors: Annotated[Any, _only([])] = None
     priority: Annotated[Any, _only(0)] = None
     response_format: Annotated[Any, _only({"type": "text"})] = None
     spaces_between_special_tokens: Annotated[Any, _only(True)] = None
-    structured_outputs: Annotated[Any, _only()] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
     use_beam_search: Annotated[Any, _only(False)] = None
 
 
+@_rejected("prompt_embeds")
 class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions."""
 
@@ -95,55 +103,42 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Annotated[Any, _only("")] = None
-    prompt_embeds: Annotated[Any, _only()] = None
 
 
+@_rejected("image_url input_audio file video_url")
 class ContentPart(Struct, forbid_unknown_fields=True):
     type: str
     text: str | None = None
-    image_url: Annotated[Any, _only()] = None
-    input_audio: Annotated[Any, _only()] = None
-    file: Annotated[Any, _only()] = None
-    video_url: Annotated[Any, _only()] = None
 
 
+@_rejected("tool_call_id function_call audio refusal")
 class Message(Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: Annotated[Any, _only([])] = None
-    tool_call_id: Annotated[Any, _only()] = None
-    function_call: Annotated[Any, _only()] = None
-    audio: Annotated[Any, _only()] = None
-    refusal: Annotated[Any, _only()] = None
 
 
+@_accepted("parallel_tool_calls prediction")
+@_rejected("chat_template audio mm_processor_kwargs reasoning_effort verbosity web_search_options")
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
     add_generation_prompt: bool | None = None
-    chat_template: Annotated[Any, _only()] = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: Annotated[Any, _only(False)] = None
-    documents: Annotated[Any, _only([])] = None
-    tools: Annotated[Any, _only([])] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    parallel_tool_calls: Inert = None
-    prediction: Inert = None
-    audio: Annotated[Any, _only()] = None
+    continue_final_message: Annotated[Any, _only(False)] = None
+    documents: Annotated[Any, _only([])] = None
     echo: Annotated[Any, _only(False)] = None
     function_call: Annotated[Any, _only("none", "auto")] = None
     functions: Annotated[Any, _only([])] = None
     include_reasoning: Annotated[Any, _only(True)] = None
-    mm_processor_kwargs: Annotated[Any, _only()] = None
     modalities: Annotated[Any, _only(["text"])] = None
-    reasoning_effort: Annotated[Any, _only()] = None
     tool_choice: Annotated[Any, _only("none", "auto")] = None
-    verbosity: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
+    tools: Annotated[Any, _only([])] = None
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +161,7 @@ class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ErrorBody(Struct):
-    """What went wrong; ``param`` names the field."""
+    """OpenAI's error object; ``param`` names the field."""
 
     message: str
     type: str
@@ -179,7 +174,7 @@ class ErrorResponse(Struct):
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
-    """The body of a request. Raises InvalidRequest, naming the field, for anything that we cannot do as asked."""
+    """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported."""
     try:
         body: Body = _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
@@ -198,23 +193,19 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def _refused(message: str) -> InvalidRequest:
-    """OpenAI's words and ``param`` for one of msgspec's messages."""
+    """msgspec's message in OpenAI's words, with its ``param``."""
     problem = message.partition(" - at `")[0]
     path = next(iter(_PATH.findall(message)), "").lstrip(".")
-    unknown = problem.partition("unknown field `")[2].rstrip("`")
-    if unknown:
-        field = f"{path}.{unknown}" if path else unknown
-        return InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field)
-    missing = problem.partition("required field `")[2].rstrip("`")
-    if missing:
-        field = f"{path}.{missing}" if path else missing
-        return InvalidRequest(f"Missing required parameter: {field}", param=field)
+    for start, said in _FIELD_PROBLEMS.items():
+        if name := problem.partition(start)[2].rstrip("`"):
+            field = f"{path}.{name}" if path else name
+            return InvalidRequest(f"{said}: {field}", param=field)
     return InvalidRequest(f"Invalid value for {path or 'the body'}: {problem}", param=path or None)
 
 
 @functools.cache
 def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object]]]:
-    """The fields of ``kind`` that pass at certain values only, read from its annotations."""
+    """The fields of ``kind`` that are accepted at certain values only, with these values."""
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         for meta in typing.get_args(hint)[1:]:
@@ -224,11 +215,12 @@ def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object]]]:
 
 
 def _check_only(body: Struct, path: str) -> None:
-    """Refuse what is not supported, here and in the structs that the body holds."""
+    """Reject what is not supported, in ``body`` and in the structs in it."""
     for name, values in _only_fields(type(body)):
         value = getattr(body, name)
         if value is not None and not any(value == known and type(value) is type(known) for known in values):
-            raise InvalidRequest(f"{path}{name} is not supported" + _hint(name), param=f"{path}{name}")
+            hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
+            raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, Struct):
@@ -236,7 +228,3 @@ def _check_only(body: Struct, path: str) -> None:
         elif isinstance(value, list) and value and isinstance(value[0], Struct):
             for position, item in enumerate(value):
                 _check_only(item, f"{path}{name}[{position}].")
-
-
-def _hint(name: str) -> str:
-    return " in a request; start the server with --chat-template" if name == "chat_template" else ""

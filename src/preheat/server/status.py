@@ -12,18 +12,8 @@ from starlette.responses import Response
 import preheat
 from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
-from preheat.server.answers import (
-    ModelCard,
-    ModelList,
-    ReadyStatus,
-    Starting,
-    Status,
-    Text,
-    Tokens,
-    Version,
-    WarmingUp,
-    encode,
-)
+from preheat.server import answers
+from preheat.server.answers import encode
 from preheat.server.body import read_body
 from preheat.server.chat import render
 from preheat.server.errors import RETRY
@@ -46,14 +36,14 @@ def _json(body: Struct, status: int = 200, headers: dict[str, str] | None = None
     return Response(encode(body), status, headers, "application/json")
 
 
-def _starting(progress: Progress) -> Starting:
-    return Starting(progress.done, progress.total, progress.current, progress.eta_s)
+def _starting(progress: Progress) -> answers.Starting:
+    return answers.Starting(progress.done, progress.total, progress.current, progress.eta_s)
 
 
 async def health(request: Request) -> Response:
     """Whether server and engine are alive, even while the engine starts."""
     _service(request).check_health()
-    return _json(Status("ok"))
+    return _json(answers.Status("ok"))
 
 
 async def ready(request: Request) -> Response:
@@ -63,7 +53,7 @@ async def ready(request: Request) -> Response:
         return _json(_starting(progress), 503, RETRY)
     _ = service.frontend
     await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
-    return _json(ReadyStatus(**service.live.record.summary()))
+    return _json(answers.ReadyStatus(**service.live.record.summary()))
 
 
 async def warmup(request: Request) -> Response:
@@ -74,7 +64,7 @@ async def warmup(request: Request) -> Response:
     if progress := service.progress:
         if as_page:
             return Response(render_progress(progress, service.names[0]), 200, headers, "text/html")
-        return _json(WarmingUp(_starting(progress)), 200, headers)
+        return _json(answers.WarmingUp(_starting(progress)), 200, headers)
     if service.max_model_len is None:
         _ = service.frontend  # it says why there is no record and never will be
     await service.refresh(PATIENCE)
@@ -96,7 +86,7 @@ def _wants_page(request: Request) -> bool:
 
 async def version(_: Request) -> Response:
     """The version of preheat."""
-    return _json(Version(preheat.__version__))
+    return _json(answers.Version(preheat.__version__))
 
 
 async def metrics(request: Request) -> Response:
@@ -106,13 +96,16 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def _models(service: Service) -> list[ModelCard]:
-    return [ModelCard(name, service.created, service.max_model_len, service.settings.model) for name in service.names]
+def _models(service: Service) -> list[answers.ModelCard]:
+    return [
+        answers.ModelCard(name, service.created, service.max_model_len, service.settings.model)
+        for name in service.names
+    ]
 
 
 async def models(request: Request) -> Response:
     """The names of the model."""
-    return _json(ModelList(_models(_service(request))))
+    return _json(answers.ModelList(_models(_service(request))))
 
 
 async def model(request: Request) -> Response:
@@ -142,7 +135,7 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special_tokens is True
     ids = await encoded(frontend, text, special)
     strings = [frontend.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
-    return _json(Tokens(len(ids), service.max_model_len or 0, ids, strings))
+    return _json(answers.Tokens(len(ids), service.max_model_len or 0, ids, strings))
 
 
 async def detokenize(request: Request) -> Response:
@@ -152,4 +145,4 @@ async def detokenize(request: Request) -> Response:
     service.check_model(body.model)
     frontend = service.frontend
     frontend.input.check_vocabulary(body.tokens, "tokens")
-    return _json(Text(frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    return _json(answers.Text(frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)))

@@ -122,7 +122,7 @@ class EventStream:
             pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
             while True:
                 body = b"".join([self._event(first, choice) for first, choice in pending if choice.has_delta])
-                pending = [(first, choice) for first, choice in pending if not (choice.told_end or choice.state.error)]
+                pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
                 if not pending or watch.gone:
                     break
                 if body:
