@@ -1,7 +1,4 @@
-"""The command line: ``preheat serve``, ``generate``, ``plan``, ``warm``, ``verify``, ``bench``, ``tune``, ``buckets``.
-
-Help and errors never wait for torch; neither do plans and bucket sizes.
-"""
+"""The command line. Help, errors, plans and bucket sizes do not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,7 @@ from preheat.plan import commands as plan_commands
 from preheat.plan.policy import policy_named
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
-from preheat.utils.options import add_flags, did_you_mean
+from preheat.utils.options import Option, add_flags, did_you_mean
 from preheat.verify import command as verify_command
 from preheat.verify.command import Asked
 
@@ -37,20 +34,20 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import RequestOutput
 
 SERVED_MIXED_TOKENS = 512
-"""Tokens of a server's mixed steps: about as many as a large GPU computes in the time of a few decoding steps."""
+"""Tokens in a server's mixed steps: about what a large GPU computes in the time of a few decoding steps."""
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 ENGINE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server"]
 
-# The sampling seed takes the flag --seed here; the engine's own seed is still PREHEAT_SEED or a config file's.
+# --seed is the sampling seed here; the engine's own seed can be set by PREHEAT_SEED or in a config file.
 GENERATE_OPTIONS = [opt for opt in ENGINE_OPTIONS if opt.name != "seed"]
 
 TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a failure, 2 for a mistake in what was asked."""
+    """Run one command and return its exit status: 0, 1 for a failure, 2 for a usage error."""
     words = [_dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     try:
         if words[:1] == ["bench"]:
@@ -63,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has exited
+    except BrokenPipeError:  # whatever read our output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
 
 
 def _values(words: Sequence[str]) -> dict[str, Any]:
-    """The command's function (``run``) and its arguments."""
+    """The command's function (``run``) and its arguments, by name."""
     parser = _parser()
     args, unknown = parser.parse_known_args(words)
     if unknown:
@@ -83,61 +80,53 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"preheat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model with the OpenAI-compatible API", allow_abbrev=False)
-    serve.set_defaults(run=_serve)
-    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-    add_flags(serve, OPTIONS.values())
-
-    generate = commands.add_parser("generate", help="continue prompts and print the result", allow_abbrev=False)
+    _command(commands, "serve", _serve, OPTIONS.values(), "serve a model with an OpenAI-compatible API")
+    generate = commands.add_parser("generate", help="complete prompts and print the results", allow_abbrev=False)
     generate.set_defaults(run=_generate)
     generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     generate.add_argument(
         "--prompts",
         metavar="FILE",
-        help='prompts from a file, one a line, as text or as JSON {"prompt": ...}; - is standard input, which is also '
-        "read when it is not a terminal and no prompt is given",
+        help='read prompts from a file, one per line: text, or JSON {"prompt": ...}. Standard input is -, and the '
+        "default unless it is a terminal",
     )
-    generate.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
-    generate.add_argument("--json", action="store_true", help="print one JSON object for each result, one a line")
+    generate.add_argument("--chat", action="store_true", help="send each prompt as a user message")
+    generate.add_argument("--json", action="store_true", help="print each result as a JSON object, one per line")
     _add_sampling_flags(generate)
     add_flags(generate, GENERATE_OPTIONS)
-    _add_plan_commands(commands)
-    return parser
 
-
-def _add_plan_commands(commands: Any) -> None:
-    """What may run, what became of it, and the bucket sizes that it comes from."""
-    plan = commands.add_parser("plan", help="print what may run; reads the model's config alone", allow_abbrev=False)
-    plan.set_defaults(run=_plan)
-    plan.add_argument("--json", action="store_true", help="print one JSON object: items, dropped, padding, estimates")
-
-    warm = commands.add_parser("warm", help="boot, warm up, print what became of the plan, exit", allow_abbrev=False)
-    warm.set_defaults(run=_warm)
+    plan = _command(commands, "plan", _plan, ENGINE_OPTIONS, "print the warm-up plan; needs only the model's config")
+    plan.add_argument("--json", action="store_true", help="print a JSON object: items, dropped, padding, estimates")
+    warm = _command(commands, "warm", _warm, ENGINE_OPTIONS, "boot, warm up, print the record, exit")
     warm.add_argument("--json", action="store_true", help="print the record as JSON")
-    warm.add_argument("--html", metavar="FILE", help="also write the record as a page, one file with all in it")
-    verify = commands.add_parser("verify", help="prove that bits do not change, or find where", allow_abbrev=False)
-    verify.set_defaults(run=_verify)
-    verify.add_argument("--prompts", metavar="FILE", help="prompts from a file, as of generate, in place of made ones")
-    verify.add_argument("--reduced", action="store_true", help="few and short prompts: seconds in place of minutes")
-    verify.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    verify.add_argument("--digest", metavar="FILE", help="boot, and compare the digest with that of another boot")
-    verify.add_argument("--against", metavar="URL", help="test an OpenAI-compatible server over HTTP instead")
-    for parser in (plan, warm, verify):
-        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-        add_flags(parser, ENGINE_OPTIONS)
+    warm.add_argument("--html", metavar="FILE", help="also write the record as a self-contained HTML page")
+    verify = _command(commands, "verify", _verify, ENGINE_OPTIONS, "check that results are bit-identical")
+    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
+    verify.add_argument("--reduced", action="store_true", help="use few, short prompts: seconds instead of minutes")
+    verify.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    verify.add_argument("--digest", metavar="FILE", help="only compare the digest of a boot with that of another boot")
+    verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
+    tune_options = [OPTIONS[name] for name in TUNE_OPTIONS]
+    tune = _command(commands, "tune", _tune, tune_options, "measure the fastest kernels on this GPU for later boots")
+    tune.add_argument("--output", metavar="FILE", help="write the tuning table to this file instead of the cache")
+    tune.add_argument("--seconds", type=float, help="stop after this time and keep what was measured")
 
-    tune = commands.add_parser("tune", help="measure what is fastest on this GPU, for later boots", allow_abbrev=False)
-    tune.set_defaults(run=_tune)
-    tune.add_argument("--output", metavar="FILE", help="write the table there, in place of where boots look for it")
-    tune.add_argument("--seconds", type=float, help="end after so many seconds with what is measured by then")
-    tune.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-    add_flags(tune, [OPTIONS[name] for name in TUNE_OPTIONS])
-
-    commands.add_parser("bench", help="measure this engine, beside vLLM's figures")  # its arguments: see _bench
-
+    commands.add_parser("bench", help="run the benchmarks, compared with vLLM's figures")  # its arguments: see _bench
     buckets = commands.add_parser("buckets", help="print the bucket sizes of one dimension", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)
     plan_commands.add_bucket_flags(buckets)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[dict[str, Any]], int], options: Iterable[Option], text: str
+) -> argparse.ArgumentParser:
+    """Add a command that takes the model as its argument."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="same as --model")
+    add_flags(parser, options)
+    return parser
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,11 +150,11 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _bias(text: str) -> dict[int, float]:
-    """``{"42": -5}``; argparse reports a ValueError."""
+    """Parse ``{"42": -5}``; argparse reports a ValueError."""
     return {int(token): float(bias) for token, bias in dict(json.loads(text)).items()}
 
 
-_bias.__name__ = "JSON object of token ids and numbers"  # what argparse calls it
+_bias.__name__ = "JSON object of token ids and numbers"  # its name in argparse's errors
 
 
 def _flag(name: str) -> str:
@@ -173,13 +162,13 @@ def _flag(name: str) -> str:
 
 
 def _dashed(arg: str) -> str:
-    """A flag's name with dashes, which may also be written with underscores."""
+    """``arg`` with dashes in the flag's name, which may be written with underscores."""
     name, equals, value = arg.partition("=")
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
 
 def _load(values: dict[str, Any]) -> Settings:
-    """The settings of a command that takes the model as its argument as well."""
+    """The settings of a command that takes the model as its argument."""
     model = values.pop("model_argument")
     if model is not None:
         values.setdefault("model", model)
@@ -187,7 +176,7 @@ def _load(values: dict[str, Any]) -> Settings:
 
 
 def served(settings: Settings) -> Settings:
-    """``settings`` for a server: by default, reading a long prompt must not hold up the sequences that decode."""
+    """``settings`` for a server, where by default a long prompt must not delay the sequences that decode."""
     mixes = policy_named(settings.bucketing_policy).mixed_steps and settings.enable_chunked_prefill
     if settings.max_num_mixed_tokens is not None or not mixes:
         return settings
@@ -263,7 +252,7 @@ def _verify(values: dict[str, Any]) -> int:
 
 
 def _bench(words: Sequence[str]) -> int:
-    """Run the ``benchmarks`` package, which lies beside ``src`` in a checkout and is not installed."""
+    """Run the ``benchmarks`` package, which is beside ``src`` in a checkout and not installed."""
     root = Path(__file__).parents[2]
     if not (root / "benchmarks" / "__main__.py").is_file():
         raise PreheatError(
@@ -285,7 +274,7 @@ def _tune(values: dict[str, Any]) -> int:
 
 
 def curl(settings: Settings) -> str:
-    """A command that asks the server of these settings for a completion, to paste into a shell."""
+    """A shell command that requests a completion from the server of these settings."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if settings.ssl_certfile else "http"
@@ -307,7 +296,7 @@ def _generate(values: dict[str, Any]) -> int:
     from preheat.llm import LLM
 
     llm = LLM(**values)
-    params = llm.frontend.input.params(**sampling)  # what is not given, the checkpoint may recommend
+    params = llm.frontend.input.params(**sampling)  # the checkpoint may recommend what is not given
     bar = sys.stderr.isatty()
     if chat:
         results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)
@@ -318,7 +307,7 @@ def _generate(values: dict[str, Any]) -> int:
 
 
 def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
-    """The prompts of the flags, then of the file; of standard input where there are none and it is not a terminal."""
+    """The prompts of the flags, then those of the file; without either, those of standard input."""
     yield from given
     if path is None and not given:
         if sys.stdin.isatty():
@@ -335,7 +324,7 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
 
 
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
-    """One prompt a line, empty lines left out; a line that is a JSON object gives its ``prompt``, text or token ids."""
+    """One prompt per line, without empty lines; of a JSON object, its ``prompt`` (text or token ids)."""
     found = False
     for number, raw in enumerate(lines, 1):
         line = raw.rstrip("\r\n")
@@ -351,7 +340,7 @@ def _json_prompt(line: str, where: str) -> str | list[int]:
         return msgspec.json.decode(line, type=_JsonPrompt).prompt
     except msgspec.ValidationError as error:
         raise SettingsError(f'{where}: expected {{"prompt": "text"}} or {{"prompt": [token ids]}}: {error}') from None
-    except msgspec.DecodeError:  # a line of text that begins with a brace
+    except msgspec.DecodeError:  # text that begins with a brace
         return line
 
 

@@ -1,10 +1,9 @@
-"""What the parts of the engine hand to each other: one class for each hop of a request's life.
+"""What the parts of the engine pass to each other, in the order of a request's life.
 
-``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it holds tensors
-and so lives in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
+``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it has tensors,
+so it is in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
 
-Everything that crosses a process is a :class:`msgspec.Struct`, so that it travels as msgpack and never as pickle.
-Nothing here imports torch, or any module of preheat but the errors.
+What crosses a process boundary is a :class:`msgspec.Struct`, sent as msgpack. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
 OWN_ID = -2
-"""The first id of dummy requests, counted downwards: clients' ids are positive, and -1 is the sampler's empty row."""
+"""The first id of dummy requests, which count down: clients' ids are positive, -1 is the sampler's empty row."""
 
 
 class SamplingField(NamedTuple):
-    """What is known of a sampling parameter beside its name, type and default.
+    """What we know about a sampling parameter besides its name, type and default.
 
-    ``acts`` says where it takes effect: in the sampler, in the scheduler, in the frontend (before the engine sees the
-    request) or on the text. Numbers lie between ``low`` and ``high``, both included. ``recommended`` is the key of
-    generation_config.json that may replace the default. ``http``: both completion endpoints accept it by this name.
+    ``acts``: where it takes effect; "frontend" means before the engine sees the request. Numbers are between ``low``
+    and ``high``, inclusive. ``recommended``: the key of generation_config.json that may replace the default. ``http``:
+    both completion endpoints accept it by this name.
     """
 
     help: str
@@ -50,44 +49,43 @@ _Row = SamplingField
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """How the tokens of one request are chosen; names and meanings are those of vLLM and of the OpenAI API.
+    """How the tokens of a request are chosen; names and meanings are those of vLLM and the OpenAI API.
 
-    This is the one table of sampling parameters: the command line, the HTTP bodies, the range checks and the OpenAPI
-    document are made from it. ``seed`` None draws one per request. ``max_tokens`` None means "up to the model's
-    length". ``logprobs`` / ``prompt_logprobs`` ask for that many alternatives per position (0: the chosen token alone).
-    Raises ValueError, saying what to change, for a value outside its range.
+    The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. ``seed``
+    None: draw one. ``max_tokens`` None: up to the model's length. ``logprobs`` / ``prompt_logprobs``: number of
+    alternatives per position (0: the chosen token alone). Raises ValueError for a value out of range.
     """
 
-    n: Annotated[int, _Row("choices for each prompt", "frontend", 1, 128)] = 1
+    n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
     temperature: Annotated[float, _Row("0 is greedy", "sampler", 0, 100, "temperature")] = 1.0
-    top_p: Annotated[float, _Row("keep the most likely tokens up to this share", "sampler", 0, 1, "top_p")] = 1.0
-    top_k: Annotated[int, _Row("keep this many tokens; 0 or -1 keeps all", "sampler", -1, _INT32, "top_k")] = 0
-    min_p: Annotated[float, _Row("drop tokens below this share of the top one's", "sampler", 0, 1, "min_p")] = 0.0
-    presence_penalty: Annotated[float, _Row("subtracted for each token generated", "sampler", -2, 2)] = 0.0
+    top_p: Annotated[float, _Row("keep the top tokens with this total probability", "sampler", 0, 1, "top_p")] = 1.0
+    top_k: Annotated[int, _Row("keep this many top tokens; 0 or -1 keeps all", "sampler", -1, _INT32, "top_k")] = 0
+    min_p: Annotated[float, _Row("drop tokens below this share of the top token's", "sampler", 0, 1, "min_p")] = 0.0
+    presence_penalty: Annotated[float, _Row("subtracted from the logits of generated tokens", "sampler", -2, 2)] = 0.0
     frequency_penalty: Annotated[float, _Row("subtracted each time a token was generated", "sampler", -2, 2)] = 0.0
     repetition_penalty: Annotated[
         float,
         _Row("divides positive logits of seen tokens, multiplies others", "sampler", 0, 100, "repetition_penalty"),
     ] = 1.0
     logit_bias: Annotated[dict[int, float] | None, _Row('added to logits, as JSON: {"42": -5}', "sampler")] = None
-    seed: Annotated[
-        int | None, _Row("the same seed gives the same tokens; by default one is drawn", "sampler", -(2**63), 2**64 - 1)
-    ] = None
+    seed: Annotated[int | None, _Row("same seed, same tokens; random by default", "sampler", -(2**63), 2**64 - 1)] = (
+        None
+    )
     stop: Annotated[list[str] | str | None, _Row("strings that end the text", "text")] = None
-    stop_token_ids: Annotated[list[int] | None, _Row("tokens that end the text", "sampler")] = None
-    include_stop_str_in_output: Annotated[bool, _Row("keep the stop string", "text")] = False
-    ignore_eos: Annotated[bool, _Row("go on after the end-of-sequence token", "frontend")] = False
-    min_tokens: Annotated[int, _Row("tokens before anything may end the text", "sampler", 0, _INT32)] = 0
-    max_tokens: Annotated[int | None, _Row("most tokens to generate", "scheduler", 1, _INT32, "max_new_tokens")] = 16
+    stop_token_ids: Annotated[list[int] | None, _Row("token ids that end the text", "sampler")] = None
+    include_stop_str_in_output: Annotated[bool, _Row("keep the stop string in the text", "text")] = False
+    ignore_eos: Annotated[bool, _Row("continue after the end-of-sequence token", "frontend")] = False
+    min_tokens: Annotated[int, _Row("tokens to generate at least", "sampler", 0, _INT32)] = 0
+    max_tokens: Annotated[int | None, _Row("tokens to generate at most", "scheduler", 1, _INT32, "max_new_tokens")] = 16
     logprobs: Annotated[int | None, _Row("alternatives for each token", "sampler", 0, _INT32, http=False)] = None
     prompt_logprobs: Annotated[int | None, _Row("alternatives for each prompt token", "sampler", 0, _INT32)] = None
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
-    detokenize: Annotated[bool, _Row("turn tokens into text", "text", http=False)] = True
+    detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # NaN fails every comparison, so it is refused too
+            if value is not None and not low <= value <= high:  # rejects NaN as well
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
@@ -99,17 +97,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError("stop must not contain an empty string")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings are found in text: set detokenize to true, or use stop_token_ids")
-        if len(self.logit_bias or ()) > MAX_LOGIT_BIAS:
-            raise ValueError(
-                f"logit_bias has {len(self.logit_bias or ())} entries, at most {MAX_LOGIT_BIAS} are allowed"
-            )
-        for bias in (self.logit_bias or {}).values():
+        biases = (self.logit_bias or {}).values()
+        if len(biases) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+        for bias in biases:
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias values must be between -100 and 100, got {bias}")
 
     @property
     def stop_strings(self) -> list[str]:
-        """``stop`` as a list, whatever form it was given in."""
+        """``stop`` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
@@ -130,15 +127,15 @@ _RANGES = tuple(
 
 
 class Level(IntEnum):
-    """How much of the sampler a step runs. A row's token is the same at every level that it may run at."""
+    """How much of the sampler a step runs. A row gets the same token at every level that suits it."""
 
-    GREEDY = 0  # argmax alone
-    FILTERED = 1  # some row draws at random
-    FULL = 2  # some row has its logits changed first: penalties, logit_bias, min_tokens
+    GREEDY = 0  # argmax only
+    FILTERED = 1  # some row is sampled
+    FULL = 2  # some row's logits are changed first: penalties, logit_bias, min_tokens
 
     @classmethod
     def of(cls, params: SamplingParams) -> Level:
-        """The lowest level that rows with ``params`` can run at."""
+        """The lowest level for rows with ``params``."""
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         if penalised or params.logit_bias or params.min_tokens:
             return cls.FULL
@@ -146,11 +143,11 @@ class Level(IntEnum):
 
 
 class Request(msgspec.Struct, tag="request"):
-    """One sequence to run (a client's request with ``n`` choices becomes ``n`` of these); everything is resolved.
+    """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
-    ``id`` is unique for a frontend and orders arrivals. ``seed`` is in [0, 2**64). ``max_tokens`` is what
-    may still be generated within the model's length. ``stop_ids`` end the sequence once ``min_tokens`` are out (the
-    end-of-sequence ids, unless ``ignore_eos``, and ``stop_token_ids``); at most ``MAX_STOP_IDS``.
+    ``id`` is unique in a frontend and increases with arrival. ``seed`` is in [0, 2**64). ``max_tokens`` fits the
+    model's length. ``stop_ids`` (at most ``MAX_STOP_IDS``) end the sequence after ``min_tokens``: the end-of-sequence ids,
+    unless ``ignore_eos``, and ``stop_token_ids``.
     """
 
     id: int
@@ -164,13 +161,13 @@ class Request(msgspec.Struct, tag="request"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Stop this sequence and free its blocks: the client left, or a stop string was found in its text."""
+    """Stop this sequence and free its blocks: the client disconnected, or a stop string was found."""
 
     id: int
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Finish what is running, then exit; ``now``: exit at once."""
+    """Finish the running requests, then exit; ``now``: exit at once."""
 
     now: bool = False
 
@@ -188,9 +185,9 @@ class Finish(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural logarithms of the model's own distribution (before penalties and temperature) at one position.
+    """Natural logarithms of the model's distribution, before penalties and temperature, at one position.
 
-    ``rank`` counts from 1. ``top`` holds the most likely tokens in order, ties to the lowest id.
+    ``rank`` counts from 1. ``top``: the most likely tokens in order; in a tie, the lowest id first.
     """
 
     token: int
@@ -200,11 +197,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class Delta(msgspec.Struct, tag="delta"):
-    """What one step changed: token ``tokens[i]`` for sequence ``ids[i]`` (an id occurs k times for k tokens).
+    """The results of one step: token ``tokens[i]`` for sequence ``ids[i]`` (an id occurs k times for k tokens).
 
-    A stop token that ended a sequence is in ``tokens`` as well. ``logprobs`` is by place i, ``finished`` and
-    ``prompt_logprobs`` are by id. ``started`` gives the tokens read from the prefix cache for each sequence that began
-    to run in this step.
+    ``tokens`` includes stop tokens. ``logprobs`` is by place i, ``finished`` and ``prompt_logprobs`` by id.
+    ``started``: for each sequence that started in this step, the number of tokens found in the prefix cache.
     """
 
     ids: list[int] = []
@@ -217,7 +213,7 @@ class Delta(msgspec.Struct, tag="delta"):
 
 
 class Stats(msgspec.Struct, tag="stats"):
-    """Counters (since start) and gauges of the engine, for ``/metrics``."""
+    """Counters (since the start) and gauges of the engine, for ``/metrics``."""
 
     running: int = 0
     waiting: int = 0
@@ -235,7 +231,7 @@ class Stats(msgspec.Struct, tag="stats"):
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """How far the engine's start is: ``done`` items of ``total``; ``eta_s`` is None while it cannot be estimated."""
+    """Progress of the engine's start: ``done`` of ``total`` items; ``eta_s`` is None while it cannot be estimated."""
 
     done: int
     total: int
@@ -244,10 +240,10 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The engine can run, within these limits. ``record`` is the warm-up's record, as JSON.
+    """The engine can run, within these limits. ``record``: the warm-up record, as JSON.
 
-    ``blocked_reason`` says why it takes no requests all the same: a check at boot found its answers to be unreliable.
-    ``max_prompt_len`` is the longest prompt that it can read, None where only ``max_model_len`` bounds it.
+    ``blocked_reason``, if any, says why it takes no requests: a check at boot failed. ``max_prompt_len`` is None if
+    only ``max_model_len`` limits the prompt.
     """
 
     max_model_len: int
@@ -260,7 +256,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Report(msgspec.Struct, tag="report"):
-    """The answer to Ask: the current record, as JSON."""
+    """The answer to Ask: the current warm-up record, as JSON."""
 
     record: bytes
 
@@ -275,8 +271,7 @@ ToEngine = Request | Cancel | Drain | Ask
 FromEngine = Delta | Progress | Ready | Report | Died
 
 
-NO_PERSISTENT_BATCH = 0
-"""``Schedule.persistent_batch`` of a step that shares its rows with no other step."""
+NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step
 
 
 @dataclass(slots=True)
@@ -285,9 +280,9 @@ class Schedule:
     ``first[i]`` on, and samples a token after each of the last ``num_sampled[i]`` of them: none if more of the prompt
     follows, k + 1 if the row ends with k draft tokens, otherwise one.
 
-    Decoding rows come first, rows with drafts last. The arrays describe the moment of scheduling; the slots may be
-    ahead of them. Steps with the same ``persistent_batch`` number have the same decoding rows, each one token further
-    in every step, so what depends only on the rows can be reused between them.
+    Decoding rows come first, rows with drafts last. The arrays describe the moment of scheduling; the slots may have
+    moved on. Steps with the same ``persistent_batch`` number have the same decoding rows, one token further in each
+    step, so they can share what depends only on the rows.
     """
 
     slots: np.ndarray  # int64 [rows]
@@ -318,12 +313,12 @@ class Schedule:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether some row, which is then the last, has draft tokens."""
+        """Whether any row, and so the last one, has draft tokens."""
         return self.rows > 0 and bool(self.num_sampled[-1] > 1)
 
     @property
     def total_sampled(self) -> int:
-        """The tokens that the step samples."""
+        """Number of tokens that the step samples."""
         return self.rows if self.num_decode == self.rows else int(self.num_sampled.sum())
 
     def sampled(self) -> tuple[np.ndarray, np.ndarray]:
@@ -332,15 +327,15 @@ class Schedule:
             rows = self.num_sampled.nonzero()[0]
             return rows, self.ends[rows]
         rows = np.arange(self.rows).repeat(self.num_sampled)
-        left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))  # of the row, this token included
+        left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))  # in the row, this token included
         return rows, self.ends[rows] + 1 - left
 
 
 @dataclass(slots=True)
 class Swaps:
-    """Blocks whose contents change places before the next step: ``pairs`` int32 [n, 2], run as ``size`` of them.
+    """Block swaps to do before the next step: ``pairs`` int32 [n, 2], padded to ``size`` with the pad block and itself.
 
-    A pair may occur more than once, else no id does; what is missing up to ``size`` is the pad block with itself.
+    No id occurs in two different pairs.
     """
 
     pairs: np.ndarray
@@ -349,10 +344,10 @@ class Swaps:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device computed: ``tokens`` has the tokens sampled by each row, in row order.
+    """What the device computed: ``tokens`` are those sampled by each row, in row order.
 
     ``logprobs`` maps a place in ``tokens`` to that token's alternatives. ``prompt_logprobs`` maps a row to one entry
-    per computed token that has a known successor in the prompt (the successor's logprob, at the successor's position).
+    for each computed token whose successor is in the prompt: the successor's logprob.
     """
 
     tokens: np.ndarray  # int32 [total_sampled]

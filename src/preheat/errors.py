@@ -1,7 +1,7 @@
-"""Every error that preheat raises on purpose, as one tree of classes.
+"""The errors that preheat raises on purpose. A class has its HTTP status and OpenAI's ``type`` and ``code``.
 
-A class holds the HTTP status, OpenAI's ``type`` and ``code``. An error crosses processes as a :class:`WireError`: what
-the loop raises is raised again, with the same class, where the client is answered.
+An error crosses processes as a :class:`WireError`: what the loop raises is raised again, with the same class, in the
+process that answers the client.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import msgspec
 
 
 class PreheatError(Exception):
-    """Base of all. The message says what to change; ``param`` names the option or field that it is about.
+    """Base class. The message says what to change; ``param`` names the option or field that it is about.
 
-    Subclasses set the three class attributes and keep this constructor, so that they can be restored after travelling.
+    Subclasses may set the three class attributes, but must keep this constructor, so that they can be restored.
     """
 
     status = 500
@@ -28,7 +28,7 @@ class PreheatError(Exception):
 
 
 class SettingsError(PreheatError):
-    """An option has an unknown name, a bad value, or one that is not supported yet."""
+    """An option has an unknown name, or a value that is wrong or not implemented."""
 
 
 class ModelError(PreheatError):
@@ -36,15 +36,15 @@ class ModelError(PreheatError):
 
 
 class NotInvariant(PreheatError):
-    """Bits depend on the path by which they are computed, and the engine was told that they must not."""
+    """Results depend on the path by which they are computed, although batch invariance is on."""
 
 
 class OutsideLimits(PreheatError):
-    """A step was put together that the limits do not allow: the scheduler's fault, not that of a request."""
+    """A step exceeds the limits: a bug of the scheduler, not a fault of a request."""
 
 
 class ColdStep(PreheatError):
-    """A step compiled or loaded something after the warm-up, which ``--on-cold raise`` makes an error."""
+    """A step compiled or loaded something after the warm-up, with ``--on-cold raise``."""
 
 
 class InvalidRequest(PreheatError):
@@ -55,7 +55,7 @@ class InvalidRequest(PreheatError):
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt, or prompt and completion together, are longer than this engine can run."""
+    """The prompt, or prompt and completion together, are too long for this engine."""
 
     code = "context_length_exceeded"
 
@@ -106,13 +106,12 @@ class NotReady(PreheatError):
 class EngineDead(PreheatError):
     """The engine stopped; the server is about to exit."""
 
-    status = 500
     kind = "engine_dead"
     code = "engine_dead"
 
 
 class StepTimeout(PreheatError):
-    """The engine took longer than a time limit allows to run a step, or to take a request."""
+    """The engine took too long to run a step or to take a request."""
 
     status = 504
     kind = "timeout"
@@ -120,7 +119,7 @@ class StepTimeout(PreheatError):
 
 
 class WireError(msgspec.Struct, array_like=True):
-    """An error in transit: the name of its class, and what it says."""
+    """An error in transit: the name of its class, and its message."""
 
     name: str
     message: str
@@ -128,13 +127,13 @@ class WireError(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, error: Exception) -> WireError:
-        """``error`` as it is sent. One that is not ours becomes a PreheatError that names its class."""
+        """``error`` as it is sent; an error that is not ours becomes a PreheatError that names its class."""
         if isinstance(error, PreheatError):
             return cls(type(error).__name__, error.message, error.param)
         return cls(PreheatError.__name__, f"{type(error).__name__}: {error}")
 
     def restore(self) -> PreheatError:
-        """The error again; a PreheatError if this process does not know its class."""
+        """The error, or a PreheatError if this process does not know its class."""
         kind = next((kind for kind in _kinds(PreheatError) if kind.__name__ == self.name), PreheatError)
         return kind(self.message, param=self.param)
 

@@ -1,6 +1,6 @@
-"""What carries messages between frontend and engine: in one process, or msgpack over ZeroMQ between two. Never pickle.
+"""Carries messages between frontend and engine: inside one process, or as msgpack over ZeroMQ between two.
 
-Engine side: ``take`` and ``put``. Front side: ``send`` and ``receive``. Messages of one direction keep their order.
+The engine calls ``take`` and ``put``, the frontend ``send`` and ``receive``. Messages stay in order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from preheat.core import Delta, Died, FromEngine, Progress, Ready, Report, Reque
 
 _SCHEME = "ipc://"
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, on some systems 104
-_RETRY_MS = 20  # between attempts to connect to an end that is not there yet
-_LINGER_MS = 1000  # how long a closing end waits for its last message to leave
+_RETRY_MS = 20  # between attempts to connect to an end that does not exist yet
+_LINGER_MS = 1000  # for the last message to leave before an end closes
 
 
 class InlineTransport:
-    """Both ends in one process: nothing is copied, nothing waits. ``on_put`` sees what the engine puts, at once."""
+    """Both ends in one process: copies nothing, never waits. ``on_put`` is called with each message of the engine."""
 
     def __init__(self, on_put: Callable[[FromEngine], None] | None = None) -> None:
         self._on_put = on_put
@@ -31,7 +31,7 @@ class InlineTransport:
         self._to_front: deque[FromEngine] = deque()
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """What was sent; returns at once whatever ``timeout``, since nothing can be sent while the engine waits."""
+        """All messages to the engine; ignores ``timeout``, since nothing can be sent while the engine waits."""
         messages = list(self._to_engine)
         self._to_engine.clear()
         return messages
@@ -45,32 +45,38 @@ class InlineTransport:
         self._to_engine.append(message)
 
     def receive(self) -> list[FromEngine]:
-        """What the engine has put since the last call."""
+        """All messages of the engine since the last call."""
         messages = list(self._to_front)
         self._to_front.clear()
         return messages
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """The engine has taken ``count`` more requests: what the hand-over timeout waits for."""
+    """The engine has taken ``count`` more requests; the hand-over timeout waits for this."""
 
     count: int
 
 
-class EngineTransport:
-    """The engine's end between two processes; ``address`` is that of the :class:`FrontendTransport`."""
+class _End:
+    """One of two processes: binds its socket for incoming messages, connects the one for outgoing messages."""
+
+    def __init__(self, incoming: str, outgoing: str) -> None:
+        self._context = zmq.Context()
+        self._in, self._out = _socket(self._context, zmq.PULL), _socket(self._context, zmq.PUSH)
+        self._in.bind(incoming)
+        self._out.connect(outgoing)  # the sender connects, because it then keeps what is sent too early
+        self._encoder = msgspec.msgpack.Encoder()
+
+
+class EngineTransport(_End):
+    """The engine's end; ``address`` is that of the :class:`FrontendTransport`."""
 
     def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._in = _socket(self._context, zmq.PULL)
-        self._out = _socket(self._context, zmq.PUSH)
-        self._in.bind(_to_engine(address))
-        self._out.connect(_to_front(address))
-        self._encoder = msgspec.msgpack.Encoder()
+        super().__init__(_to_engine(address), _to_front(address))
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """What was sent; waits up to ``timeout`` seconds for the first message (None: as long as it takes)."""
+        """All messages to the engine; waits up to ``timeout`` seconds for the first one (None: forever)."""
         frames = _frames(self._in)
         if not frames and timeout != 0 and self._in.poll(None if timeout is None else int(timeout * 1000)):
             frames = _frames(self._in)
@@ -84,38 +90,33 @@ class EngineTransport:
         self._out.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        """Leave, once the last message is on its way."""
+        """Close, after the last message was sent."""
         self._context.destroy(linger=_LINGER_MS)
 
 
-class FrontendTransport:
+class FrontendTransport(_End):
     """The frontend's end. It owns the sockets' folder, which only this user can enter.
 
-    ``untaken`` counts the requests sent which the engine has not taken yet.
+    ``untaken`` counts the requests that the engine has not taken yet.
     """
 
     def __init__(self) -> None:
         self.address = f"{_SCHEME}{_private_folder()}/"
-        self._context = zmq.Context()
-        self._in = _socket(self._context, zmq.PULL)
-        self._out = _socket(self._context, zmq.PUSH)
-        self._in.bind(_to_front(self.address))
-        self._out.connect(_to_engine(self.address))  # this end connects, for then it keeps what is sent too early
-        self._encoder = msgspec.msgpack.Encoder()
+        super().__init__(_to_front(self.address), _to_engine(self.address))
         self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Taken)
         self.untaken = 0
 
     def fileno(self) -> int:
-        """Becomes readable when there may be something to ``receive``; edge-triggered, so receive until empty."""
+        """Readable when there may be messages; edge-triggered, so receive until there are none."""
         return int(self._in.FD)
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks; what an engine that has gone does not take is dropped in :meth:`close`."""
+        """Never blocks. Messages that the engine never takes are dropped in :meth:`close`."""
         self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
         self.untaken += isinstance(message, Request)
 
     def receive(self) -> list[FromEngine]:
-        """What the engine has put since the last call; never waits."""
+        """All messages of the engine since the last call; never waits."""
         messages: list[FromEngine] = []
         for frame in _frames(self._in):
             message = self._decoder.decode(frame)
@@ -131,7 +132,7 @@ class FrontendTransport:
 
 
 def remove_sockets(address: str) -> None:
-    """Remove the folder of sockets behind ``address``, once both processes have gone."""
+    """Remove the folder of sockets behind ``address``."""
     shutil.rmtree(address.removeprefix(_SCHEME), ignore_errors=True)
 
 
@@ -145,13 +146,13 @@ def _to_front(address: str) -> str:
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    socket.set_hwm(0)  # the scheduler and the queue limit bound what is under way, not the socket
+    socket.set_hwm(0)  # the scheduler and the queue limit bound the messages, not the socket
     socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
     return socket
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Everything that has arrived."""
+    """All frames that have arrived."""
     frames: list[bytes] = []
     try:
         while True:

@@ -1,1 +1,1 @@
-"""What has no other home."""
+"""Small helpers that belong to no other part."""

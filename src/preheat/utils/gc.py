@@ -1,4 +1,4 @@
-"""What the garbage collector need not look at: it would hold up a request while it walks what never goes away."""
+"""Keeps long-lived objects away from the garbage collector, whose walks over them would delay requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import gc
 
 
 def settle() -> None:
-    """Collect once; all that is left stays for good, as far as the collector is concerned."""
+    """Collect once, and never look at the remaining objects again."""
     gc.collect()
     gc.freeze()
 
 
 @functools.cache
 def keep_imports() -> None:
-    """After torch was imported, whose modules are most of what a process holds: settle, the first time only. Engines
-    come later, and can be collected.
-    """
+    """Settle after torch was imported, the first time only: its modules are most of the objects of a process."""
     settle()

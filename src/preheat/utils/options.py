@@ -1,6 +1,6 @@
-"""What an option is: declared once as a dataclass field, read from a flag, the environment, a file or a keyword.
+"""Options: each is declared once as a dataclass field and read from a flag, the environment, a file or a keyword.
 
-:mod:`preheat.settings` lists the options; this module knows how to read, check, document and offer them.
+:mod:`preheat.settings` lists the options; this module parses, checks and documents them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option. ``kinds`` are the Python types that a value may have; ``bool`` is never an ``int`` here.
+    """One option. ``kinds`` are the Python types of its values; a ``bool`` does not count as an ``int``.
 
-    ``later`` is set while the feature is missing: any value but the default is refused with that reason. A mapping
-    refuses only the values that it names.
+    ``later`` is the reason why values other than the default are rejected: the feature is not implemented. A mapping
+    gives the reasons for single values.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Option:
 
     @property
     def env_names(self) -> tuple[str, ...]:
-        """The variables that set this option; the first that is set counts."""
+        """The environment variables of this option; the first that is set counts."""
         own = f"PREHEAT_{self.name.upper()}"
         return (own,) if self.env is None else (own, self.env)
 
     def convert(self, value: object, source: str) -> Any:
-        """``value`` in the option's own type, checked. Text is parsed; ``source`` names the origin in errors."""
+        """``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
         if isinstance(value, str):
             value = self._from_text(value, source)
         elif isinstance(value, list | tuple) and tuple in self.kinds:
@@ -66,7 +66,7 @@ class Option:
     def check(self, value: object, source: str) -> None:
         """Raise SettingsError unless ``value`` may be used."""
         if type(value) not in self.kinds:
-            raise SettingsError(f"{source}: {value!r} is not {self._expected()}", param=self.name)
+            raise SettingsError(f"{source}: {value!r} is not {_EXPECTED[self.kinds[0]]}", param=self.name)
         for chosen in value if isinstance(value, tuple) else (value,):
             if self.choices and chosen is not None and chosen not in self.choices:
                 raise SettingsError(
@@ -75,8 +75,7 @@ class Option:
                 )
         if isinstance(value, int | float) and not self._in_range(value):
             raise SettingsError(f"{source}: {value!r} must be {self._range()}", param=self.name)
-        reason = self._refusal(value)
-        if reason:
+        if reason := self._rejection(value):
             raise SettingsError(
                 f"{source}: {_show(value)} is not supported yet: {reason}. Leave it {self._at_default}.",
                 param=self.name,
@@ -84,9 +83,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        if self.default_text is not None:
-            return self.default_text
-        return _show(self.default)
+        return _show(self.default) if self.default_text is None else self.default_text
 
     @property
     def _at_default(self) -> str:
@@ -103,7 +100,7 @@ class Option:
         try:
             return _PARSERS[kind](text.strip())
         except ValueError:
-            raise SettingsError(f"{source}: {text!r} is not {self._expected()}", param=self.name) from None
+            raise SettingsError(f"{source}: {text!r} is not {_EXPECTED[kind]}", param=self.name) from None
 
     def _in_range(self, value: float) -> bool:
         low, high = self.low, self.high
@@ -114,17 +111,14 @@ class Option:
             return f"between {self.low:g} and {self.high:g}"
         return f"at least {self.low:g}" if self.low is not None else f"at most {self.high:g}"
 
-    def _expected(self) -> str:
-        return _EXPECTED[self.kinds[0]]
-
-    def _refusal(self, value: object) -> str | None:
+    def _rejection(self, value: object) -> str | None:
         if isinstance(self.later, str):
             return self.later if value != self.default else None
         return (self.later or {}).get(value)
 
 
 def _show(value: object) -> str:
-    """``value`` as one would write it in the environment."""
+    """``value`` as it is written in the environment."""
     if value is None or value == ():
         return "unset"
     if isinstance(value, tuple):
@@ -133,7 +127,7 @@ def _show(value: object) -> str:
 
 
 def parse_bool(text: str) -> bool:
-    """1, true, yes or 0, false, no, in any case; ValueError for anything else."""
+    """Parse 1, true, yes or 0, false, no, in any case. Raises ValueError for anything else."""
     word = text.strip().lower()
     if word not in _TRUE | _FALSE:
         raise ValueError(text)
@@ -141,7 +135,7 @@ def parse_bool(text: str) -> bool:
 
 
 def _parse_list(text: str) -> tuple[str, ...]:
-    """``a,b`` or a JSON list of strings."""
+    """Parse ``a,b`` or a JSON list of strings."""
     items = json.loads(text) if text.startswith("[") else text.split(",")
     return tuple(str(item).strip() for item in items if str(item).strip())
 
@@ -157,19 +151,19 @@ _EXPECTED: dict[type, str] = {
 
 
 def option(default: Any, help: str, *, group: str, secret: bool = False, **more: Any) -> Any:  # noqa: A002
-    """Declare an option as a dataclass field; ``more`` are fields of :class:`Option`. A ``secret`` is never shown."""
+    """An option as a dataclass field; ``more`` are fields of :class:`Option`. A ``secret`` is hidden in the repr."""
     declared = {"default": default, "help": help, "group": group, **more}
     return dataclasses.field(default=default, metadata={"option": declared}, repr=not secret)
 
 
 @functools.cache
 def registry(cls: type) -> dict[str, Option]:
-    """All options that dataclass ``cls`` declares, by name, in order."""
+    """The options that dataclass ``cls`` declares, by name, in order."""
     hints = typing.get_type_hints(cls)
-    options = {}
-    for field in dataclasses.fields(cls):
-        options[field.name] = Option(name=field.name, kinds=_kinds(hints[field.name]), **field.metadata["option"])
-    return options
+    return {
+        field.name: Option(name=field.name, kinds=_kinds(hints[field.name]), **field.metadata["option"])
+        for field in dataclasses.fields(cls)
+    }
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
@@ -178,15 +172,15 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` for the known name nearest to ``name``, or nothing."""
+    """``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Offer ``options`` as flags, in their groups. A flag that is not given leaves no trace in the namespace.
+    """Add ``options`` as flags, in their groups. Flags that are not given are absent from the namespace.
 
-    Those whose feature comes later can be given, to be refused with the reason, but do not crowd the help.
+    Options that are not implemented are left out of the help; giving one is an error that says why.
     """
     groups: dict[str, Any] = {}
     for opt in options:

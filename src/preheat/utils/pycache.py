@@ -1,5 +1,5 @@
-"""Python that is compiled once, where the installation brings none compiled: containers often do not, and torch alone
-is a thousand modules, which the interpreter would then compile at every start, for two seconds.
+"""A bytecode cache for installations without bytecode, as in many containers: torch alone is a thousand modules, which
+the interpreter would compile at every start, for two seconds.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ FOLDER = "bytecode"
 
 @contextmanager
 def kept(root: Path | None, module: str = "torch") -> Iterator[None]:
-    """What is imported inside leaves its bytecode in a folder of ``root`` and finds it there, by Python's own rules.
+    """Imports inside write their bytecode to a folder of ``root`` and read it from there, by Python's own rules.
 
-    Nothing changes without a root, nor where ``module`` has its bytecode already. No bytecode is ever written beside
-    sources, which those who forbid it to Python want clean.
+    Nothing changes without a root, or if ``module`` has bytecode already. None is ever written beside the sources.
     """
     spec = importlib.util.find_spec(module) if root is not None else None
     if root is None or spec is None or spec.cached is None or Path(spec.cached).exists():

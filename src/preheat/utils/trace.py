@@ -1,6 +1,6 @@
-"""The trace of ``VLLM_PROFILER_ENABLED``: Chrome's JSON events, which https://ui.perfetto.dev shows.
+"""The trace of ``VLLM_PROFILER_ENABLED``: Chrome's JSON events, for https://ui.perfetto.dev.
 
-The file is whole, valid JSON after every event, so that what a crash leaves can be opened too.
+The file is valid JSON after every event, so it can be opened even after a crash.
 """
 
 from __future__ import annotations
@@ -19,49 +19,40 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Describe = Callable[[tuple[Any, ...], Any], dict[str, Any]]
-"""What an event says of a call, from its positional arguments and its result."""
+"""The arguments of an event, from the positional arguments and the result of the call."""
 
 Span = Callable[..., AbstractContextManager[None]]
 """See :meth:`Trace.span`."""
 
 
-def no_span(name: str, **args: Any) -> AbstractContextManager[None]:
-    """Traces nothing."""
-    return nullcontext()
-
-
 class Call(Protocol):
-    """Calls ``function``, which a trace may show as an event of that ``name``."""
+    """Calls ``function``; a trace shows the call as an event ``name``."""
 
     def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 def untraced(name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """The call and nothing else."""
+    """Just call ``function``."""
     return function(*args, **kwargs)
 
 
-class Trace(Protocol):
-    """Where events go."""
+class Trace:
+    """Writes no events; see :class:`Tracer`."""
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """An event that lasts as long as the block; ``args`` are shown with it."""
+        return nullcontext()
 
     def calls(self, describe: Mapping[str, Describe]) -> Call:
-        """A way to call functions that makes each call an event; ``describe`` gives its arguments, by name."""
-
-
-class NoTrace:
-    """Traces nothing."""
-
-    span = staticmethod(no_span)
-
-    def calls(self, describe: Mapping[str, Describe]) -> Call:
+        """A function that calls others and makes each call an event; ``describe`` gives its arguments, by name."""
         return untraced
 
 
-class Tracer:
-    """Writes to ``path``, a new file. Times are microseconds of the monotonic clock."""
+no_span = Trace().span
+
+
+class Tracer(Trace):
+    """Writes events to ``path``, a new file. Times are microseconds of the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._pid = path, os.getpid()
@@ -99,7 +90,7 @@ class Tracer:
         self._write(name=name, ph="X", ts=started / 1e3, dur=duration / 1e3, args=args)
 
     def _write(self, **event: Any) -> None:
-        """One event in place of the closing bracket, and the bracket again."""
+        """Replace the closing bracket by one event and the bracket."""
         line = json.dumps({"pid": self._pid, "tid": threading.get_native_id(), **event}).encode()
         with self._lock:
             first = self._end == 1
@@ -107,12 +98,11 @@ class Tracer:
 
 
 def open_trace(enabled: bool, folder: Path | None = None) -> Trace:
-    """A trace in ``preheat_trace_PID.json``, or ``preheat_trace_PID_2.json`` and so on where that exists.
-
-    The folder is by default the one that the process works in. OSError where it cannot be written.
+    """A trace in ``preheat_trace_PID.json`` in ``folder`` (default: the working directory), or the same with a number
+    if that exists. Raises OSError if it cannot be written.
     """
     if not enabled:
-        return NoTrace()
+        return Trace()
     for number in itertools.count(1):
         more = f"_{number}" if number > 1 else ""
         try:
