@@ -146,8 +146,8 @@ class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
     ``id`` is unique in a frontend and increases with arrival. ``seed`` is in [0, 2**64). ``max_tokens`` fits the
-    model's length. ``stop_ids`` (at most ``MAX_STOP_IDS``) end the sequence after ``min_tokens``: the end-of-sequence ids,
-    unless ``ignore_eos``, and ``stop_token_ids``.
+    model's length. ``stop_ids`` (at most ``MAX_STOP_IDS``) end the sequence after ``min_tokens``: the end-of-sequence
+    ids, unless ``ignore_eos``, and ``stop_token_ids``.
     """
 
     id: int

@@ -17,6 +17,7 @@ import zmq
 from preheat.core import Delta, Died, FromEngine, Progress, Ready, Report, Request, ToEngine
 
 _SCHEME = "ipc://"
+_REQUESTS, _DELTAS = "requests", "deltas"  # the names of the two sockets
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, on some systems 104
 _RETRY_MS = 20  # between attempts to connect to an end that does not exist yet
 _LINGER_MS = 1000  # for the last message to leave before an end closes
@@ -72,7 +73,7 @@ class EngineTransport(_End):
     """The engine's end; ``address`` is that of the :class:`FrontendTransport`."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(_to_engine(address), _to_front(address))
+        super().__init__(address + _REQUESTS, address + _DELTAS)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     def take(self, timeout: float | None) -> list[ToEngine]:
@@ -102,7 +103,7 @@ class FrontendTransport(_End):
 
     def __init__(self) -> None:
         self.address = f"{_SCHEME}{_private_folder()}/"
-        super().__init__(_to_front(self.address), _to_engine(self.address))
+        super().__init__(self.address + _DELTAS, self.address + _REQUESTS)
         self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Taken)
         self.untaken = 0
 
@@ -134,14 +135,6 @@ class FrontendTransport(_End):
 def remove_sockets(address: str) -> None:
     """Remove the folder of sockets behind ``address``."""
     shutil.rmtree(address.removeprefix(_SCHEME), ignore_errors=True)
-
-
-def _to_engine(address: str) -> str:
-    return address + "requests"
-
-
-def _to_front(address: str) -> str:
-    return address + "deltas"
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

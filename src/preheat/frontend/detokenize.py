@@ -8,37 +8,31 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Callable
-from typing import Protocol
 
 from preheat.frontend.pieces import BytePieces, TextPieces
 
 _REPLACEMENT = "\ufffd"
 
 
-class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text as they arrive."""
+class Detokenizer:
+    """Turns the tokens of one sequence into text as they arrive. The base class makes no text."""
+
+    __slots__ = ()
 
     def push(self, token: int) -> str:
         """The text that is certain now that ``token`` is known; often empty."""
+        return ""
 
     def finish(self) -> str:
         """The text that is still buffered, at the end of the sequence."""
-
-
-class SilentDetokenizer:
-    """Makes no text, for requests with ``detokenize`` off."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
         return ""
 
 
-SILENT = SilentDetokenizer()
+SILENT = Detokenizer()
+"""For requests with ``detokenize`` off."""
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """For byte-level decoders: joins the bytes and reads them as UTF-8."""
 
     __slots__ = ("_buffer", "_pieces")
@@ -58,7 +52,7 @@ class ByteDetokenizer:
         return data.decode("utf-8", "replace")
 
 
-class PieceDetokenizer:
+class PieceDetokenizer(Detokenizer):
     """For SentencePiece-like decoders.
 
     A run of byte tokens is buffered until it ends, because it decodes as a whole: to UTF-8 if it is valid, else to one
@@ -104,7 +98,7 @@ class PieceDetokenizer:
         return text
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """For all other decoders: decodes a window of the last tokens and returns the text that was added.
 
     Exact for decoders that only append. One that rewrites earlier text (WordPiece's clean-up) may differ from decoding

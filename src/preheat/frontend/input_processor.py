@@ -14,7 +14,7 @@ import msgspec
 
 from preheat.core import MAX_STOP_IDS, SAMPLING_FIELDS, Ready, Request, SamplingParams
 from preheat.errors import ContextTooLong, InvalidRequest
-from preheat.frontend.detokenize import SILENT, Detokenizer
+from preheat.frontend.detokenize import SILENT
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class InputProcessor:
         strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         for index in range(params.n):
             stop = StopChecker(strings) if strings else None
-            detokenizer: Detokenizer = SILENT
+            detokenizer = SILENT
             if params.detokenize:
                 detokenizer = self.tokenizer.detokenizer(prompt, params.skip_special_tokens)
             state.choices.append(Choice(state, index, next(self._ids), detokenizer, stop))
@@ -160,27 +160,11 @@ def check_params(values: Mapping[str, object]) -> SamplingParams:
 
 
 def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """Tokens that may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
-    _check_prompt_len(prompt, limits)
-    room = limits.max_model_len - prompt
-    asked = room if params.max_tokens is None else params.max_tokens
-    if asked > room and not cap:
-        raise ContextTooLong(
-            f"{_maximum(limits)}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
-            "completion). Please shorten the prompt or reduce max_tokens.",
-            param="max_tokens",
-        )
-    if params.min_tokens > min(asked, room):
-        raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated", param="min_tokens"
-        )
-    return min(asked, room)
-
-
-def _check_prompt_len(prompt: int, limits: Ready) -> None:
+    """How many tokens may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
+    maximum = f"This model's maximum context length is {limits.max_model_len} tokens. However, "
     if prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"{_maximum(limits)}your prompt has {prompt} tokens, and at least 1 must be left for the completion. "
+            f"{maximum}your prompt has {prompt} tokens, and at least 1 must be left for the completion. "
             "Please shorten the prompt.",
             param="prompt",
         )
@@ -191,7 +175,16 @@ def _check_prompt_len(prompt: int, limits: Ready) -> None:
             "larger --max-num-batched-tokens.",
             param="prompt",
         )
-
-
-def _maximum(limits: Ready) -> str:
-    return f"This model's maximum context length is {limits.max_model_len} tokens. However, "
+    room = limits.max_model_len - prompt
+    asked = room if params.max_tokens is None else params.max_tokens
+    if asked > room and not cap:
+        raise ContextTooLong(
+            f"{maximum}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
+            "completion). Please shorten the prompt or reduce max_tokens.",
+            param="max_tokens",
+        )
+    if params.min_tokens > min(asked, room):
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, but only {min(asked, room)} can be generated", param="min_tokens"
+        )
+    return min(asked, room)

@@ -1,8 +1,8 @@
 """The server: routes, middleware, and the process that runs them.
 
-The port opens at once, for /health, /ready, /warmup and /metrics; requests are refused with 503 until the engine is
-ready. The first SIGTERM or SIGINT drains: new requests are refused, running ones finish, then the server stops. A
-second one stops now. When the engine dies, running requests end with an error and the server exits with status 1.
+The port opens at once, for /health, /ready, /warmup and /metrics; other requests get a 503 until the engine is ready.
+The first SIGTERM or SIGINT drains: new requests are rejected, running ones finish, then the server stops. A second one
+stops it at once. If the engine dies, running requests end with an error and the server exits with status 1.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from preheat.utils.gc import settle
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_GOODBYE_SECONDS = 0.5  # for streams to carry the error of a dead engine, and for /health to report it
-_CLOSE_SECONDS = 2  # for clients to read their last bytes once nothing runs any more
-_LAST_SECONDS = 4.5  # after the engine's death, the process is gone by then whatever hangs
+_GOODBYE_SECONDS = 0.5  # for streams to send the error of a dead engine, and for /health to report it
+_CLOSE_SECONDS = 2  # for clients to read their last bytes after the last request
+_LAST_SECONDS = 4.5  # after the engine's death; then the process exits, whatever hangs
 
 
 def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None) -> int:
-    """Serve until told to stop; the process's exit status. ``entry`` is what the engine's process runs.
+    """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs.
 
-    ``on_ready`` is called once requests are taken, with the settings and the port that was really opened.
+    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened.
     """
     set_up_logging(settings.log_level)
     listener = _listener(settings)
@@ -71,7 +71,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The routes, and around them: request ids, API keys, a limit on concurrency, and the headers for browsers."""
+    """The routes, wrapped in request ids, API keys, a limit on concurrency, and CORS headers."""
     routes = [Route(op.path, op.endpoint, methods=[op.method]) for op in openapi.OPERATIONS]
     routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
@@ -92,7 +92,7 @@ async def _openapi(_: Request) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours to handle."""
+    """Leaves signals to us."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
 
 
 def _listener(settings: Settings) -> socket.socket:
-    """The open port. Raises SettingsError when it cannot be had."""
+    """The open port. Raises SettingsError if it cannot be opened."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)

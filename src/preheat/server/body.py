@@ -1,4 +1,4 @@
-"""Reading a request's body, within limits of size and time."""
+"""Reads a request's body, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
 
 DISCARD_SECONDS = 0.5
-"""How long we read on after a body was found to be too large."""
+"""How long we keep reading a body that is too large."""
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of ``request``. Raises TooLarge as soon as it is known to be, SlowBody when it takes too long."""
+    """The body of ``request``. Raises TooLarge or SlowBody as soon as that is known."""
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")
@@ -41,7 +41,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def _discard(chunks: AsyncIterator[bytes], most: int) -> None:
-    """Read and drop up to ``most`` bytes: a client that is still sending would never see our answer."""
+    """Read and drop up to ``most`` bytes: a client that is still sending would not see our answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_SECONDS):
             async for chunk in chunks:

@@ -18,8 +18,7 @@ from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, encoded, prompt_logprobs_of, sampling
 from preheat.server.schema import ChatRequest, Message, decode
 from preheat.server.service import Service
-from preheat.server.stream import event_of
-from preheat.server.writer import Writer
+from preheat.server.writer import Writer, event_of
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -32,7 +31,7 @@ async def chat(request: Request) -> ASGIApp:
     text = render(frontend, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
     ids = await encoded(frontend, text, body.add_special_tokens is True)
     state = frontend.prepare(ids, params, request_id=request_id(request), text=text, cache_salt=body.cache_salt or "")
-    return _ChatWriter(request, body, [state]).response()
+    return _ChatWriter(request, body, [state])
 
 
 def render(

@@ -35,7 +35,7 @@ async def completions(request: Request) -> ASGIApp:
         frontend.prepare(ids, params, request_id=id, text=text, cache_salt=body.cache_salt or "")
         for text, ids in await _prompts(frontend, body)
     ]
-    return _CompletionWriter(request, body, states).response()
+    return _CompletionWriter(request, body, states)
 
 
 def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, in OpenAI's shape; each has the status of its class."""
+"""Errors as HTTP answers in OpenAI's shape, with the status of their class."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from preheat.server.answers import encode
 from preheat.server.schema import ErrorBody, ErrorResponse
 
 RETRY = {"retry-after": "1"}
-"""How long a client should wait, in seconds, before it asks again."""
+"""Tells clients after how many seconds to try again."""
 
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}, 429: RETRY, 503: RETRY}
 
 
 def error_body(error: PreheatError) -> ErrorResponse:
-    """The body, which is also what a stream sends when it fails half-way."""
+    """The body, which is also the last event of a stream that fails."""
     return ErrorResponse(ErrorBody(error.message, error.kind, error.param, error.code))
 
 
 def error_response(error: PreheatError) -> Response:
-    """The whole answer."""
+    """The HTTP answer."""
     return Response(encode(error_body(error)), error.status, _HEADERS.get(error.status), "application/json")
 
 
@@ -31,7 +31,7 @@ async def _refused(_: Request, error: PreheatError) -> Response:
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    """No such path, or not with this method."""
+    """An unknown path, or a wrong method."""
     refusal = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
     refusal.status = error.status_code
     response = error_response(refusal)
@@ -44,9 +44,9 @@ async def _gone(_: Request, __: ClientDisconnect) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """A bug of ours: the server logs it; the client learns no more than that."""
+    """A bug of ours: the details are only in the server's log."""
     return error_response(PreheatError("The server failed to handle this request; its log says more"))
 
 
 HANDLERS = {PreheatError: _refused, HTTPException: _not_found, ClientDisconnect: _gone, Exception: _failed}
-"""What answers for each class of exception that a route raises."""
+"""The handler of each class of exception that a route raises."""

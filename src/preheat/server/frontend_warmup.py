@@ -1,4 +1,4 @@
-"""The server's part of the frontend warm-up: dummy requests through the HTTP application, up to an echo."""
+"""The server's part of the frontend warm-up: dummy requests through the HTTP application to an echo."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend
 def warm_up_server(
     settings: Settings, build_app: Callable[[Service], ASGIApp], loop: asyncio.AbstractEventLoop, frontend: Frontend
 ) -> None:
-    """Warm up what will serve with ``frontend`` in ``loop``; called in a thread, so that ``loop`` goes on meanwhile.
+    """Warm up the code that will serve ``frontend`` in ``loop``; call it in a thread.
 
-    The dummy requests run in ``loop`` itself: on an event loop of their own they left the first request 3 ms slower.
+    The dummy requests run in ``loop``: after a warm-up in a separate event loop, the first request was 3 ms slower.
     """
     transport = InlineTransport()
     echo = EchoLoop(transport, frontend.tokenizer)
@@ -49,7 +49,7 @@ def warm_up_server(
 
 
 def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:
-    fields = msgspec.to_builtins(request.params, str_keys=True) | {"stream": request.stream}  # what is not the default
+    fields = msgspec.to_builtins(request.params, str_keys=True) | {"stream": request.stream}  # without defaults
     if not request.chat:
         return "/v1/completions", encode(fields | {"prompt": request.prompt})
     fields["logprobs"] = "logprobs" in fields
@@ -57,7 +57,7 @@ def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:
 
 
 async def _post(app: ASGIApp, path: str, body: bytes, keys: tuple[str, ...]) -> None:
-    """One POST, as the server hands it over; the answer is dropped."""
+    """One POST, as the server would pass it on; the answer is dropped."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if keys:
         headers.append((b"authorization", f"Bearer {keys[0]}".encode()))

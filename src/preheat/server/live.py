@@ -1,4 +1,4 @@
-"""The current warm-up record: the engine keeps it, and the server asks for it when a client wants to see it."""
+"""The current warm-up record: the engine has it, and the server asks for it when a client does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from preheat.warmup.record import Record
 
 
 class LiveRecord:
-    """The record that the engine sent last. ``send`` hands a message to the engine."""
+    """The last record of the engine. ``send`` hands a message to the engine."""
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self.json = b""
         self._send = send
         self._booked_at = time.monotonic()
         self._decoded: Record | None = None
-        self._answer: asyncio.Future[None] | None = None  # of the question that is under way
+        self._answer: asyncio.Future[None] | None = None  # of the Ask that is under way
 
     @property
     def record(self) -> Record:
@@ -41,7 +41,7 @@ class LiveRecord:
     async def refresh(self, patience: float) -> None:
         """Ask for the record; after ``patience`` seconds without an answer, keep the last one.
 
-        The engine answers between two steps. One question is under way at a time, however many clients ask.
+        The engine answers between two steps. Concurrent clients share one Ask.
         """
         if self._answer is None:
             self._answer = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What every request passes before its route: an id, a key, and a limit on how many are served at once."""
+"""What requests pass before their route: an id, a key, and a limit on how many are served at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from preheat.errors import TooManyRequests, Unauthorized
 from preheat.server.errors import error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/warmup", "/metrics", "/version", "/openapi.json"})
-"""Paths that need no key and count for no limit."""
+"""Paths that need no key and do not count towards the limit."""
 
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 def request_id(request: Request) -> str:
-    """The id under which a request is known: its X-Request-Id, or one that we drew."""
-    id: str = request.scope["request_id"]
-    return id
+    """The request's id: its X-Request-Id, or a random one."""
+    return str(request.scope["request_id"])
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -30,7 +29,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 class RequestIdMiddleware:
-    """Gives each request an id, and sends it back as X-Request-Id."""
+    """Gives each request an id and returns it as X-Request-Id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,7 +48,7 @@ class RequestIdMiddleware:
 
 
 class AuthMiddleware:
-    """Refuses requests without one of ``keys``, except to :data:`OPEN_PATHS`; without keys it refuses none."""
+    """Rejects requests without one of ``keys``, except to :data:`OPEN_PATHS`. Without keys it rejects none."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -63,12 +62,14 @@ class AuthMiddleware:
 
     def _knows(self, authorization: bytes) -> bool:
         scheme, _, key = authorization.partition(b" ")
-        known = [hmac.compare_digest(key.strip(), own) for own in self._keys]  # all of them: time reveals nothing
+        known = [
+            hmac.compare_digest(key.strip(), own) for own in self._keys
+        ]  # all: time reveals nothing
         return scheme.lower() == b"bearer" and any(known)
 
 
 class ConcurrencyLimit:
-    """Refuses requests while ``most`` are being served; :data:`OPEN_PATHS` do not count."""
+    """Rejects requests while ``most`` are being served; :data:`OPEN_PATHS` do not count."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most, self._served = app, most, 0

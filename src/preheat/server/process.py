@@ -1,12 +1,12 @@
-"""The engine's process, as the server sees it: started, talked to, watched, stopped.
+"""The engine's process, as the server sees it.
 
-The child reads its settings from standard input and leaves when that closes, so that it never outlives its server,
-however that ends.
+The child reads its settings from standard input and exits when that closes, so it never outlives the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import subprocess
@@ -21,38 +21,30 @@ from preheat.settings import Settings
 from preheat.transport import FrontendTransport, remove_sockets
 
 ENGINE = "preheat.startup:run_engine"
-"""What the child runs: ``module:function``, called with the settings and the transport's address."""
+"""What the child runs, as ``module:function``; called with the settings and the transport's address."""
 
 _STDIN = 0
 _STOP_SECONDS = 5.0
 
 
 class EngineProcess:
-    """Runs ``entry`` in a child of its own session, which a terminal's Ctrl-C does not reach."""
+    """Runs ``entry`` in a child process with its own session, so that Ctrl-C does not reach it."""
 
     def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
         self.transport = FrontendTransport()
         command = [sys.executable, "-m", "preheat.server.process", self.transport.address, entry]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        try:
-            self._write(msgspec.json.encode(settings) + b"\n")
-        except BrokenPipeError:  # it is gone already, which :meth:`watch` will report
-            pass
-
-    def _write(self, data: bytes) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write(data)
-        self._child.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+        self._stdin = self._child.stdin
+        with contextlib.suppress(BrokenPipeError):  # it has exited already, which :meth:`watch` will report
+            self._stdin.write(msgspec.json.encode(settings) + b"\n")
+            self._stdin.flush()
 
     def watch(self, on_message: Callable[[], None], on_exit: Callable[[int], None]) -> None:
-        """Call ``on_message`` when the transport may hold something, ``on_exit`` at once when the child ends."""
+        """Call ``on_message`` when there may be messages, ``on_exit`` when the child exits."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.transport.fileno(), on_message)
-        loop.call_soon(on_message)  # what came before is announced by no further edge
+        loop.call_soon(on_message)  # earlier messages cause no further edge
 
         def wait() -> None:
             code = self._child.wait()
@@ -62,22 +54,19 @@ class EngineProcess:
         threading.Thread(target=wait, daemon=True, name="engine-exit").start()
 
     async def stop(self, now: bool) -> None:
-        """Let the engine leave, or end it when that takes too long; ``now`` does not ask."""
+        """Drain the engine, and kill it if that takes too long; ``now``: kill it at once."""
         asyncio.get_running_loop().remove_reader(self.transport.fileno())
         self.transport.send(Drain(now))
-        try:
-            if not now:
+        if not now:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._child.wait, _STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         self._child.kill()
         await asyncio.to_thread(self._child.wait)
-        if self._child.stdin is not None:
-            self._child.stdin.close()
+        self._stdin.close()
         self.transport.close()
 
 
-def _leave_with_parent(address: str) -> None:
+def _exit_with_parent(address: str) -> None:
     while os.read(_STDIN, 1):
         pass
     remove_sockets(address)
@@ -85,11 +74,11 @@ def _leave_with_parent(address: str) -> None:
 
 
 def main() -> None:
-    """The child: settings from standard input, then the entry named on the command line."""
+    """The child: reads the settings from standard input, then runs the entry named on the command line."""
     address, entry = sys.argv[1:]
     with open(_STDIN, "rb", buffering=0, closefd=False) as pipe:
         settings = msgspec.json.decode(pipe.readline(), type=Settings)
-    threading.Thread(target=_leave_with_parent, args=[address], daemon=True, name="parent-exit").start()
+    threading.Thread(target=_exit_with_parent, args=[address], daemon=True, name="parent-exit").start()
     module, _, function = entry.partition(":")
     getattr(importlib.import_module(module), function)(settings, address)
 

@@ -1,6 +1,6 @@
-"""What the endpoints share: the frontend, the model's names, and whether requests are taken.
+"""What the endpoints share: the frontend, the model's names, and whether requests are accepted.
 
-A service is starting, ready, draining or dead; while the engine does not answer in time it is stalled as well.
+A service is starting, ready, draining or dead; it is also stalled while the engine does not answer in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from preheat.settings import Settings
 
 
 class Service:
-    """Serves one model: from :meth:`attach` and the engine's Ready on. ``send`` hands a message to the engine."""
+    """Serves one model, after :meth:`attach` and the engine's Ready. ``send`` hands a message to the engine."""
 
     def __init__(self, settings: Settings, send: Callable[[ToEngine], None]) -> None:
         self.settings = settings
@@ -36,7 +36,7 @@ class Service:
 
     @property
     def frontend(self) -> Frontend:
-        """The frontend, when it takes requests. Raises NotReady or EngineDead, saying why it does not."""
+        """The frontend, if it accepts requests. Raises NotReady or EngineDead, with the reason, if not."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.draining:
@@ -50,7 +50,7 @@ class Service:
 
     @property
     def progress(self) -> Progress | None:
-        """How far the engine's start is; None once it is ready, or will never be."""
+        """The progress of the engine's start; None if it is ready, or will never be."""
         over = self.dead is not None or self.draining or self.max_model_len is not None
         return None if over else (self._frontend and self._frontend.progress) or Progress(0, 0, "")
 
@@ -60,14 +60,10 @@ class Service:
 
     @property
     def busy(self) -> bool:
-        """Requests are running."""
         return self._frontend is not None and self._frontend.busy
 
     async def refresh(self, patience: float) -> None:
-        """Bring ``live`` and the metrics that come from it up to date, within ``patience`` seconds if that is possible.
-
-        Before the engine is ready there is nothing to know.
-        """
+        """Update ``live`` and the metrics that come from it; waits up to ``patience`` seconds for the engine."""
         if self.max_model_len is None:
             return
         if self.dead is None:
@@ -78,12 +74,12 @@ class Service:
         self.metrics.digest = {record.proof.digest: 1} if record.proof.digest else {}
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless ``name`` is one that is served here."""
+        """Raise ModelNotFound if ``name`` is given and not served here."""
         if name is not None and name not in self.names:
             raise ModelNotFound(f"The model {name!r} is not served here, but {', '.join(self.names)} is", param="model")
 
     def check_health(self) -> None:
-        """Raise what keeps the engine from answering; starting and draining are healthy."""
+        """Raise EngineDead or StepTimeout; starting and draining are healthy."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.stalled is not None:

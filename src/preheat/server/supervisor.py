@@ -1,4 +1,4 @@
-"""The life of a server: load the frontend, pass on what the engine says, notice when it hangs or dies."""
+"""Loads the frontend, passes on the engine's messages, notices when the engine hangs or dies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.2
 
 WarmUpFrontend = Callable[[Frontend], None]
-"""Runs in a thread while the engine starts."""
+"""Called in a thread while the engine starts."""
 
 
 class Supervisor:
-    """Connects ``service`` with its ``engine``. ``on_message`` is called with every message of the engine; ``on_dead``
-    once, when it has gone and the server must follow.
+    """Connects ``service`` with its ``engine``. ``on_message`` is called with every message of the engine, ``on_dead``
+    once, when the engine is dead and the server must exit.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Supervisor:
         self._offered_at: float | None = None
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
-        """Load tokenizer and template, warm up, then listen to the engine and watch it, until cancelled."""
+        """Load the frontend, warm it up, then listen to the engine and watch it, until cancelled."""
         try:
             send, metrics = self._engine.transport.send, self._service.metrics
             frontend = await asyncio.to_thread(boot_front, self._settings, send, metrics)
-        except Exception as error:  # whatever it is, the server cannot serve
+        except Exception as error:  # whatever it is, the server is useless
             self._die(f"The tokenizer cannot be loaded: {error}")
             return
         if warm_up is not None:
@@ -63,7 +63,7 @@ class Supervisor:
             self._check_time(frontend)
 
     async def stop(self, now: bool) -> None:
-        """End the engine: when it has finished what it runs, or ``now``."""
+        """Stop the engine: when its requests are finished, or ``now``."""
         self._service.draining = self._stopping = True
         await self._engine.stop(now or self._service.dead is not None)
 
@@ -97,7 +97,7 @@ class Supervisor:
         self._on_dead()
 
     def _check_time(self, frontend: Frontend) -> None:
-        """The step watchdog, and the hand-over of requests to an engine that has nothing else to do."""
+        """Check the time limits of a step, and of the hand-over of requests to an idle engine."""
         now = time.monotonic()
         if not frontend.busy:
             self._heard_at, self._offered_at = now, None

@@ -1,0 +1,63 @@
+"""Runs a client's requests and watches its connection: when it disconnects, its sequences are cancelled at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Receive
+
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import RequestState
+
+
+class RunningRequests:
+    """A context in which a client's requests run. They end on exit, or when the client disconnects (``gone``)."""
+
+    def __init__(self, frontend: Frontend, states: Sequence[RequestState], receive: Receive) -> None:
+        self._frontend, self._states = frontend, states
+        self._changed = asyncio.Event()
+        self._receive = receive
+        self.gone = False
+
+    async def __aenter__(self) -> Self:
+        for state in self._states:
+            state.on_change = self._changed.set
+        self._frontend.start(self._states)
+        self._listener = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.cancel()
+        self._abort()
+
+    @property
+    def finished(self) -> bool:
+        return all(state.finished for state in self._states)
+
+    async def change(self) -> None:
+        """Wait until a request changes or the client disconnects."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def raise_error(self) -> None:
+        """Raise the error of the first request that failed."""
+        for state in self._states:
+            if state.error is not None:
+                raise state.error
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._abort()
+        self._changed.set()
+
+    def _abort(self) -> None:
+        for state in self._states:
+            if not state.finished:
+                self._frontend.abort(state)
