@@ -3,7 +3,7 @@
     python -m benchmarks defrag [--rows 64] [--stay 16] [--steps 10] [--rounds 7] [--threads 1]
 
 ``rows`` sequences of ragged lengths fill the cache from the bottom; all but the last ``stay`` of them leave, so that
-those which go on lie above the holes; then ``steps`` steps are timed. Two more loads let nobody leave, one of them with
+those which go on lie above the holes; then ``steps`` steps are timed. In two more loads no sequence leaves, one of them with
 short sequences. The settings take turns; medians of the rounds are reported: tokens a second, the highest block in use,
 and the milliseconds of the compaction, which delays one step. The prompts are booked, not computed: it costs the same
 to read a cache of noise.
@@ -121,7 +121,7 @@ def main(words: Sequence[str]) -> None:
     ragged = (args.shortest, args.longest)
     loads = {
         "scattered": ScatteredLoad(ragged, args.stay, (NEVER, 32)),
-        "nobody left": ScatteredLoad(ragged, args.rows),
+        "all stay": ScatteredLoad(ragged, args.rows),
         "short": ScatteredLoad((16, 56), args.rows),
     }
     settings = [(name, reads, t) for name, load in loads.items() for reads in READS for t in load.thresholds]

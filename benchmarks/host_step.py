@@ -181,7 +181,7 @@ def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
             llm.advance()
         step = (time.perf_counter() - started) / steps
     parts = {name: round(statistics.median(times) * 1e6, 1) for name, times in spent.items()}
-    host = sum(parts.values()) - parts["front door"]
+    host = sum(parts.values()) - parts["frontend"]
     return {"step": round(step * 1e6, 1), "host": round(host, 1), **parts}
 
 

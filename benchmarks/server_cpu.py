@@ -3,7 +3,7 @@
     python -m benchmarks server_cpu [--streams 64] [--tokens 200] [--rounds 5]
 
 A scripted engine gives one token to each of ``--streams`` streams per step, so that the server alone is measured:
-mailbox, front door, detokenizer, events, sockets. Clients run in this process and only read.
+transport, frontend, detokenizer, events, sockets. Clients run in this process and only read.
 """
 
 from __future__ import annotations

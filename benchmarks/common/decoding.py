@@ -22,20 +22,20 @@ class DecodingRows:
     """
 
     def __init__(self, llm: LLM, vocabulary: int, count: int, context: int, steps: int, **sampling: Any) -> None:
-        door, chance = llm.frontend, random.Random(0)
+        frontend, chance = llm.frontend, random.Random(0)
         tokens = steps + 2 * count + count * context // 2048 + 40
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **sampling)
         prompts = [[chance.randrange(vocabulary) for _ in range(context)] for _ in range(count)]
-        self._llm, self._tickets = llm, [door.prepare(prompt, params) for prompt in prompts]
-        door.start(self._tickets)
+        self._llm, self._states = llm, [frontend.prepare(prompt, params) for prompt in prompts]
+        frontend.start(self._states)
 
     def __enter__(self) -> None:
-        while len(self._tickets[-1].choices[0].token_ids) < WARM:
+        while len(self._states[-1].choices[0].token_ids) < WARM:
             self._llm.advance()
 
     def __exit__(self, *_: object) -> None:
-        for ticket in self._tickets:
-            self._llm.frontend.abort(ticket)
+        for state in self._states:
+            self._llm.frontend.abort(state)
         self._llm.loop.take(0)
         self._llm.loop.finish()
         self._llm.advance()

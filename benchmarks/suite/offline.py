@@ -126,18 +126,18 @@ class Offline:
 
     def _steady(self, rows: int, context: int) -> float:
         """From when the last row has its first token until the first row ends; the last row counts the tokens."""
-        llm, door = self.llm, self.llm.frontend
+        llm, frontend = self.llm, self.llm.frontend
         params = greedy(long_answer(self.sizes, rows, context))
-        tickets = [door.prepare(self.prompt(context), params) for _ in range(rows)]
-        door.start(tickets)
-        last = tickets[-1].choices[0]
+        states = [frontend.prepare(self.prompt(context), params) for _ in range(rows)]
+        frontend.start(states)
+        last = states[-1].choices[0]
         while not last.token_ids:
             llm.advance()
         started, before = time.perf_counter(), len(last.token_ids)
-        while not any(ticket.finished for ticket in tickets):
+        while not any(state.finished for state in states):
             llm.advance()
         spent, found = time.perf_counter() - started, len(last.token_ids) - before
-        while door.busy:
+        while frontend.busy:
             llm.advance()
         return spent / found * 1e3
 

@@ -1,4 +1,4 @@
-"""An engine without a model: it speaks the mailbox's protocol, and every token that it gives can be told by hand.
+"""An engine without a model: it speaks the transport's protocol, and every token that it gives can be told by hand.
 
 Token k of a sequence is ``prompt[(k + 1) % len(prompt)]``: it repeats its prompt, from the second token on. A prompt
 whose first token is HANG makes the step that starts it last for ever; one with FAIL fails its request. Its record is
@@ -145,7 +145,7 @@ def run_late_engine(settings: Settings, address: str) -> None:
     transport.close()
 
 
-def run_held_engine(settings: Settings, address: str) -> None:
+def run_waiting_engine(settings: Settings, address: str) -> None:
     """In the middle of its warm-up until the model's folder has a file named go."""
     transport = EngineTransport(address)
     transport.put(Progress(0, 40, "(mixed, 64, 8)"))

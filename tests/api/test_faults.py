@@ -91,7 +91,7 @@ def test_a_thousand_streams(server: Server) -> None:
     assert_idle(server)
 
 
-def test_a_mix_of_bad_clients_harms_nobody(server: Server) -> None:
+def test_a_mix_of_bad_clients_harms_no_other(server: Server) -> None:
     good = {"prompt": "import os\n", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     expected = server.post(COMPLETIONS, good).json["choices"][0]["text"]
     bad = [{"prompt": "x" * 30_000}, {"prompt": 7}, {"prompt": "x", "n": 10**9}, {"prompt": [-1]}, {}]

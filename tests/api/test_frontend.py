@@ -125,7 +125,7 @@ def test_min_tokens_keeps_stop_strings_off(played: Played) -> None:
     assert output.text == "aaaa" and len(output.token_ids) == 5
 
 
-def test_a_held_character_is_shown_at_the_end(played: Played) -> None:
+def test_a_buffered_character_is_shown_at_the_end(played: Played) -> None:
     state = played.ask(stream=True)
     deltas = []
     state.on_change = lambda: deltas.extend(c.take_delta().text for c in state.choices if c.has_delta)

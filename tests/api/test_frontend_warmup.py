@@ -106,7 +106,7 @@ def test_the_server_warms_up_beside_its_event_loop() -> None:
     assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
-def test_a_warm_up_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warm_up_that_fails_does_not_stop_the_server(caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise ValueError("broken")
 

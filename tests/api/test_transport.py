@@ -88,7 +88,7 @@ def test_what_is_sent_early_waits_for_the_engine() -> None:
     front.close()
 
 
-def test_sending_to_nobody_does_not_block() -> None:
+def test_sending_without_a_receiver_does_not_block() -> None:
     front = FrontendTransport()
     front.send(REQUEST)
     assert front.untaken == 1 and front.receive() == []

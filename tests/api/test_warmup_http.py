@@ -18,9 +18,9 @@ COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[Server]:
-    """A server whose engine is in the middle of its warm-up until ``held.model`` has a file named go."""
-    with serving(str(write_model(tmp_path)), engine="tests.api.scripted:run_held_engine", wait=False) as server:
+def waiting(tmp_path: Path) -> Iterator[Server]:
+    """A server whose engine is in the middle of its warm-up until ``waiting.model`` has a file named go."""
+    with serving(str(write_model(tmp_path)), engine="tests.api.scripted:run_waiting_engine", wait=False) as server:
         server.wait_until_open()
         yield server
 
@@ -31,25 +31,25 @@ def record_of(server: Server) -> Record:
     return Record.from_json(answer.body)
 
 
-def test_while_it_warms_up(held: Server) -> None:
+def test_while_it_warms_up(waiting: Server) -> None:
     end = time.monotonic() + 20
-    while (ready := held.get("/ready")).json["done"] == 0:  # before the engine has said anything, and at its start
+    while (ready := waiting.get("/ready")).json["done"] == 0:  # before the engine has said anything, and at its start
         assert ready.json["total"] in (0, 40) and time.monotonic() < end
     assert ready.status == 503 and ready.headers["retry-after"] == "1"
     assert ready.json == {"done": 12, "total": 40, "current": "(decode, 8)", "eta_s": 2.5}
-    warmup = held.get("/warmup")
+    warmup = waiting.get("/warmup")
     assert warmup.status == 200 and warmup.json == {"state": "starting", "progress": ready.json}
-    assert b"12</b> of 40" in held.get("/warmup?format=html").body
-    assert held.get("/health").status == 200 and held.get("/metrics").status == 200
-    assert held.metric("warmup_seconds") == 0
+    assert b"12</b> of 40" in waiting.get("/warmup?format=html").body
+    assert waiting.get("/health").status == 200 and waiting.get("/metrics").status == 200
+    assert waiting.metric("warmup_seconds") == 0
     chat = {"messages": [{"role": "user", "content": "x"}]}
     bodies = {COMPLETIONS: {"prompt": "x"}, "/v1/chat/completions": chat, "/tokenize": {"prompt": "x"}}
     for path, body in bodies.items():
-        refused = held.post(path, body)
+        refused = waiting.post(path, body)
         assert refused.status == 503 and refused.error["code"] == "not_ready" and refused.headers["retry-after"] == "1"
-    Path(held.model, "go").touch()
-    held.wait_until_ready()
-    assert held.post(COMPLETIONS, {"prompt": "x"}).status == 200
+    Path(waiting.model, "go").touch()
+    waiting.wait_until_ready()
+    assert waiting.post(COMPLETIONS, {"prompt": "x"}).status == 200
 
 
 def test_when_it_is_ready(scripted: Server) -> None:

@@ -178,7 +178,7 @@ def test_the_served_page_counts_hits(page: Tab, scripted: Server) -> None:
 
 def test_from_progress_to_record(page: Tab, tmp_path: Path) -> None:
     model = write_model(tmp_path)
-    with serving(str(model), engine="tests.api.scripted:run_held_engine", wait=False) as server:
+    with serving(str(model), engine="tests.api.scripted:run_waiting_engine", wait=False) as server:
         server.wait_until_open()
         page.open(f"{server.url}/warmup")
         wait_for(page, "document.body?.innerText.includes('12 of 40 items')")

@@ -142,7 +142,7 @@ def test_calls_of_any_size_give_the_same_bits(max_keys: int) -> None:
 def test_reading_the_cache_in_place_gives_the_same_bits(dim: int, dtype: torch.dtype, window: int | None) -> None:
     """Among blocks of one row, shared ones, the pad block of padding rows and blocks that hold nothing readable."""
     pages = Pages([830, 5, 300, 256, 900, 513, 700, 1, 1], dim, 256, dtype)
-    pages.tables[2, 0] = pages.tables[3, 0] = pages.tables[5, 0]  # shared prefixes: one block each is nobody's now
+    pages.tables[2, 0] = pages.tables[3, 0] = pages.tables[5, 0]  # shared prefixes: one block each is unused now
     pages.tables[4, :2] = pages.tables[6, :2]
     pages.tables[-2:] = 0  # rows that pad
     unread = np.setdiff1d(np.arange(1, len(pages.cache)), pages.tables)

@@ -1,4 +1,4 @@
-"""Compaction in the real engine: the same bits wherever blocks lie, and a swap that fails harms nobody silently."""
+"""Compaction in the real engine: the same bits wherever blocks lie, and a swap that fails is never silent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> Seen:
-    """With a cache that preempts nobody, and without compaction."""
+    """With a cache that needs no preemption, and without compaction."""
     return bits(LLM(**{**TIGHT, "num_gpu_blocks_override": 400}, defrag_threshold=NEVER))
 
 

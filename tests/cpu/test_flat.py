@@ -201,7 +201,7 @@ def test_rows_of_another_persistent_batch_are_noticed() -> None:
     assert steps.sent(liar, batch) != steps.expected(liar, batch)
 
 
-def test_nobody_writes_the_block_table_by_the_way() -> None:
+def test_the_block_table_is_written_in_one_place_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         Steps().scheduler.slots.block_table[0, 0] = 1
 

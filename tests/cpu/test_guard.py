@@ -48,11 +48,11 @@ def compile_something() -> None:
 
 def serve(llm: LLM, count: int, then_compile: int = -1) -> list[RequestState]:
     """Run ``count`` requests to their end; before step ``then_compile`` something is compiled."""
-    tickets = [
+    states = [
         llm.frontend.prepare(PROMPT, GREEDY, request_id=str(i), add_special_tokens=False, cap_length=True)
         for i in range(count)
     ]
-    llm.frontend.start(tickets)
+    llm.frontend.start(states)
     step = 0
     while llm.frontend.busy:
         if step == then_compile:
@@ -63,11 +63,11 @@ def serve(llm: LLM, count: int, then_compile: int = -1) -> list[RequestState]:
         step += 1
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0
-    return tickets
+    return states
 
 
-def tokens(ticket: RequestState) -> list[int]:
-    return ticket.output().outputs[0].token_ids
+def tokens(state: RequestState) -> list[int]:
+    return state.output().outputs[0].token_ids
 
 
 def test_a_module_that_a_step_imports_is_cold(llm, tmp_path, monkeypatch):
@@ -91,8 +91,8 @@ def test_a_module_that_a_step_imports_is_cold(llm, tmp_path, monkeypatch):
 def test_a_hot_engine_is_quiet(llm, on_cold, caplog):
     guard = watch(llm, on_cold)
     with caplog.at_level(logging.WARNING):
-        tickets = serve(llm, 3)
-    assert [ticket.error for ticket in tickets] == [None] * 3
+        states = serve(llm, 3)
+    assert [state.error for state in states] == [None] * 3
     assert guard.record.cold == {}
     assert guard.record.events == []
     assert caplog.records == []
@@ -103,8 +103,8 @@ def test_a_hot_engine_is_quiet(llm, on_cold, caplog):
 def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
     guard = watch(llm, on_cold)
     with caplog.at_level(logging.WARNING):
-        tickets = serve(llm, 1, then_compile=2)
-    assert [len(tokens(ticket)) for ticket in tickets] == [4]
+        states = serve(llm, 1, then_compile=2)
+    assert [len(tokens(state)) for state in states] == [4]
     if on_cold == "off":
         assert guard.record.cold == {}
     else:
@@ -117,11 +117,11 @@ def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
 def test_raise_fails_the_steps_requests_with_the_sources_name_and_no_others(llm):
     guard = watch(llm, "raise")
     expected = tokens(serve(llm, 1)[0])
-    tickets = serve(llm, 4, then_compile=2)  # two run at a time: the other two wait
+    states = serve(llm, 4, then_compile=2)  # two run at a time: the other two wait
     assert guard.record.cold["dynamo"] == 1
-    errors = [ticket.error for ticket in tickets[:2]]
+    errors = [state.error for state in states[:2]]
     assert all(type(error) is ColdStep and "dynamo: triple" in str(error) for error in errors), errors
-    assert [tokens(ticket) for ticket in tickets[2:]] == [expected] * 2
+    assert [tokens(state) for state in states[2:]] == [expected] * 2
     assert llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
@@ -158,13 +158,13 @@ def test_without_warm_up_raise_fails_first_runs_only(llm):
     watch(llm, "raise", hot=False)
     failed = 0
     for _ in range(8):
-        (ticket,) = serve(llm, 1)
-        if ticket.error is None:
+        (state,) = serve(llm, 1)
+        if state.error is None:
             break
-        assert FIRST_RUN in str(ticket.error)
+        assert FIRST_RUN in str(state.error)
         failed += 1
     assert failed > 0
-    assert len(tokens(ticket)) == 4
+    assert len(tokens(state)) == 4
 
 
 def test_all_events_are_counted_and_some_are_kept(llm):

@@ -86,25 +86,25 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
 
 def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
     """Waves of requests that arrive between steps, some of which are cancelled; how they ended."""
-    chance, door, loop = random.Random(seed), llm.frontend, llm.loop
+    chance, frontend, loop = random.Random(seed), llm.frontend, llm.loop
     ended: Counter[str] = Counter()
-    tickets, sent, patient = [], 0, True
-    while sent < requests or door.busy:
-        if sent < requests and (not door.busy or (not patient and chance.random() < 0.3)):
+    states, sent, patient = [], 0, True
+    while sent < requests or frontend.busy:
+        if sent < requests and (not frontend.busy or (not patient and chance.random() < 0.3)):
             names, patient = chance.choice([PLAIN, PLAIN + CHOOSING, tuple(DRAWS)]), chance.random() < 0.3
             for _ in range(min(chance.choice([1, 1, 2, 3, 5, 8]), requests - sent)):
                 length = min(int(chance.expovariate(1 / 20)) + 1, 140)
                 prompt = [chance.randrange(VOCAB) for _ in range(length)]
-                if tickets and chance.random() < 0.2:  # for the prefix cache to find
-                    prompt = [*tickets[-1].prompt_ids, *prompt][:140]
-                tickets.append(door.prepare(prompt, draw(chance, names), request_id=str(sent)))
-                door.start([tickets[-1]])
+                if states and chance.random() < 0.2:  # for the prefix cache to find
+                    prompt = [*states[-1].prompt_ids, *prompt][:140]
+                states.append(frontend.prepare(prompt, draw(chance, names), request_id=str(sent)))
+                frontend.start([states[-1]])
                 sent += 1
-        if tickets and chance.random() < 0.02:
-            door.abort(chance.choice(tickets[-8:]))
+        if states and chance.random() < 0.02:
+            frontend.abort(chance.choice(states[-8:]))
         llm.advance()
-    for ticket in tickets:
-        ended["error" if ticket.error is not None else "done"] += 1
+    for state in states:
+        ended["error" if state.error is not None else "done"] += 1
     loop.take(0)
     loop.scheduler.check()
     return ended

@@ -60,7 +60,7 @@ def test_an_unknown_platform_is_refused():
 
 
 def test_a_compiled_frame_is_told_once_with_its_place():
-    compile_something()  # before ready: no news
+    compile_something()  # before ready: does not count
     source = Named("dynamo")
     assert source.taken() == ()
     compile_something()

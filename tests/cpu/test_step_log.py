@@ -92,7 +92,7 @@ def test_every_step(option, name, event, caplog, monkeypatch):
     assert all(line.startswith(f"{name}: 0") for line in others)
 
 
-def test_without_the_options_nobody_stands_between_loop_and_guard():
+def test_without_the_options_nothing_is_between_loop_and_guard():
     assert not isinstance(LLM(**SMALL).loop.listener, StepLog)
     assert isinstance(LLM(**SMALL, log_step_graph_compilation=True).loop.listener, StepLog)
 

@@ -99,7 +99,7 @@ def test_nothing_stays_behind():
     assert not counts.output.any()
     assert not counts.seen.any()
     assert (counts._owner == -1).all()
-    assert not executor.cache.data[:, 2:].any()  # warm-up wrote the pad block, the rehearsal one that it gave back
+    assert not executor.cache.data[:, 2:].any()  # warm-up wrote the pad block, the loop warm-up one that it gave back
     assert scheduler.pool.num_used == 0
     assert torch.equal(torch.get_rng_state(), chance[0])
     assert (np.random.get_state()[1] == chance[1]).all()

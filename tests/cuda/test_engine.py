@@ -107,7 +107,7 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Bits:
     """Tokens, texts, ends and exact log-probabilities; nothing is left behind, nothing cold where it matters."""
-    llm.loop.listener._sources = sources_for("cuda")  # what other engines of this process have built is no news
+    llm.loop.listener._sources = sources_for("cuda")  # what other engines of this process have built does not count
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0

@@ -30,14 +30,14 @@ def captured(record: Record) -> set[str]:
 
 @pytest.fixture(scope="module")
 def whole():
-    record, loop, held = boot()
-    assert not held
+    record, loop, blocked = boot()
+    assert not blocked
     return record, len(loop.executor.forwards._graphs)
 
 
 def test_graphs_of_two_layers_have_the_same_bits(whole):
-    record, loop, held = boot(config_hidden_layers=2)
-    assert not held  # its graphs agree with eager runs, too
+    record, loop, blocked = boot(config_hidden_layers=2)
+    assert not blocked  # its graphs agree with eager runs, too
     assert record.proof.digest == whole[0].proof.digest
     assert captured(record) == captured(whole[0]) != set()
     parts = -(-len(loop.executor.decoder.weights.layers) // 2)
@@ -46,16 +46,16 @@ def test_graphs_of_two_layers_have_the_same_bits(whole):
 
 
 def test_without_graphs_too(whole):
-    record, _, held = boot(enforce_eager=True)
-    assert not held
+    record, _, blocked = boot(enforce_eager=True)
+    assert not blocked
     assert record.mode == "eager"
     assert captured(record) == set()
     assert record.proof.digest == whole[0].proof.digest
 
 
 def test_an_engine_may_do_without_invariance():
-    record, loop, held = boot(batch_invariant=False)
-    assert not held
+    record, loop, blocked = boot(batch_invariant=False)
+    assert not blocked
     assert not record.invariant
     assert [entry.shape["name"] for entry in record.entries if entry.kind == "check"] == ["later run"]
     assert not [entry for entry in record.entries if entry.kind == "determinism"]

@@ -13,7 +13,7 @@ def device():
     return torch.device("cuda")
 
 
-def news(found):
+def new_events(found):
     """What each source that has something to tell says, within so many steps that even the seldom asked do."""
     told: dict[str, list[str]] = {}
     for _ in range(SELDOM):
@@ -32,24 +32,24 @@ def test_a_graph_capture_is_told_once(device):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         static + 1
     found = ColdSources("cuda")
-    assert news(found) == {}
+    assert new_events(found) == {}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static * 2
-    assert news(found)["graph capture"] == ["a CUDA graph was captured"]
+    assert new_events(found)["graph capture"] == ["a CUDA graph was captured"]
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    assert news(found) == {}
+    assert new_events(found) == {}
 
 
 def test_growth_of_the_pool_is_told_and_reuse_is_not(device):
     found = ColdSources("cuda")
     kept = torch.empty(96 << 20, dtype=torch.uint8, device=device)
-    assert "the allocator asked CUDA for memory" in news(found)["allocator"][0]
+    assert "the allocator asked CUDA for memory" in new_events(found)["allocator"][0]
     del kept
     again = torch.empty(96 << 20, dtype=torch.uint8, device=device)
-    assert news(found) == {}
+    assert new_events(found) == {}
     del again
     torch.cuda.empty_cache()
 
@@ -68,12 +68,12 @@ def test_a_triton_kernel_is_told_when_it_is_compiled_and_loaded(device, tmp_path
     x = torch.ones(128, device=device)
     found = ColdSources("cuda")
     double[(1,)](x, 128, 128)
-    said = news(found)["triton"]
+    said = new_events(found)["triton"]
     assert said == ["double was compiled", "double was loaded"]
     double[(1,)](x, 128, 128)
-    assert news(found) == {}
+    assert new_events(found) == {}
     double[(1,)](x, 128, 64)
-    assert news(found)["triton"] == said
+    assert new_events(found)["triton"] == said
     assert x[0].item() == 8
 
 
@@ -83,4 +83,4 @@ def test_a_compiled_function_is_told(device):
 
     found = ColdSources("cuda")
     torch.compile(triple, dynamic=False)(torch.ones(7, device=device))
-    assert any("triple" in said for said in news(found)["dynamo"])
+    assert any("triple" in said for said in new_events(found)["dynamo"])

@@ -74,7 +74,7 @@ def test_the_platform_says_what_it_is():
     cuda = CudaBackend()
     assert torch.cuda.get_device_name(0) in cuda.fingerprint
     torch.cuda.empty_cache()
-    held = cuda.used_memory()
+    before = cuda.used_memory()
     kept = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    assert cuda.used_memory() - held >= len(kept)
+    assert cuda.used_memory() - before >= len(kept)
     assert cuda.free_memory() > 0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 
-# These belong to nobody: every part may use them, and they may use only each other.
+# Every part may use these, and they may use only each other.
 BASE = {"core", "settings", "limits", "errors", "metrics", "utils"}
 
 # Every part, and the parts that it may import.

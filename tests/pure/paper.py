@@ -28,7 +28,7 @@ from preheat.schedule.slots import NO_LOGPROBS, UNSEEN, Slots
 from preheat.transport import InlineTransport
 
 VOCAB = 7
-JUNK = 99  # drawn by a row whose step before was lost; nobody may ever hear of it
+JUNK = 99  # drawn by a row whose step before was lost; it must never reach the frontend
 
 
 class WrongCache(AssertionError):
@@ -77,7 +77,7 @@ def logprob(identity: int, successor: int) -> TokenLogprobs:
 
 @dataclass
 class Outcome:
-    """Everything that the front door was told of one request."""
+    """Everything that the frontend was told of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -285,7 +285,7 @@ class Watched:
 
 
 class Harness:
-    """The loop with a scheduler and a device, and what the front door heard. Checks all promises at every step."""
+    """The loop with a scheduler and a device, and what the frontend heard. Checks all promises at every step."""
 
     def __init__(self, limits: Limits, *, overlap: bool = False, **options) -> None:
         self.scheduler = Scheduler(limits, **options)

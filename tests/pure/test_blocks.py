@@ -70,11 +70,11 @@ class Model(RuleBasedStateMachine):
     def agree(self) -> None:
         if not hasattr(self, "pool"):
             return
-        held = [block for owner in self.owners for block in owner]
-        self.pool.check(np.bincount(np.array(held, int), minlength=self.pool.num_blocks))
-        assert self.pool.num_used == len(set(held))
+        owned = [block for owner in self.owners for block in owner]
+        self.pool.check(np.bincount(np.array(owned, int), minlength=self.pool.num_blocks))
+        assert self.pool.num_used == len(set(owned))
         assert self.pool.num_free == len(self.blank) + len(self.cached)
-        assert PAD_BLOCK not in held
+        assert PAD_BLOCK not in owned
         for block, digest in self.digest.items():
             assert self.pool.find(digest) == block
 

@@ -45,11 +45,11 @@ def test_a_line_of_the_log_takes_its_place(monkeypatch):
     assert text[-1] == "\r"
 
 
-def test_nothing_where_nobody_watches(monkeypatch):
+def test_nothing_without_a_terminal(monkeypatch):
     assert draw(io.StringIO(), monkeypatch, Ready(1, 1, 1, 0.0)) == ""
 
 
-def test_the_inline_mailbox_tells_at_once():
+def test_the_inline_transport_tells_at_once():
     seen = []
     transport = InlineTransport(seen.append)
     transport.put(Progress(1, 2, "x"))

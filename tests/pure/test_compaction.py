@@ -94,10 +94,10 @@ class Moving(RuleBasedStateMachine):
         slots = self.scheduler.slots
         for slot in self.scheduler.running.order.tolist():
             owner, cached = slots.request[slot], int(slots.cached_len[slot])
-            held = [
+            known = [
                 at for block in slots.block_table[slot, : -(-cached // SIZE)].tolist() for at in self.content(block)
             ]
-            assert held[:cached] == identities(owner.cache_salt, slots.tokens[slot, :cached].tolist())
+            assert known[:cached] == identities(owner.cache_salt, slots.tokens[slot, :cached].tolist())
 
     def content(self, block: int) -> list[int]:
         return [self.harness.device.cache.get((block, at), 0) for at in range(SIZE)]

@@ -35,7 +35,7 @@ def test_gaudis_own_table(lazy, eager, mode):
 
 
 @pytest.mark.parametrize(("platform", "mode"), [("cpu", "eager"), ("cuda", "graphs"), ("hpu", "graphs")])
-def test_nobody_asks(platform, mode):
+def test_without_a_request_the_mode_is_the_default(platform, mode):
     assert resolve(platform, Settings()) == mode
 
 

@@ -1,4 +1,4 @@
-"""A step in flight while the next is scheduled: what front doors hear is what they hear without it."""
+"""A step in flight while the next is scheduled: the frontend gets the same results as without it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def stopping(stop: bool) -> Harness:
     return harness
 
 
-def test_a_row_that_stopped_runs_once_more_and_nobody_hears_of_it() -> None:
+def test_a_row_that_stopped_runs_once_more_without_a_result() -> None:
     harness = stopping(stop=True)
     assert harness.device.rows_run == 5
     assert harness.scheduler.stats().generation_tokens == len(harness.outcomes[0].tokens) == 4
@@ -136,7 +136,7 @@ def test_control_a_block_published_before_its_step_is_settled_is_noticed(monkeyp
         busy()
 
 
-def test_control_a_digest_over_a_token_that_nobody_saw_is_noticed(monkeypatch) -> None:
+def test_control_a_digest_over_a_dropped_token_is_noticed(monkeypatch) -> None:
     """Even where the block itself holds what was computed."""
     monkeypatch.setattr(Scheduler, "_book", published_when_scheduled)
     monkeypatch.setattr(Harness, "_check_published", lambda self: None)
@@ -233,7 +233,7 @@ def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
 
 @pytest.mark.parametrize("at", ["pack", "launch", "listener", "result"])
 def test_a_step_that_fails_with_another_in_flight(at) -> None:
-    """Both steps' requests were those that fail; nobody else is harmed, and what the device made up is not told."""
+    """Both steps' requests were those that fail; no other is harmed, and what the device made up is not told."""
     harness = decoding(prompts=2)
     harness.step("boom", at)
     harness.add(request(7, [3], 5))
@@ -276,14 +276,14 @@ def test_an_interrupt_leaves_a_loop_that_can_finish(part, monkeypatch) -> None:
 
 
 class Visitor:
-    """A mailbox that brings one thing a beat, then asks to drain."""
+    """A transport that brings one message per step, then asks to drain."""
 
     def __init__(self, harness: Harness, now: bool) -> None:
         self.harness = harness
         self.messages: list[ToEngine] = [request(0, [1, 2], 9), request(1, [2, 1], 6), Drain(now)]
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        assert self.messages or timeout == 0, "nobody will ever come"
+        assert self.messages or timeout == 0, "no message will ever come"
         return [self.messages.pop(0)] if self.messages else []
 
     def put(self, message) -> None:
@@ -295,7 +295,9 @@ class Visitor:
 def test_the_loop_drains_what_is_in_flight(overlap, now) -> None:
     harness = Harness(limits(), overlap=overlap)
     harness.loop.transport = Visitor(harness, now)
-    harness.loop.launch_timer = LaunchTimer(lambda: 0.0)  # no step takes any time, so nobody waits for more to arrive
+    harness.loop.launch_timer = LaunchTimer(
+        lambda: 0.0
+    )  # no step takes any time, so the loop does not wait for more to arrive
     harness.loop.run()
     assert harness.scheduler.idle
     assert not harness.device.queue

@@ -20,7 +20,7 @@ SIZES = ModelSizes(hidden=64, intermediate=64, layers=1, heads=1, kv_heads=1, he
 
 
 def uncovered(settings) -> set[str]:
-    """Fields of SamplingParams that no setting moves from the default and that nobody declares out of scope."""
+    """Fields of SamplingParams that no setting moves from the default and that is not declared out of scope."""
     moved = {
         field.name
         for params in settings

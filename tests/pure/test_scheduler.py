@@ -233,16 +233,16 @@ def test_at_most_so_many_prompts_in_a_step() -> None:
 
 
 @pytest.mark.parametrize(("mixed_tokens", "chunks"), [(None, [12]), (8, [7, 5]), (1, [2] * 6)])
-def test_who_decodes_is_not_held_up_for_long(mixed_tokens, chunks) -> None:
+def test_decoding_is_not_delayed_for_long(mixed_tokens, chunks) -> None:
     harness = Harness(limits(max_num_batched_tokens=16), mixed_tokens=mixed_tokens)
     harness.add(request(0, [1] * 12, 20))
-    assert harness.step().extend.tolist() == [12], "nobody decodes yet"
+    assert harness.step().extend.tolist() == [12], "no sequence decodes yet"
     harness.add(request(1, [2] * 12, 1))
     seen = [harness.step().extend.tolist() for _ in chunks]
     assert seen == [[1, chunk] for chunk in chunks]
 
 
-def test_a_bound_on_mixed_steps_starves_nobody() -> None:
+def test_a_bound_on_mixed_steps_starves_no_request() -> None:
     """Twice the rows that decode, and what a prompt's first token is padded to, may always run."""
     harness = Harness(limits(max_num_batched_tokens=64, max_num_seqs=8), mixed_tokens=2, padded=to_eights)
     harness.add(*(request(number, [number], 30) for number in range(6)))
@@ -407,7 +407,7 @@ def comparisons(monkeypatch, queue: WaitingQueue, count: int) -> int:
     return seen
 
 
-def test_leaving_the_queue_compares_nobody(monkeypatch) -> None:
+def test_leaving_the_queue_compares_no_sequences(monkeypatch) -> None:
     assert comparisons(monkeypatch, WaitingQueue(), 20_000) == 0
     assert comparisons(monkeypatch, DequeQueue(), 300) > 300 * 20, "the control must scan"
 

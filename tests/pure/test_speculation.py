@@ -171,7 +171,7 @@ def test_a_proposer_that_proposes_nothing_leaves_the_schedule_as_it_is(seed) -> 
     assert silent.asked > 0
 
 
-def test_nobody_asks_a_proposer_of_no_tokens() -> None:
+def test_a_proposer_of_no_tokens_is_not_asked() -> None:
     harness = drafted(MANY, Silent(0, 1.0), True, spare=60)
     assert harness.scheduler.proposer.asked == 0
 

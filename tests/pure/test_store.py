@@ -163,7 +163,7 @@ def other_json(path):
     path.write_text('{"entries": 3}')
 
 
-def of_nobody(path):
+def without_owner(path):
     path.write_text("{}")
 
 
@@ -172,7 +172,7 @@ def unreadable(path):
     path.mkdir()
 
 
-@pytest.mark.parametrize("harm", [torn, foreign, other_json, of_nobody, unreadable])
+@pytest.mark.parametrize("harm", [torn, foreign, other_json, without_owner, unreadable])
 def test_a_torn_or_foreign_record_is_ignored_with_a_warning(harm, tmp_path, caplog):
     Store(tmp_path, "f").save(record())
     path = tmp_path / "f" / RECORD

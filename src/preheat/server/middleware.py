@@ -62,9 +62,7 @@ class AuthMiddleware:
 
     def _knows(self, authorization: bytes) -> bool:
         scheme, _, key = authorization.partition(b" ")
-        known = [
-            hmac.compare_digest(key.strip(), own) for own in self._keys
-        ]  # all: time reveals nothing
+        known = [hmac.compare_digest(key.strip(), own) for own in self._keys]  # all: time reveals nothing
         return scheme.lower() == b"bearer" and any(known)
 
 
