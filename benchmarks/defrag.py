@@ -3,10 +3,10 @@
     python -m benchmarks defrag [--rows 64] [--stay 16] [--steps 10] [--rounds 7] [--threads 1]
 
 ``rows`` sequences of ragged lengths fill the cache from the bottom; all but the last ``stay`` of them leave, so that
-those which go on lie above the holes; then ``steps`` steps are timed. In two more loads no sequence leaves, one of them with
-short sequences. The settings take turns; medians of the rounds are reported: tokens a second, the highest block in use,
-and the milliseconds of the compaction, which delays one step. The prompts are booked, not computed: it costs the same
-to read a cache of noise.
+those which go on lie above the holes; then ``steps`` steps are timed. In two more loads no sequence leaves; in one
+of them the sequences are short. The settings take turns; medians of the rounds are reported: tokens a second, the
+highest block in use, and the milliseconds of the compaction, which delays one step. The prompts are booked, not
+computed: it costs the same to read a cache of noise.
 """
 
 from __future__ import annotations

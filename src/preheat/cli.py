@@ -326,22 +326,20 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
     """One prompt per line, without empty lines; of a JSON object, its ``prompt`` (text or token ids)."""
     found = False
-    for number, raw in enumerate(lines, 1):
-        line = raw.rstrip("\r\n")
-        if line:
-            found = True
-            yield _json_prompt(line, f"{name}, line {number}") if line.startswith("{") else line
+    for number, line in enumerate((raw.rstrip("\r\n") for raw in lines), 1):
+        found = found or bool(line)
+        try:
+            if line.startswith("{"):
+                yield msgspec.json.decode(line, type=_JsonPrompt).prompt
+            elif line:
+                yield line
+        except msgspec.ValidationError as error:
+            expected = '{"prompt": "text"} or {"prompt": [token ids]}'
+            raise SettingsError(f"{name}, line {number}: expected {expected}: {error}") from None
+        except msgspec.DecodeError:  # text that begins with a brace
+            yield line
     if not found:
         raise SettingsError(f"no prompt in {name}: write one a line")
-
-
-def _json_prompt(line: str, where: str) -> str | list[int]:
-    try:
-        return msgspec.json.decode(line, type=_JsonPrompt).prompt
-    except msgspec.ValidationError as error:
-        raise SettingsError(f'{where}: expected {{"prompt": "text"}} or {{"prompt": [token ids]}}: {error}') from None
-    except msgspec.DecodeError:  # text that begins with a brace
-        return line
 
 
 class _JsonPrompt(msgspec.Struct):

@@ -10,15 +10,16 @@ import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from preheat.core import Stats
+from preheat.core import FinishReason, Stats
 
 PREFIX = "preheat:"
-FINISH_REASONS = ("stop", "length", "abort", "error")
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
@@ -64,7 +65,7 @@ class Metrics(Collector):
         self.misses = 0
         self.warmup_seconds = 0.0
         self.digest: Mapping[str, int] = {}
-        self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.first_token = Histogram(_REQUEST_SECONDS)
         self.inter_token = Histogram(_TOKEN_SECONDS)
         self.request = Histogram(_REQUEST_SECONDS)
@@ -83,46 +84,45 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("num_requests_running", "Sequences that are running.", self.running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting for their first step.", self.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", self.cache_usage)
-        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)
-        yield self._counter("num_preemptions", "Sequences preempted to free blocks.", self.preemptions)
-        yield self._counter("kv_cache_blocks_moved", "Blocks moved by compaction.", self.blocks_moved)
-        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield self._counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
-        yield self._gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
-        yield self._gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
-        yield self._gauge(
+        gauge, counter = partial(self._family, GaugeMetricFamily), partial(self._family, CounterMetricFamily)
+        yield gauge("num_requests_running", "Sequences that are running.", self.running)
+        yield gauge("num_requests_waiting", "Sequences waiting for their first step.", self.waiting)
+        yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", self.cache_usage)
+        yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)
+        yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)
+        yield counter("num_preemptions", "Sequences preempted to free blocks.", self.preemptions)
+        yield counter("kv_cache_blocks_moved", "Blocks moved by compaction.", self.blocks_moved)
+        yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
+        yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
+        yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
+        yield gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
+        yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
+        yield gauge(
             "numeric_info",
             "Always 1; the label is the digest of the logits of the check at boot.",
             self.digest,
             "digest",
         )
-        yield self._counter(
-            "cold_events", "Compilations and other cold events after ready, by source.", self.cold, "source"
-        )
-        yield self._counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", self.misses)
+        yield counter("cold_events", "Compilations and other cold events after ready, by source.", self.cold, "source")
+        yield counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", self.misses)
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", self.inter_token)
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self.request)
         yield self._histogram("request_queue_time_seconds", "From arrival to the first step.", self.queue)
 
-    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], *label: str) -> Metric:
-        return self._filled(GaugeMetricFamily(PREFIX + name, text, labels=["model_name", *label]), value)
-
-    def _counter(self, name: str, text: str, value: float | Mapping[str, float], *label: str) -> Metric:
-        return self._filled(CounterMetricFamily(PREFIX + name, text, labels=["model_name", *label]), value)
-
-    def _filled(
-        self, family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]
-    ) -> GaugeMetricFamily | CounterMetricFamily:
-        """``family`` with one number, or with one for each value of its label."""
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float | Mapping[str, float],
+        *label: str,
+    ) -> Metric:
+        """A metric with one number, or with one for each value of its label."""
+        family = kind(PREFIX + name, text, labels=["model_name", *label])
         if isinstance(value, Mapping):
-            for key, figure in value.items():
-                family.add_metric([self.model_name, key], figure)
+            for key, number in value.items():
+                family.add_metric([self.model_name, key], number)
         else:
             family.add_metric([self.model_name], value)
         return family

@@ -295,9 +295,7 @@ class Visitor:
 def test_the_loop_drains_what_is_in_flight(overlap, now) -> None:
     harness = Harness(limits(), overlap=overlap)
     harness.loop.transport = Visitor(harness, now)
-    harness.loop.launch_timer = LaunchTimer(
-        lambda: 0.0
-    )  # no step takes any time, so the loop does not wait for more to arrive
+    harness.loop.launch_timer = LaunchTimer(lambda: 0.0)  # steps take no time, so the loop waits for no arrivals
     harness.loop.run()
     assert harness.scheduler.idle
     assert not harness.device.queue

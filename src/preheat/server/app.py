@@ -139,7 +139,13 @@ async def _serve(
             server.should_exit = server.force_exit = True
         else:
             logger.info("Draining: running requests finish, new ones are refused; a second signal stops now")
-            tasks.add(loop.create_task(_drain(service, server)))
+            service.draining = True
+            tasks.add(loop.create_task(drained()))
+
+    async def drained() -> None:
+        while service.busy:
+            await asyncio.sleep(0.05)
+        server.should_exit = True
 
     def on_dead() -> None:
         loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
@@ -158,10 +164,3 @@ async def _serve(
         task.cancel()
     await supervisor.stop(now=server.force_exit)
     return 0 if service.dead is None else 1
-
-
-async def _drain(service: Service, server: uvicorn.Server) -> None:
-    service.draining = True
-    while service.busy:
-        await asyncio.sleep(0.05)
-    server.should_exit = True

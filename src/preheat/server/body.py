@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from preheat.errors import SlowBody, TooLarge
+from preheat.frontend.frontend import Frontend
+from preheat.server.schema import ForModel, decode
 from preheat.server.service import Service
+
+Body = TypeVar("Body", bound=ForModel)
 
 BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
@@ -18,7 +23,15 @@ DISCARD_SECONDS = 0.5
 """How long we keep reading a body that is too large."""
 
 
-async def read_body(request: Request) -> bytes:
+async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
+    """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
+    service: Service = request.app.state.service
+    body = decode(await _read_body(request), kind)
+    service.check_model(body.model)
+    return service.frontend, body
+
+
+async def _read_body(request: Request) -> bytes:
     """The body of ``request``. Raises TooLarge or SlowBody as soon as that is known."""
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes

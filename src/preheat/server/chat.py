@@ -12,21 +12,17 @@ from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import Choice, OutputDelta
-from preheat.server.answers import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatMessage
-from preheat.server.body import read_body
+from preheat.server.answers import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
+from preheat.server.body import read_request
 from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, encoded, prompt_logprobs_of, sampling
-from preheat.server.schema import ChatRequest, Message, decode
-from preheat.server.service import Service
+from preheat.server.schema import ChatRequest, Message
 from preheat.server.writer import Writer, event_of
 
 
 async def chat(request: Request) -> ASGIApp:
     """Answer a conversation."""
-    service: Service = request.app.state.service
-    body = decode(await read_body(request), ChatRequest)
-    service.check_model(body.model)
-    frontend = service.frontend
+    frontend, body = await read_request(request, ChatRequest)
     params = _params(frontend, body)
     text = render(frontend, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
     ids = await encoded(frontend, text, body.add_special_tokens is True)
@@ -70,22 +66,14 @@ class _ChatWriter(Writer):
     def event(self, _: int, choice: Choice) -> bytes:
         """An event with the role goes before the first one with content."""
         delta = choice.take_delta()
-        answer = ChatChunkChoice(
-            choice.index,
-            ChatDelta(content=delta.text or UNSET),
-            self._logprobs(delta),
-            choice.finish_reason,
-            choice.stop_reason,
-            delta.token_ids if self._return_token_ids else UNSET,
-        )
+        content = ChatDelta(content=delta.text or UNSET)
+        answer = ChatChunkChoice(choice.index, content, *self._details(choice, delta))
         event = self.event_with(answer)
         return self._opening(choice) + event if delta.first else event
 
     def _opening(self, choice: Choice) -> bytes:
-        fields: dict[str, Any] = {
-            **self._event_fields,
-            "choices": [ChatChunkChoice(choice.index, ChatDelta("assistant", ""))],
-        }
+        role = ChatChunkChoice(choice.index, ChatDelta("assistant", ""))
+        fields: dict[str, Any] = {**self._event_fields, "choices": [role]}
         if self._usage:
             fields["usage"] = None
         if self._return_token_ids:
@@ -94,14 +82,10 @@ class _ChatWriter(Writer):
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta = choice.take_delta()
-        return ChatChoice(
-            choice.index,
-            ChatMessage(delta.text),
-            self._logprobs(delta),
-            choice.finish_reason,
-            choice.stop_reason,
-            delta.token_ids if self._return_token_ids else UNSET,
-        )
+        return ChatChoice(choice.index, ChatMessage(delta.text), *self._details(choice, delta))
 
-    def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
-        return None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs)
+    def _details(self, choice: Choice, delta: OutputDelta) -> tuple[Any, ...]:
+        """Logprobs, finish reason, stop reason, token ids."""
+        logprobs = None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs)
+        ids = delta.token_ids if self._return_token_ids else UNSET
+        return logprobs, choice.finish_reason, choice.stop_reason, ids

@@ -13,11 +13,10 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
-from preheat.server.body import read_body
+from preheat.server.body import read_request
 from preheat.server.middleware import request_id
 from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling
-from preheat.server.schema import CompletionRequest, decode
-from preheat.server.service import Service
+from preheat.server.schema import CompletionRequest
 from preheat.server.writer import Writer
 
 MAX_PROMPTS = 2048
@@ -26,13 +25,10 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(request: Request) -> ASGIApp:
     """Complete prompts."""
-    service: Service = request.app.state.service
-    body = decode(await read_body(request), CompletionRequest)
-    service.check_model(body.model)
-    frontend, id = service.frontend, request_id(request)
+    frontend, body = await read_request(request, CompletionRequest)
     params = _params(frontend, body)
     states = [
-        frontend.prepare(ids, params, request_id=id, text=text, cache_salt=body.cache_salt or "")
+        frontend.prepare(ids, params, request_id=request_id(request), text=text, cache_salt=body.cache_salt or "")
         for text, ids in await _prompts(frontend, body)
     ]
     return _CompletionWriter(request, body, states)

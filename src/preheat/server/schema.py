@@ -35,6 +35,12 @@ def _only(*values: object) -> Meta:
 _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
 
+class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body that may name a model."""
+
+    model: str | None = None
+
+
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[Any, _only(False)] = None
@@ -70,10 +76,9 @@ _SAMPLING_HINTS = typing.get_type_hints(SamplingParams)
     "allowed_token_ids guided_choice guided_grammar guided_json guided_regex kv_transfer_params structured_outputs "
     "truncate_prompt_tokens"
 )
-class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+class Sampling(ForModel, kw_only=True):
     """What completions and chat completions have in common; the fields that we read by name are written out."""
 
-    model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
     stream: bool | None = None
@@ -141,10 +146,9 @@ class ChatRequest(Sampling, kw_only=True):
     tools: Annotated[Any, _only([])] = None
 
 
-class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(ForModel, kw_only=True):
     """POST /tokenize: a ``prompt``, or the ``messages`` of a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
@@ -153,11 +157,10 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(ForModel, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]
-    model: str | None = None
 
 
 class ErrorBody(Struct):

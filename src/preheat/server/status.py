@@ -14,11 +14,11 @@ from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
 from preheat.server import answers
 from preheat.server.answers import encode
-from preheat.server.body import read_body
+from preheat.server.body import read_request
 from preheat.server.chat import render
 from preheat.server.errors import RETRY
 from preheat.server.params import encoded
-from preheat.server.schema import DetokenizeRequest, TokenizeRequest, decode
+from preheat.server.schema import DetokenizeRequest, TokenizeRequest
 from preheat.server.service import Service
 from preheat.warmup.page import render as record_page
 from preheat.warmup.page import render_progress
@@ -119,10 +119,7 @@ async def model(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     """Text to token ids."""
-    service = _service(request)
-    body = decode(await read_body(request), TokenizeRequest)
-    service.check_model(body.model)
-    frontend = service.frontend
+    frontend, body = await read_request(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages", param="prompt")
     if body.messages is None:
@@ -135,14 +132,11 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special_tokens is True
     ids = await encoded(frontend, text, special)
     strings = [frontend.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
-    return _json(answers.Tokens(len(ids), service.max_model_len or 0, ids, strings))
+    return _json(answers.Tokens(len(ids), frontend.limits().max_model_len, ids, strings))
 
 
 async def detokenize(request: Request) -> Response:
     """Token ids to text."""
-    service = _service(request)
-    body = decode(await read_body(request), DetokenizeRequest)
-    service.check_model(body.model)
-    frontend = service.frontend
+    frontend, body = await read_request(request, DetokenizeRequest)
     frontend.input.check_vocabulary(body.tokens, "tokens")
     return _json(answers.Text(frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)))
