@@ -102,10 +102,7 @@ def document() -> bytes:
             "openapi": "3.1.0",
             "info": {"title": "preheat", "version": preheat.__version__},
             "paths": paths,
-            "components": {
-                "schemas": components,
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            },
+            "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         }
     )
 

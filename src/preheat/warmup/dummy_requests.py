@@ -13,17 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from preheat.core import (
-    OWN_ID,
-    Delta,
-    Finish,
-    Ready,
-    Request,
-    SamplingParams,
-    Stats,
-    ToEngine,
-    TokenLogprobs,
-)
+from preheat.core import OWN_ID, Delta, Finish, Ready, Request, SamplingParams, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
