@@ -262,9 +262,9 @@ class Report(msgspec.Struct, tag="report"):
 
 
 class Died(msgspec.Struct, tag="died"):
-    """The engine's last message: it cannot go on. ``message`` says why, in one line."""
+    """The engine's last message: ``error`` ended it."""
 
-    message: str
+    error: WireError
 
 
 ToEngine = Request | Cancel | Drain | Ask

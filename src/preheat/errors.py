@@ -126,7 +126,7 @@ class WireError(msgspec.Struct, array_like=True):
     param: str | None = None
 
     @classmethod
-    def of(cls, error: Exception) -> WireError:
+    def of(cls, error: BaseException) -> WireError:
         """``error`` as it is sent; an error that is not ours becomes a PreheatError that names its class."""
         if isinstance(error, PreheatError):
             return cls(type(error).__name__, error.message, error.param)

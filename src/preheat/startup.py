@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from preheat.backends import facts_of, wake
 from preheat.core import Died, ToEngine
+from preheat.errors import WireError
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
@@ -98,7 +99,7 @@ def run_engine(settings: Settings, address: str) -> None:
     try:
         boot_engine(settings, transport, before_ready).run()
     except BaseException as error:
-        transport.put(Died(f"{type(error).__name__}: {error}"))
+        transport.put(Died(WireError.of(error)))
         raise
     finally:
         transport.close()

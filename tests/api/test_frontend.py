@@ -247,7 +247,7 @@ def test_an_error_ends_all_choices(played: Played) -> None:
 
 def test_death_ends_everything(played: Played) -> None:
     state = played.ask()
-    played.frontend.handle(Died("no memory"))
+    played.frontend.handle(Died(WireError.of(MemoryError("no memory"))))
     assert isinstance(state.error, EngineDead) and not played.frontend.busy
     with pytest.raises(EngineDead, match="no memory"):
         played.ask()

@@ -7,6 +7,7 @@ import pytest
 
 from preheat.core import Died, Progress, Ready
 from preheat.engine.progress import ProgressBar
+from preheat.errors import WireError
 from preheat.transport import InlineTransport
 
 
@@ -27,7 +28,7 @@ def draw(stream, monkeypatch, last):
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("last", [Ready(1, 1, 1, 0.0), Died("x")], ids=["ready", "died"])
+@pytest.mark.parametrize("last", [Ready(1, 1, 1, 0.0), Died(WireError("PreheatError", "x"))], ids=["ready", "died"])
 def test_it_fills_and_goes(last, monkeypatch):
     text = draw(Terminal(), monkeypatch, last)
     assert "Warming up" in text and "10/40" in text and "2 s left" in text

@@ -84,7 +84,7 @@ def test_text_after_a_prompt_keeps_its_leading_space(
 
 def test_special_tokens_and_ends(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
     tokenizer = tokenizers["bytes"]
-    assert tokenizer.encode("hi")[0] == tokenizer.bos_id == 0 and tokenizer.encode("hi", False)[0] != 0
+    assert tokenizer.encode("hi")[0] == 0 and tokenizer.encode("hi", False)[0] != 0
     assert tokenizer.eos_ids == [1] and {0, 1, 2} <= tokenizer.special_ids
     assert tokenizer.token_bytes(2) == b"<|im_start|>" and tokenizer.token_bytes(10**6) == b""
     saved(tmp_path, byte_level())

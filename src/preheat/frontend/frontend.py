@@ -94,7 +94,7 @@ class Frontend:
             case Ready():
                 self.ready = message
             case Died():
-                self.die(message.message)
+                self.die(message.error.message)
 
     def die(self, message: str) -> None:
         """The engine is gone: end all requests, and reject new ones."""

@@ -90,9 +90,9 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         model_config = read_json(model_folder / "config.json")
         self.vocab_size = int(model_config.get("vocab_size") or self._backend.get_vocab_size())
-        self.bos_id = self._id_of("bos_token")
-        own = self._id_of("eos_token")  # always counts, whatever the other files say
-        self.eos_ids = sorted({*_end_ids(self.generation, model_config), *([] if own is None else [own])})
+        eos = self.special_tokens.get("eos_token")  # always counts, whatever the other files say
+        own = self._backend.token_to_id(eos) if eos else None
+        self.eos_ids = sorted({*_end_ids(self.generation, model_config), *_ids(own)})
         self._pieces = {skip: pieces_of(self._backend, self.special_ids if skip else ()) for skip in (False, True)}
 
     def _named_special_tokens(self) -> dict[str, str]:
@@ -112,11 +112,6 @@ class Tokenizer:
             AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(listed) if t and t not in special
         ]
         self._backend.add_special_tokens([t for t in missing if self._backend.token_to_id(t.content) is not None])
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        id = self._backend.token_to_id(token) if token else None
-        return None if id is None else int(id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Raises InvalidRequest if the text is not valid Unicode (lone surrogates)."""
@@ -169,7 +164,6 @@ class NoTokenizer(Tokenizer):
         if "vocab_size" not in model_config:
             raise ModelError(f"{self.folder}: config.json names no vocab_size, and there is no tokenizer to ask")
         self.vocab_size = int(model_config["vocab_size"])
-        self.bos_id = next(iter(_ids(model_config.get("bos_token_id"))), None)
         self.eos_ids = sorted(_end_ids(self.generation, model_config))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
