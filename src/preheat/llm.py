@@ -1,4 +1,4 @@
-"""Offline inference: ``LLM(model).generate(prompts)``, with frontend and engine in this process."""
+"""Offline inference: ``LLM(model).generate(prompts)``, with frontend and engine in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Messages = list[dict[str, Any]]
 
 
 class OfflineClient:
-    """Completes prompts with a frontend, and a loop to which ``transport`` leads."""
+    """Completes prompts with a frontend and a loop, connected by ``transport``."""
 
     def __init__(self, frontend: Frontend, loop: Loop | EchoLoop, transport: InlineTransport) -> None:
         self.frontend, self._loop, self._transport = frontend, loop, transport
@@ -37,10 +37,10 @@ class OfflineClient:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete each prompt; results come in the order of the prompts.
+        """Complete each prompt; the results are in the order of the prompts.
 
-        ``sampling_params`` None takes the checkpoint's recommendations; one object serves all prompts. Raises
-        InvalidRequest, before anything runs, for the first prompt that cannot be served.
+        ``sampling_params``: one object for all prompts or one for each; None: the checkpoint's recommendations. Raises
+        InvalidRequest for the first prompt that cannot be served, before any runs.
         """
         return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True)
 
@@ -85,7 +85,7 @@ class OfflineClient:
             try:
                 while self.frontend.busy:
                     self.advance()
-            except BaseException:  # the caller interrupts: nothing of this call may stay behind
+            except BaseException:  # interrupted: leave nothing of this call behind
                 for state in states:
                     self.frontend.abort(state)
                 self._finish()
@@ -105,7 +105,7 @@ class OfflineClient:
         )
 
     def advance(self) -> None:
-        """Run one step and book what it gave: what :meth:`generate` does until nothing is left to do."""
+        """Run one step and process its results, as :meth:`generate` does until all requests are finished."""
         self._loop.take(0)
         self._loop.step()
         self._receive()
@@ -122,8 +122,7 @@ class OfflineClient:
 class LLM(OfflineClient):
     """One model in this process. ``options`` are those of the command line, by name: see docs/settings.md.
 
-    Raises SettingsError for an option that is unknown or cannot be used, ModelError for a checkpoint that cannot,
-    NotInvariant where the check at boot fails.
+    Raises SettingsError for a bad option, ModelError for a bad checkpoint, NotInvariant if the check at boot fails.
     """
 
     def __init__(self, model: str = BUNDLED, **options: Any) -> None:
@@ -138,7 +137,7 @@ class LLM(OfflineClient):
 
 
 def _warm_up(frontend: Frontend) -> None:
-    """The frontend warm-up: dummy requests through a client of their own."""
+    """The frontend warm-up: dummy requests through a separate client."""
     transport = InlineTransport()
     spare = spare_frontend(frontend, transport.send)
     client = OfflineClient(spare, EchoLoop(transport, frontend.tokenizer), transport)
@@ -153,7 +152,7 @@ def _warm_up(frontend: Frontend) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text, ids or a dict) as a list of one."""
+    """A list of prompts, also for a single one (text, ids or a dict)."""
     if isinstance(prompts, str | dict) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -154,11 +154,11 @@ def negative(pool: BlockPool) -> None:
     pool.refs[1] = -1
 
 
-def still_held(pool: BlockPool) -> None:
+def still_used(pool: BlockPool) -> None:
     pool.allocate(1)
 
 
-@pytest.mark.parametrize("plant", [leak, hand_out_pad, free_twice, wrong_state, wrong_digest, negative, still_held])
+@pytest.mark.parametrize("plant", [leak, hand_out_pad, free_twice, wrong_state, wrong_digest, negative, still_used])
 def test_control_check_notices(plant) -> None:
     pool = cached_pool()
     pool.check(np.zeros(5, int))

@@ -299,7 +299,7 @@ class Backend(Operations, Protocol):
         """Bytes that this process holds on the device."""
 
     def kv_cache_memory(self) -> int | None:
-        """Bytes of KV cache when nobody asked for a size; None means a share of the free memory."""
+        """Bytes of KV cache if no size is set; None means a share of the free memory."""
 
     def supports_bfloat16(self) -> bool:
         """Whether the device multiplies bfloat16 natively."""

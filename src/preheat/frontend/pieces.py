@@ -38,14 +38,6 @@ class PieceRules:
     max_strip: int = 0
 
 
-def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    """The decoder's steps as data, in order; empty without a decoder."""
-    if backend.decoder is None:
-        return []
-    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
-
-
 def _piece_rules(steps: list[dict[str, Any]]) -> PieceRules | None:
     """The rules of a SentencePiece-like decoder; None if the decoder is of another kind."""
     replace: list[tuple[str, str]] = []
@@ -102,7 +94,8 @@ class TextPieces(dict[int, str | int | None]):
 
 def pieces_of(backend: Backend, hidden: Iterable[int]) -> BytePieces | TextPieces | None:
     """The pieces of ``backend``'s tokens; None if its decoder is of neither family."""
-    steps = _decoder_steps(backend)
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": ""}
+    steps = list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return BytePieces(backend, hidden)
     rules = _piece_rules(steps)

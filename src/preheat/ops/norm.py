@@ -36,7 +36,7 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         """``weight`` [size], or [heads, size] for a norm of its own for each head, in the dtype of what is normed."""
         self.weight, self.eps = weight, eps
-        # Scalars are held as tensors: torch takes longer to wrap a Python number than to run these operations.
+        # Scalars are kept as tensors: torch takes longer to wrap a Python number than to run these operations.
         self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
         self._share = torch.tensor(1.0 / weight.shape[-1], dtype=torch.float32, device=weight.device)
 

@@ -2,7 +2,7 @@
 
 Contract: a row's survivors depend on that row alone. A token is judged by its *deficit* ``(best - logit) /
 temperature`` in float32; its probability, up to the row's constant, is ``exp(-deficit)``. Probability mass is counted
-in integers (of 2**-34 of the best token's mass, held exactly in float64), so a sum does not depend on its order, on the
+in integers (of 2**-34 of the best token's mass, exact in float64), so a sum does not depend on its order, on the
 number of rows or on how many of a row's tokens were looked at. Only element-wise operations round.
 """
 

@@ -139,7 +139,7 @@ class BlockPool:
             ),
             (
                 references is not None and not np.array_equal(self.refs, references),
-                "references held by sequences and counted here differ",
+                "references of sequences and their count here differ",
             ),
         ):
             if broken:

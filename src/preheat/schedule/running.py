@@ -117,8 +117,8 @@ class RunningSequences:
     def check(self) -> None:
         """Prove that the pool's references are exactly the blocks in the running rows' tables (none when idle)."""
         slots = self.slots
-        held = np.arange(slots.max_blocks) < slots.num_blocks[:, None]
-        counts = np.bincount(slots.block_table[held], minlength=self.pool.num_blocks)
+        used = np.arange(slots.max_blocks) < slots.num_blocks[:, None]
+        counts = np.bincount(slots.block_table[used], minlength=self.pool.num_blocks)
         self.pool.check(counts.astype(np.int32))
         if sorted(self.order.tolist()) != sorted(self._slot_of.values()):
             raise RuntimeError("running order and slots disagree")

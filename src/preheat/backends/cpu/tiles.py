@@ -34,7 +34,7 @@ KEYS_PER_CALL = 2048
 class Call:
     """Pairs that read equally many keys, run by one kernel call.
 
-    Pair p is tile ``tile[p]`` against ``span`` keys held by the physical blocks ``blocks[p]``. Its query q sees keys
+    Pair p is tile ``tile[p]`` against ``span`` keys in the physical blocks ``blocks[p]``. Its query q sees keys
     from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
     no layer limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of
     nothing; its output is not used. ``in_place``: pair p reads block p, so that the keys need not be gathered.
@@ -156,7 +156,7 @@ def _spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class _Pairs:
-    """Pair p is tile ``tile[p]`` against ``span[p]`` keys from position ``start[p]`` on, held by the physical blocks
+    """Pair p is tile ``tile[p]`` against ``span[p]`` keys from position ``start[p]`` on, in the physical blocks
     ``blocks[p]``, of which its real queries see all where ``full[p]``.
     """
 

@@ -43,7 +43,7 @@ class CudaBackend:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
         self.device = torch.device("cuda", 0)
-        self._held_before = 0
+        self._used_before = 0
         self._configs = KernelConfigs()
 
     @cached_property
@@ -60,10 +60,10 @@ class CudaBackend:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def used_memory(self) -> int:
-        """What the GPU holds above what it held when this process came: graphs and libraries count, unlike in torch's
+        """What the GPU holds more than when this process started: graphs and libraries count, unlike in torch's
         own figures, and so does what others take meanwhile.
         """
-        return self._held() - self._held_before
+        return self._used() - self._used_before
 
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
@@ -82,7 +82,7 @@ class CudaBackend:
         torch.set_num_threads(settings.num_threads or 1)
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(torch.cuda.Stream(self.device))
-        self._held_before = self._held()
+        self._used_before = self._used()
         fix_arithmetic()
         if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # see early.py
             torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -147,6 +147,6 @@ class CudaBackend:
     def row_digests(self, logits: Tensor) -> Tensor:
         return digest_rows(logits)
 
-    def _held(self) -> int:
+    def _used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)

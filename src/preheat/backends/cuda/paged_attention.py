@@ -121,7 +121,7 @@ def _decode(
     overlap: tl.constexpr,
 ):  # fmt: skip
     """Pieces of single queries, each with one kv head and the heads of its group. A program that is done claims the
-    next piece that nobody has. ``MERGE``: who finishes a query's last piece merges them.
+    next free piece. ``MERGE``: who finishes a query's last piece merges them.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -183,7 +183,7 @@ def _prefill(
     GROUP_ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries with one kv head a program: ``GROUP_ROWS`` rows a token, some of which may be nobody's."""
+    """One tile of queries with one kv head a program: ``GROUP_ROWS`` rows a token, some of which may be unused."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     unit = tl.program_id(0)
     tile, kv_head = unit // KV_HEADS, unit % KV_HEADS

@@ -73,8 +73,8 @@ def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
 
 
 def _fits(tile: Tile, gated: bool) -> bool:
-    held = (tile.outputs * (2 if gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
-    return 60_000 < held < SHARED_BYTES
+    size = (tile.outputs * (2 if gated else 1) + tile.rows) * tile.inputs * 2 * tile.stages
+    return 60_000 < size < SHARED_BYTES
 
 
 class Bench:

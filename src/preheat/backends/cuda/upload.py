@@ -3,7 +3,7 @@
 A tensor of a safetensors file is a view of the file's pages. A copy from pageable memory to a GPU goes through one
 small buffer of the driver's, at a fraction of what the bus can do. Here each thread copies a piece into pinned memory
 of its own (and converts it on the way), from where the GPU fetches it on a stream of its own, while the other threads
-copy theirs. Nothing larger than the pieces is ever held besides the model.
+copy theirs. Nothing larger than the pieces is ever in memory besides the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Upload:
         The device has it all when this returns.
         """
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # whoever held this memory before is done with it
+            torch.cuda.current_stream(self._device).synchronize()  # the previous user of this memory is done with it
         length = self._piece_bytes // out.element_size()
         pieces = zip(torch.split(source.view(-1), length), torch.split(out.view(-1), length), strict=True)
         for moved in [self._pool.submit(self._move, *piece) for piece in pieces]:
