@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whatever read our output has exited
+    except BrokenPipeError:  # the reader of our output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
 

@@ -48,7 +48,7 @@ class ColdStep(PreheatError):
 
 
 class InvalidRequest(PreheatError):
-    """The request cannot be served as it stands; nothing was allocated for it."""
+    """The request cannot be served. Nothing was allocated for it."""
 
     status = 400
     kind = "invalid_request_error"

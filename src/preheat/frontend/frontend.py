@@ -97,7 +97,7 @@ class Frontend:
                 self.die(message.error.message)
 
     def die(self, message: str) -> None:
-        """The engine is gone: end all requests, and reject new ones."""
+        """The engine is dead: end all requests and reject new ones."""
         if self.dead is None:
             self.dead = message
             self.fail_all(EngineDead(message))

@@ -138,7 +138,7 @@ async def _serve(
         if service.draining:
             server.should_exit = server.force_exit = True
         else:
-            logger.info("Draining: running requests finish, new ones are refused; a second signal stops now")
+            logger.info("Draining: running requests finish, new ones are rejected; a second signal stops now")
             service.draining = True
             tasks.add(loop.create_task(drained()))
 

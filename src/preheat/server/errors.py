@@ -26,15 +26,15 @@ def error_response(error: PreheatError) -> Response:
     return Response(encode(error_body(error)), error.status, _HEADERS.get(error.status), "application/json")
 
 
-async def _refused(_: Request, error: PreheatError) -> Response:
+async def _rejected(_: Request, error: PreheatError) -> Response:
     return error_response(error)
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     """An unknown path, or a wrong method."""
-    refusal = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
-    refusal.status = error.status_code
-    response = error_response(refusal)
+    rejection = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
+    rejection.status = error.status_code
+    response = error_response(rejection)
     response.headers.update(error.headers or {})
     return response
 
@@ -48,5 +48,5 @@ async def _failed(_: Request, error: Exception) -> Response:
     return error_response(PreheatError("The server failed to handle this request; its log says more"))
 
 
-HANDLERS = {PreheatError: _refused, HTTPException: _not_found, ClientDisconnect: _gone, Exception: _failed}
+HANDLERS = {PreheatError: _rejected, HTTPException: _not_found, ClientDisconnect: _gone, Exception: _failed}
 """The handler of each class of exception that a route raises."""

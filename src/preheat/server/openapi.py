@@ -25,8 +25,8 @@ Kinds = Kind | types.UnionType
 
 _REF = "#/components/schemas/{name}"
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-_REFUSALS = {
-    400: "The request cannot be served as it stands; the message says what to change.",
+_ERRORS = {
+    400: "The request cannot be served; the message says what to change.",
     401: "A valid API key is required.",
     404: "No such model.",
     408: "The body did not arrive in time.",
@@ -42,7 +42,7 @@ _REFUSALS = {
 class Operation:
     """A route: its endpoint, whose docstring is the summary, and its bodies. A route that takes a body is a POST.
 
-    ``answer`` may be several kinds; None is plain text. ``refusals`` come on top of those that all routes share.
+    ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
     ``instead``: bodies that replace the error's. ``formats``: what the query may ask for.
     """
 
@@ -50,7 +50,7 @@ class Operation:
     endpoint: Callable[[Request], Awaitable[ASGIApp]]
     answer: Kinds | None = None
     body: Kind | None = None
-    refusals: tuple[int, ...] = ()
+    errors: tuple[int, ...] = ()
     streams: bool = False
     instead: Mapping[int, Kind] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -125,9 +125,9 @@ def _described(operation: Operation) -> dict[str, Any]:
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
     shared = (401, 429) * operation.needs_key + (400, 404, 408, 413, 500, 503) * bool(operation.body)
-    for code in sorted((*shared, *operation.refusals)):
+    for code in sorted((*shared, *operation.errors)):
         kinds = ErrorResponse | operation.instead.get(code, ErrorResponse)
-        responses[str(code)] = {"description": _REFUSALS[code], "content": _content(kinds)}
+        responses[str(code)] = {"description": _ERRORS[code], "content": _content(kinds)}
     described: dict[str, Any] = {"summary": (operation.endpoint.__doc__ or "").rstrip("."), "responses": responses}
     if operation.body:
         described["requestBody"] = {"required": True, "content": _content(operation.body)}

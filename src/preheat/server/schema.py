@@ -181,7 +181,7 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     try:
         body: Body = _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise _refused(str(error)) from error
+        raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -195,7 +195,7 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def _refused(message: str) -> InvalidRequest:
+def _invalid(message: str) -> InvalidRequest:
     """msgspec's message in OpenAI's words, with its ``param``."""
     problem = message.partition(" - at `")[0]
     path = next(iter(_PATH.findall(message)), "").lstrip(".")
