@@ -17,7 +17,7 @@ from preheat.server.body import read_request
 from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, encoded, prompt_logprobs_of, sampling
 from preheat.server.schema import ChatRequest, Message
-from preheat.server.writer import Writer, event_of
+from preheat.server.stream import Writer, event_of
 
 
 async def chat(request: Request) -> ASGIApp:

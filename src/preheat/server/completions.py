@@ -17,7 +17,7 @@ from preheat.server.body import read_request
 from preheat.server.middleware import request_id
 from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
-from preheat.server.writer import Writer
+from preheat.server.stream import Writer
 
 MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16

@@ -1,4 +1,4 @@
-"""What the answers of completions and chat completions share: how they are sent, their common fields, their usage."""
+"""How answers are sent, as one JSON body or as server-sent events; completions and chat completions extend it."""
 
 from __future__ import annotations
 
