@@ -10,7 +10,7 @@ import pytest
 
 from preheat.settings import OPTIONS
 from tests.meta.source import PACKAGE, ROOT
-from tools.gen_settings_doc import BEGIN, END, render, with_knobs
+from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
 ADDING, DECISIONS = ROOT / "docs" / "adding.md", ROOT / "docs" / "decisions.md"
@@ -37,12 +37,12 @@ def test_settings_are_documented_as_they_are():
     assert (ROOT / "docs" / "settings.md").read_text() == render(), "run: python -m tools.gen_settings_doc"
 
 
-def test_the_knobs_of_warm_up_are_documented_as_they_are():
+def test_the_options_of_warm_up_are_documented_as_they_are():
     text = (ROOT / "docs" / "warm-up.md").read_text()
-    assert text == with_knobs(text), "run: python -m tools.gen_settings_doc"
-    knobs = text.partition(BEGIN)[2].partition(END)[0]
+    assert text == with_tables(text), "run: python -m tools.gen_settings_doc"
+    options = text.partition(BEGIN)[2].partition(END)[0]
     owned = [opt for opt in OPTIONS.values() if opt.group in ("Buckets", "Warm-up", "Device graphs", "Defragmenter")]
-    assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in knobs] == []
+    assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in options] == []
 
 
 def test_options_in_prose_exist():
