@@ -15,7 +15,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs
+from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs, TuneRequest
 from preheat.backends.cold import Watched
 from preheat.backends.cpu.attention import CpuAttention
 from preheat.backends.cpu.cold import COLD_SOURCES
@@ -23,6 +23,7 @@ from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import GatedLinear, OneDnnLinear
 from preheat.backends.cpu.sampler import CpuSampler
+from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
 from preheat.ops.norm import RMSNorm
@@ -88,6 +89,11 @@ class CpuBackend:
 
     def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
         """A linear layer proves a number of rows when it first occurs, which is before ready."""
+
+    def tune(self, request: TuneRequest) -> str:
+        raise SettingsError(
+            "on a CPU torch's own kernels serve: there is nothing to tune; run it where there is a GPU", param="device"
+        )
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CpuAttention:
         return CpuAttention(layers, contiguous)
