@@ -7,9 +7,9 @@ import subprocess
 import tomllib
 
 import pytest
-from preheat.backends.registry import FACTS
 
 import preheat
+from preheat.backends.registry import FACTS
 from preheat.plan.options import PlanOptions
 from preheat.settings import OPTIONS
 from tests.meta.source import MODULES, ROOT, name_of, product_files

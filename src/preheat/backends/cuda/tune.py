@@ -1,5 +1,6 @@
 """``preheat tune`` on CUDA: measure which kernel is fastest for each linear layer, and keep the table for later
-boots."""
+boots.
+"""
 
 from __future__ import annotations
 
