@@ -13,7 +13,8 @@ from preheat.backends.cuda.sample_source import race
 from preheat.backends.cuda.sampler import Cut, DeviceSampler, read_report
 from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.core import TokenLogprobs
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampling import Level, SamplingInput
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()
@@ -25,10 +26,10 @@ def prepared(
     duplicates: bool = False,
     cut: Cut = DEFAULT,
     spare: int = 1,
-) -> tuple[DeviceSampler, SamplingBatch]:
+) -> tuple[DeviceSampler, SamplingInput]:
     """A sampler that holds the description of ``rows`` as its next step, with room for ``spare`` more."""
     slots, n = fill(rows), len(rows)
-    batch = SamplingBatch.build(slots, np.arange(n))
+    batch = sampling_input(slots, np.arange(n))
     sampler = DeviceSampler(n, len(rows[0].logits), torch.device(device), n + spare, duplicates, cut=cut)
     host = np.zeros(sampler.input.words, np.int32)
     used = sampler.input.pack(host, batch, np.arange(n))
@@ -104,7 +105,7 @@ def keyed_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault: noise keyed by a row's place in the step."""
     pack = SamplerInput.pack
 
-    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
+    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingInput, slots: np.ndarray) -> int:
         if batch.random:
             batch.random.seed = batch.random.rows.astype(np.uint64)
         return pack(self, host, batch, slots)

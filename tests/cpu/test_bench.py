@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.bench.checkpoint import write_checkpoint
 from preheat.cli import main
 from preheat.model.loader import load_weights
@@ -54,6 +55,6 @@ def test_a_written_checkpoint_is_one(tmp_path, monkeypatch, tied):
     config = CONFIG | {"tie_word_embeddings": tied}
     size = write_checkpoint(config, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    weights = load_weights(read_spec(config), tmp_path, torch.bfloat16)
+    weights = load_weights(read_spec(config), tmp_path, torch.bfloat16, CpuBackend())
     assert size > weights.embedding.numel() * 2
     assert 0.01 < float(weights.embedding.float().std()) < 0.03

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.compile import Regional, builder, check_compiler, compilations, compile_seconds
+from preheat.backends.cpu import linear
+from preheat.backends.cpu.compile import Regional, check_compiler, compilations, compile_seconds, region_builder
 from preheat.errors import SettingsError
-from preheat.model import decoder as decoder_module
-from preheat.model.decoder import Decoder, after_attention, before_attention
-from preheat.ops import activation
+from preheat.model.decoder import Decoder, after_attention, project
 from preheat.ops.activation import silu_and_mul
 from tests.cpu.checkpoints import MODELS, save_checkpoint
-from tests.cpu.test_model_families import dense_attention, open_decoder, random_tokens
+from tests.cpu.test_model_families import hidden_of, open_decoder, random_tokens
 from tests.cpu.test_model_paged import WAYS, Steps
 
 
@@ -40,12 +39,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def compiled(eager: Decoder) -> Decoder:
-    return Decoder(eager.spec, eager.weights, 256, builder("compile"))
-
-
-@torch.inference_mode()
-def hidden(decoder: Decoder, tokens: Tensor) -> Tensor:
-    return decoder.finish(decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec)))
+    return Decoder(eager.spec, eager.weights, 256, region_builder("compile", None))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", torch.bfloat16), ("llama with biases", torch.float32)])
@@ -60,10 +54,7 @@ def test_prefill_and_decode_have_the_bits_of_eager(name: str, dtype: torch.dtype
 def test_the_comparison_of_bits_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here an operation does something else in compiled code."""
     save_checkpoint(MODELS["llama"], tmp_path)
-    right = decoder_module.apply_rope_
-    monkeypatch.setattr(
-        decoder_module, "apply_rope_", lambda *args: None if torch.compiler.is_compiling() else right(*args)
-    )
+    monkeypatch.setattr(linear, "silu_and_mul", lambda x: silu_and_mul(x) * (1 + 2**-7 * torch.compiler.is_compiling()))
     eager = open_decoder(tmp_path)
     assert not all(map(torch.equal, Steps(compiled(eager)).run(WAYS["decode"]), Steps(eager).run(WAYS["decode"])))
 
@@ -98,13 +89,12 @@ def test_inductor_sees_no_arithmetic_of_a_layer(tmp_path: Path, monkeypatch: pyt
     decoder = open_decoder(tmp_path)
     layer, spec = decoder.weights.layers[0], decoder.spec
     x, residual = torch.ones(2, 4, spec.hidden_size).unbind()
-    rope = (torch.ones(4, 1, spec.head_dim), torch.ones(4, 1, spec.head_dim))
-    before = operations(before_attention, x, layer, rope, decoder._heads)
+    before = operations(project, x, layer, spec.head_dim)
     attended = torch.ones(4, spec.q_size)
     after = operations(after_attention, attended, residual, layer, layer.input_norm)
     assert before and arithmetic(before) == []
     assert after and arithmetic(after) == []
-    monkeypatch.setattr(activation, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(linear, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore[attr-defined]
     torch._dynamo.reset()
     assert arithmetic(operations(after_attention, attended, residual, layer, layer.input_norm)) != []
 
@@ -115,12 +105,12 @@ def test_layers_share_a_program_for_each_number_of_tokens(tmp_path: Path) -> Non
     assert decoder.spec.num_layers > 2
     for count in (5, 9):
         before, seconds = compilations(), compile_seconds()
-        hidden(decoder, random_tokens(count))
+        hidden_of(decoder, random_tokens(count))
         assert compilations() == before + 2  # before attention and after it
         assert compile_seconds() > seconds
     before, seconds = compilations(), compile_seconds()
     for count in (9, 5):
-        hidden(decoder, random_tokens(count))
+        hidden_of(decoder, random_tokens(count))
     assert (compilations(), compile_seconds()) == (before, seconds)
 
 
@@ -149,9 +139,9 @@ def test_the_cache_on_disk_is_used(tmp_path: Path, cache: Path) -> None:
 
     save_checkpoint(MODELS["llama"], tmp_path)
     eager, tokens = open_decoder(tmp_path), random_tokens(13)
-    hidden(compiled(eager), tokens)
+    hidden_of(compiled(eager), tokens)
     before = counters["inductor"]["fxgraph_cache_hit"]
-    hidden(compiled(eager), tokens)
+    hidden_of(compiled(eager), tokens)
     assert counters["inductor"]["fxgraph_cache_hit"] == before + 2
     assert any(cache.rglob("*"))
 

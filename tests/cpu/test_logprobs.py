@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preheat.backends.cpu.logprobs import token_logprobs
+from preheat.ops.logprobs import token_logprobs
 from preheat.core import TokenLogprobs
 
 

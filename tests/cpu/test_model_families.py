@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.model.decoder import Attention, Decoder
+from preheat.backends.base import Attend
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.model.decoder import Attended, Decoder
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
-from preheat.model.specs import ModelSpec, read_spec
+from preheat.model.specs import read_spec
+from preheat.ops.rotary import apply_rope_
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 
 TOKENS = 90
@@ -20,13 +23,18 @@ TOKENS = 90
 
 def open_decoder(folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "auto") -> Decoder:
     spec = read_spec(read_config(folder))
-    return Decoder(spec, load_weights(spec, folder, dtype, load_format), 256)
+    return Decoder(spec, load_weights(spec, folder, dtype, CpuBackend(), load_format=load_format), 256)
 
 
-def dense_attention(spec: ModelSpec) -> Attention:
+def dense_attention(decoder: Decoder) -> Attend:
     """Attention among the step's own tokens, which are one sequence from position 0 on."""
+    spec = decoder.spec
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
+        turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
+        if (norm := decoder.weights.layers[layer].qk_norm) is not None:
+            turned.copy_(norm(turned))
+        apply_rope_(turned, *decoder.rope[: len(qkv)].unbind(1))
         q, k, v = (part.transpose(0, 1) for part in qkv.split([spec.num_heads, *[spec.num_kv_heads] * 2], dim=1))
         position = torch.arange(len(qkv))
         seen = position <= position[:, None]
@@ -39,9 +47,15 @@ def dense_attention(spec: ModelSpec) -> Attention:
 
 
 @torch.inference_mode()
+def hidden_of(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Behind the final norm, of one sequence from position 0 on."""
+    residual = decoder.weights.embedding[tokens]
+    return decoder.finish(Attended(decoder.layers(residual, dense_attention(decoder)), residual))
+
+
+@torch.inference_mode()
 def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
-    attended = decoder.forward(tokens, torch.arange(len(tokens)), dense_attention(decoder.spec))
-    return decoder.logits(decoder.finish(attended))
+    return decoder.weights.head(hidden_of(decoder, tokens)).float()
 
 
 def error_at_each_position(got: Tensor, right: Tensor) -> Tensor:
@@ -72,7 +86,7 @@ def test_the_comparison_can_fail(tmp_path):
         folder = tmp_path / name
         reference = save_checkpoint(MODELS[name], folder)
         spec = read_spec(read_config(folder) | change)
-        decoder = Decoder(spec, load_weights(spec, folder, torch.float32), 256)
+        decoder = Decoder(spec, load_weights(spec, folder, torch.float32, CpuBackend()), 256)
         assert error_at_each_position(logits_of(decoder, random_tokens()), reference(random_tokens())).max() > 1e-3
 
 

@@ -1,12 +1,14 @@
-"""Programs: a graph where there is one, else operation by operation. Here a graph is one on paper."""
+"""Graph drivers: a program runs as a graph where there is one, else its body is called. CUDA's graph is a fake."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from preheat.execution.graphs import Programs, SampleKey
-from preheat.execution.sampling import Level
+from preheat.backends.cpu.backend import Calls
+from preheat.backends.cuda.graph import CudaGraphs
+from preheat.execution.graphs import SampleKey
+from preheat.ops.sampling import Level
 from preheat.plan.items import SamplerKey, sampler_keys
 
 
@@ -39,17 +41,17 @@ def paper(monkeypatch):
 
 def test_a_program_runs_as_a_graph_once_it_is_captured():
     ran: list[int] = []
-    programs = Programs[int](ran.append, pool="pool")
-    programs.run(7)
+    programs = CudaGraphs[int, int](lambda key: ran.append(key) or len(ran), pool="pool")
+    assert programs.run(7) == 1
     assert ran == [7]
     assert 7 not in programs
     programs.capture(7)
     assert 7 in programs
     assert ran == [7, 7]  # recorded
-    programs.run(7)
-    programs.run(8)
+    assert programs.run(7) == 2  # what the body returned while it was captured
+    assert programs.run(8) == 3
     assert ran == [7, 7, 8]
-    programs.run(7, eager=True)
+    assert programs.run(7, eager=True) == 4
     assert ran == [7, 7, 8, 7]
     [graph] = PaperGraph.made
     assert graph.said == ["begin", "end", "replay"]
@@ -67,11 +69,22 @@ def test_a_capture_that_fails_is_ended_and_forgotten():
     def broken(key):
         raise RuntimeError("no room")
 
-    programs = Programs[int](broken)
+    programs = CudaGraphs[int, None](broken)
     with pytest.raises(RuntimeError, match="no room"):
         programs.capture(7)
     assert PaperGraph.made[0].said == ["begin", "end"]
     assert 7 not in programs
+
+
+def test_without_graphs_a_program_is_called():
+    ran: list[int] = []
+    programs = Calls[int, int](lambda key: ran.append(key) or 2 * key)
+    programs.capture(7)
+    assert 7 not in programs
+    assert ran == []
+    assert [programs.run(7), programs.run(8, eager=True)] == [14, 16]
+    programs.forget(7)
+    assert ran == [7, 8]
 
 
 def test_every_item_of_the_sampler_names_a_program():

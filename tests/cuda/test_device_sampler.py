@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.backends.cpu.sampler import Sampler
+from preheat.ops.logprobs import token_logprobs
+from preheat.ops.sampler import HostSampler
 from preheat.backends.cuda.sampler import Cut, DeviceSampler
 from preheat.core import SamplingParams
-from preheat.execution.sampling import Level, SamplingBatch
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampling import Level
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close
@@ -46,8 +47,8 @@ def rows_of(kinds: list[dict[str, object]], vocab: int = LARGE, spread: float = 
 
 
 def sample_on_host(rows: list[Row], duplicates: bool = False) -> list[int]:
-    sampler = Sampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
-    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    sampler = HostSampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
     return sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch).tolist()
 
 
@@ -152,7 +153,7 @@ def test_penalties_over_steps() -> None:
     sampler, _ = prepared([row], "cuda")
     for step in range(40):
         slots = fill([replace(row, output=[-1] * step)])
-        batch = SamplingBatch.build(slots, np.arange(1))
+        batch = sampling_input(slots, np.arange(1))
         host = np.zeros(sampler.input.words, np.int32)
         used = sampler.input.pack(host, batch, np.arange(1))
         sampler.settings[:used] = torch.from_numpy(host[:used])

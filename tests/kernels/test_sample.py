@@ -16,12 +16,13 @@ import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.backends.cpu.sampler import Sampler
+from preheat.ops.logprobs import token_logprobs
+from preheat.ops.sampler import HostSampler
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
 from preheat.core import SamplingParams
-from preheat.execution.sampling import Level, PenaltyRows, SamplingBatch
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampling import Level, Penalties
 from preheat.ops.philox import gumbel_at
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
@@ -53,8 +54,8 @@ def rows_of_all_kinds(seed: int = 7, vocab: int = VOCAB) -> list[Row]:
 
 
 def sample_on_host(rows: list[Row], duplicates: bool = False) -> list[int]:
-    sampler = Sampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
-    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    sampler = HostSampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
     return sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch).tolist()
 
 
@@ -204,7 +205,7 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         one = np.ones(1, np.float32)
         zero = np.zeros(1, np.int64)
         sampler.counts.follow(
-            PenaltyRows(zero, zero, zero + owner, zero + 3, [np.array(tokens, np.int32)], one, one, one)
+            Penalties(zero, zero, zero + owner, zero + 3, [np.array(tokens, np.int32)], one, one, one)
         )
         return history[0].tolist()
 
@@ -224,7 +225,7 @@ def test_long_sequences_are_counted_in_parts() -> None:
     one = np.ones(1, np.float32)
     for owner in (1, 2):
         counts.follow(
-            PenaltyRows(
+            Penalties(
                 np.zeros(1, np.int64), np.array([1]), np.array([owner]), np.array([5000]), [tokens], one, one, one
             )
         )
@@ -238,7 +239,7 @@ def test_many_sequences_are_counted_together() -> None:
     tokens = [np.random.default_rng(n).integers(0, 7, n).astype(np.int32) for n in lengths]
     counts, one = DeviceCounts(6, 7, torch.device("cpu")), np.ones(3, np.float32)
     counts.history.fill_(9)
-    counts.follow(PenaltyRows(np.arange(3), slots, slots + 1, prompts, tokens, one, one, one))
+    counts.follow(Penalties(np.arange(3), slots, slots + 1, prompts, tokens, one, one, one))
     for slot, all_of_it, prompt in zip(slots, tokens, prompts, strict=True):
         seen, drawn = (np.bincount(part, minlength=7) for part in np.split(all_of_it, [prompt]))
         assert counts.history[slot].tolist() == (2 * drawn + (seen > 0)).tolist()
