@@ -7,11 +7,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from preheat.backends.cuda.sampler_input import SamplerInput
 
 from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
 from preheat.backends.cuda.sample_source import race
 from preheat.backends.cuda.sampler import Cut, DeviceSampler, read_report
-from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.core import TokenLogprobs
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.sampling import Level, SamplingInput

@@ -6,6 +6,7 @@ Help and errors never wait for torch; neither do plans and ladders.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from preheat import __version__
-from preheat.bench import commands as bench_commands
 from preheat.core import Ready, SamplingParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.frontdoor import check_params
@@ -74,14 +74,12 @@ SAMPLING_HELP = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a mistake in what was asked."""
-    parser = _parser()
-    args, unknown = parser.parse_known_args([_dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)])
-    if unknown:
-        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_HELP]
-        parser.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].split('=')[0], flags)}")
-    values = vars(args)
-    run = values.pop("run")
+    words = [_dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     try:
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
+        values = _values(words)
+        run = values.pop("run")
         return int(run(values))
     except PreheatError as error:
         print(f"preheat: error: {error}", file=sys.stderr)
@@ -91,6 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
+
+
+def _values(words: Sequence[str]) -> dict[str, Any]:
+    """The command's function (``run``) and its arguments."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_HELP]
+        parser.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].split('=')[0], flags)}")
+    return vars(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,10 +156,7 @@ def _add_plan_commands(commands: Any) -> None:
     tune.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(tune, [OPTIONS[name] for name in TUNE_OPTIONS])
 
-    bench = commands.add_parser("bench", help="measure this engine, beside vLLM's figures", allow_abbrev=False)
-    bench.set_defaults(run=bench_commands.run)
-    bench_commands.add_flags(bench)
-    add_flags(bench, ENGINE_OPTIONS)
+    commands.add_parser("bench", help="measure this engine, beside vLLM's figures")  # its arguments: see _bench
 
     buckets = commands.add_parser("buckets", help="print one ladder of bucket sizes", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)
@@ -277,6 +282,18 @@ def _verify(values: dict[str, Any]) -> int:
     if asked.json:
         print(msgspec.json.encode(verdict).decode())
     return 0 if verdict.ok else FAILURE
+
+
+def _bench(words: Sequence[str]) -> int:
+    """Run the ``benchmarks`` package, which lies beside ``src`` in a checkout and is not installed."""
+    root = Path(__file__).parents[2]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise PreheatError(
+            "the benchmarks are not installed with preheat: clone its repository and run `scripts/bench` there"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return int(importlib.import_module("benchmarks.__main__").main(words))
 
 
 def _tune(values: dict[str, Any]) -> int:

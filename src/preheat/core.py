@@ -1,4 +1,4 @@
-"""The nouns that cross a border: one per hop of a request's life.
+"""The types that cross a border, one for each hop of a request's life.
 
 ``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it holds tensors
 and so lives in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
@@ -21,7 +21,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
 OWN_ID = -2
-"""The first id of requests of preheat's own, counted downwards: no client's, and not the sampler's "nobody"."""
+"""The first id of preheat's own dummy requests, counted downwards: never a client's id, nor the sampler's -1."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -162,8 +162,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class Delta(msgspec.Struct, tag="delta"):
     """What one step changed: token ``tokens[i]`` for sequence ``ids[i]`` (an id occurs k times for k tokens).
 
-    A stop token that ended a sequence is in ``tokens`` as well. ``started`` gives the tokens read from the prefix
-    cache for each sequence that began to run in this step.
+    A stop token that ended a sequence is in ``tokens`` as well. ``logprobs`` is by place i, ``finished`` and
+    ``prompt_logprobs`` are by id. ``started`` gives the tokens read from the prefix cache for each sequence that began
+    to run in this step.
     """
 
     ids: list[int] = []
@@ -189,6 +190,8 @@ class Stats(msgspec.Struct, tag="stats"):
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -203,7 +206,7 @@ class Progress(msgspec.Struct, tag="progress"):
 class Ready(msgspec.Struct, tag="ready"):
     """The engine can run, within these limits. ``record`` is what became of the plan, as JSON.
 
-    ``held`` says why it must take no requests all the same: what it would answer was found to be unreliable.
+    ``held`` says why it must take no requests all the same: the check at boot failed.
     """
 
     max_model_len: int
@@ -230,31 +233,30 @@ ToEngine = Request | Cancel | Drain | Ask
 FromEngine = Delta | Progress | Ready | Report | Died
 
 
-ALONE = 0
+NO_PERSISTENT_BATCH = 0
+"""``Schedule.persistent_batch`` of a step that shares its rows with no other step."""
 
 
 @dataclass(slots=True)
 class Schedule:
-    """The rows of one step, decoding rows first. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``,
-    from position ``first[i]`` on.
+    """The rows of one step. Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``, from position
+    ``first[i]`` on, and samples a token after each of the last ``num_sampled[i]`` of them: none if more of the prompt
+    follows, k + 1 if the row ends with k draft tokens, otherwise one.
 
-    ``samples[i]`` says whether a token is drawn from the row's last position: false for a chunk that does not reach
-    the end of what is known of its sequence. All is as it was when the step was scheduled; the slots may be ahead.
-
-    Steps of one ``persistent_batch`` have the same rows, all decoding, and differ in nothing but how far they are:
-    whoever keeps what follows from the rows need not work it out again. No step shares the line-up ``ALONE`` with
-    another.
+    Decoding rows come first, rows with drafts last. The arrays describe the moment of scheduling; the slots may be
+    ahead of them. Steps with the same ``persistent_batch`` number have the same decoding rows, each one token further
+    in every step, so what depends only on the rows can be reused between them.
     """
 
     slots: np.ndarray  # int64 [rows]
     first: np.ndarray  # int32 [rows]
     extend: np.ndarray  # int32 [rows], at least 1
-    samples: np.ndarray  # bool [rows]
-    num_decode: int  # the first rows, all with extend == 1 and samples
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; none: nobody asked
+    num_sampled: np.ndarray  # int32 [rows]
+    num_decode: int  # rows at the front with extend == num_sampled == 1
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; empty in dummy batches
     started: dict[int, int] = field(default_factory=dict)  # request id -> tokens found in the prefix cache
-    persistent_batch: int = ALONE
-    ends: np.ndarray = field(init=False)  # int32 [rows], after each row's last: where a sampling row puts its token
+    persistent_batch: int = NO_PERSISTENT_BATCH
+    ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:
         self.ends = self.first + self.extend
@@ -266,6 +268,30 @@ class Schedule:
     @property
     def tokens(self) -> int:
         return self.rows if self.num_decode == self.rows else int(self.extend.sum())
+
+    @property
+    def samples(self) -> np.ndarray:
+        """bool [rows]: whether the row samples at all."""
+        return self.num_sampled > 0
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some row, which is then the last, has draft tokens."""
+        return self.rows > 0 and bool(self.num_sampled[-1] > 1)
+
+    @property
+    def total_sampled(self) -> int:
+        """The tokens that the step samples."""
+        return self.rows if self.num_decode == self.rows else int(self.num_sampled.sum())
+
+    def sampled(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and position, int [total_sampled] each, of every token that the step samples, in row order."""
+        if not self.has_drafts:
+            rows = self.num_sampled.nonzero()[0]
+            return rows, self.ends[rows]
+        rows = np.arange(self.rows).repeat(self.num_sampled)
+        left = self.num_sampled.cumsum()[rows] - np.arange(len(rows))  # of the row, this token included
+        return rows, self.ends[rows] + 1 - left
 
 
 @dataclass(slots=True)
@@ -281,12 +307,12 @@ class Swaps:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device computed: ``tokens[j]`` for the j-th sampling row of the schedule, in row order.
+    """What the device computed: ``tokens`` has the tokens sampled by each row, in row order.
 
-    ``logprobs`` maps a row to its sampled token's alternatives; ``prompt_logprobs`` maps a row to one entry per
-    computed token that has a known successor in the prompt (the successor's logprob, at the successor's position).
+    ``logprobs`` maps a place in ``tokens`` to that token's alternatives. ``prompt_logprobs`` maps a row to one entry
+    per computed token that has a known successor in the prompt (the successor's logprob, at the successor's position).
     """
 
-    tokens: np.ndarray  # int32 [sampling rows]
+    tokens: np.ndarray  # int32 [total_sampled]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

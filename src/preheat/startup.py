@@ -97,12 +97,12 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
     trace = open_trace(settings.profiler_enabled)
     wake(settings.device)
     with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
-        from preheat.backends.cpu.compile import compile_seconds
-        from preheat.engine.listeners import trace_steps, with_step_log
+        from preheat.engine.listeners import STEP_EVENTS, with_step_log
         from preheat.engine.loop import Loop
         from preheat.engine.rehearsal import Unwatched, rehearse
         from preheat.runner import build, load_model
         from preheat.transport import InlineTransport
+        from preheat.utils.dynamo import compile_seconds
         from preheat.verify.boot import BootCheck
         from preheat.verify.check_runner import CheckRunner
         from preheat.warmup.graphs import divide_memory
@@ -135,8 +135,8 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         warm.say, warm.compiled, warm.span, warm.reused = transport.put, compile_seconds, trace.span, store.reused()
         stage = Loop(InlineTransport(), scheduler, packer, executor, Unwatched(), overlap=ahead)
         guard = _heat(settings, warm, model, partial(rehearse, stage), split=split, store=store, steps=steps)
-    loop = Loop(transport, scheduler, packer, executor, with_step_log(settings, mode, guard), overlap=ahead)
-    trace_steps(trace, loop)
+    listener, call = with_step_log(settings, mode, guard), trace.calls(STEP_EVENTS)
+    loop = Loop(transport, scheduler, packer, executor, listener, overlap=ahead, call=call)
     _judge(settings, record)
     before_ready()
     transport.put(_ready(record, limits, model.bytes_per_block, time.monotonic() - started))

@@ -114,7 +114,7 @@ class ScriptedEngine:
         delta.ids.append(id)
         delta.tokens.append(token)
         if request.params.logprobs is not None:
-            delta.logprobs[id] = logprobs_of(token, request.params.logprobs)
+            delta.logprobs[len(delta.ids) - 1] = logprobs_of(token, request.params.logprobs)
         if token in request.stop_ids and len(sequence.output) > request.params.min_tokens:
             delta.finished[id] = Finish("stop", stop_id=token)
         elif len(sequence.output) >= request.max_tokens:

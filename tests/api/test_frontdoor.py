@@ -160,7 +160,7 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str],
 def test_logprobs(played: Played) -> None:
     ticket = played.ask(logprobs=2)
     played.door.handle(
-        Delta(ids=[1], tokens=[70], logprobs={1: TokenLogprobs(70, -2.0, 3, [(71, -0.5), (72, -1.0)])},
+        Delta(ids=[1], tokens=[70], logprobs={0: TokenLogprobs(70, -2.0, 3, [(71, -0.5), (72, -1.0)])},
               finished={1: Finish("length")})
     )  # fmt: skip
     output = ticket.output().outputs[0]

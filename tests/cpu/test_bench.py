@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from benchmarks.common.checkpoint import write_checkpoint
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.bench.checkpoint import write_checkpoint
 from preheat.cli import main
 from preheat.model.loader import load_weights
 from preheat.model.specs import read_spec
@@ -50,8 +50,8 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_written_checkpoint_is_one(tmp_path, monkeypatch, tied):
-    monkeypatch.setattr("preheat.bench.checkpoint.SHARD_BYTES", 5000)
-    monkeypatch.setattr("preheat.bench.checkpoint.BLOCK", 1 << 10)
+    monkeypatch.setattr("benchmarks.common.checkpoint.SHARD_BYTES", 5000)
+    monkeypatch.setattr("benchmarks.common.checkpoint.BLOCK", 1 << 10)
     config = CONFIG | {"tie_word_embeddings": tied}
     size = write_checkpoint(config, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -17,7 +17,7 @@ from preheat.errors import PreheatError, SettingsError
 from preheat.execution.executor import Executor
 from preheat.plan.items import SWAP_SIZES
 from preheat.schedule.defrag import padded_size
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup.cold_monitor import ColdMonitor
 
@@ -99,7 +99,7 @@ def test_moving_every_block_at_every_step_changes_no_bit(expected: Seen, monkeyp
     assert llm.loop.scheduler.stats().prefix_hits > 0
 
 
-def forgets_tables(self: Running, pairs: np.ndarray) -> None:
+def forgets_tables(self: RunningSequences, pairs: np.ndarray) -> None:
     """Leaves the tables as they are; the pool need not know, as the engine proves its books when idle only."""
 
 
@@ -109,7 +109,7 @@ def test_control_a_swap_of_one_without_the_other_is_noticed(
 ) -> None:
     monkeypatch.setattr(Scheduler, "compact", move_everything)
     if fault == "tables":
-        monkeypatch.setattr(Running, "swap", forgets_tables)
+        monkeypatch.setattr(RunningSequences, "swap", forgets_tables)
     else:
         monkeypatch.setattr(Executor, "swap", lambda self, swaps: None)
     assert bits(LLM(**TIGHT)) != expected

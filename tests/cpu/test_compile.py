@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu import linear
-from preheat.backends.cpu.compile import Regional, check_compiler, compilations, compile_seconds, region_builder
+from preheat.backends.cpu.compile import Regional, check_compiler, region_builder
 from preheat.errors import SettingsError
 from preheat.model.decoder import Decoder, after_attention, project
 from preheat.ops.activation import silu_and_mul
+from preheat.utils.dynamo import compilations, compile_seconds
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import hidden_of, open_decoder, random_tokens
 from tests.cpu.test_model_paged import WAYS, Steps

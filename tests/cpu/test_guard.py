@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from preheat.execution.sampling import SamplingBatch
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.sampler import Sampler
 from preheat.errors import PreheatError
-from preheat.execution.sampling import SamplingBatch
 from preheat.frontend.request_state import Ticket
 from preheat.warmup.cold_monitor import FIRST_RUN, ColdMonitor
 from preheat.warmup.cold_sources import sources_for

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from preheat.backends.base import AttentionLayer
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.core import ALONE, Schedule, StepResult
+from preheat.core import NO_PERSISTENT_BATCH, Schedule, StepResult
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.ops.sampling import SamplingInput
@@ -48,7 +48,7 @@ class Steps:
         self.scheduler = Scheduler(self.limits, padded=plan.padded)
         self.buffers = self.new_buffers()
         self.packer = Packer(self.scheduler.slots, plan, self.buffers)
-        self.persistent_batches: list[int] = []
+        self.batch_numbers: list[int] = []
 
     def new_buffers(self) -> StepBuffers:
         backend = CpuBackend()
@@ -59,14 +59,14 @@ class Steps:
         if schedule is None:
             return None
         batch = self.packer.pack(schedule)
-        self.persistent_batches.append(schedule.persistent_batch)
+        self.batch_numbers.append(schedule.persistent_batch)
         fresh = Packer(self.scheduler.slots, self.plan, self.new_buffers()).pack(schedule)
         assert plain(batch) == plain(fresh)
         return schedule, batch, self.expected(schedule, batch)
 
     def settle(self, schedule: Schedule) -> None:
         tokens = np.arange(np.count_nonzero(schedule.samples), dtype=np.int32)
-        self.scheduler.settle(schedule, StepResult(tokens))
+        self.scheduler.process_results(schedule, StepResult(tokens))
 
     def expected(self, schedule: Schedule, batch: InputBatch) -> dict:
         slots, tokens, tiles, last = self.scheduler.slots, [], [], []
@@ -132,7 +132,9 @@ def plain(value: object) -> object:
     if isinstance(value, list):
         return [plain(each) for each in value]
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name not in MAY_DIFFER}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name not in MAY_DIFFER
+        }
     return value
 
 
@@ -199,7 +201,7 @@ def run_steady(steps: Steps) -> None:
 def test_rows_that_only_decode_are_one_persistent_batch() -> None:
     steps = Steps()
     run_steady(steps)
-    assert steps.persistent_batches == [ALONE] + [1] * 23
+    assert steps.batch_numbers == [NO_PERSISTENT_BATCH] + [1] * 23
 
 
 @pytest.mark.parametrize("later", [SamplingInput.later, attention.steady_steps])
@@ -214,7 +216,7 @@ def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
 
 
 def test_rows_of_another_persistent_batch_are_noticed() -> None:
-    """The control: rows in another order, of which it is said that they are the batch before."""
+    """The control: rows in another order, of which it is said that they are the persistent batch before."""
     steps = Steps()
     for number in range(2):
         steps.scheduler.add(request(number, [number], 9))
@@ -223,7 +225,7 @@ def test_rows_of_another_persistent_batch_are_noticed() -> None:
         steps.settle(schedule)
     schedule = steps.scheduler.schedule()
     slots, first = schedule.slots[::-1].copy(), schedule.first[::-1].copy()
-    liar = Schedule(slots, first, schedule.extend, schedule.samples, 2, persistent_batch=schedule.persistent_batch)
+    liar = Schedule(slots, first, schedule.extend, schedule.num_sampled, 2, persistent_batch=schedule.persistent_batch)
     batch = steps.packer.pack(liar)
     assert steps.sent(liar, batch) != steps.expected(liar, batch)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from preheat.execution.pack import Packer
 from torch import Tensor
 
 from preheat.backends.cpu.backend import CpuBackend
@@ -80,7 +81,9 @@ class Steps:
             rows = sorted((s for s in range(len(LENGTHS)) if step[s]), key=lambda s: step[s] != 1)
             extend = np.array([step[s] for s in rows], np.int32)
             first = self.slots.cached_len[rows]
-            schedule = Schedule(np.array(rows, np.int32), first, extend, extend > 0, int((extend == 1).sum()))
+            schedule = Schedule(
+                np.array(rows, np.int32), first, extend, np.minimum(extend, 1), int((extend == 1).sum())
+            )
             batch = self.packer.pack(schedule)
             attended = self.executor.forward(batch)
             logits = decoder.weights.head(decoder.finish(attended)).float()[: schedule.tokens]
@@ -137,7 +140,7 @@ def test_tokens_that_go_on_alone_have_the_bits_that_they_have_among_all(tmp_path
     steps = Steps(open_decoder(tmp_path))
     decoder, slots = steps.executor.decoder, np.arange(len(LENGTHS), dtype=np.int32)
     extend = np.array(LENGTHS, np.int32)
-    schedule = Schedule(slots, np.zeros_like(extend), extend, extend > 0, 0)
+    schedule = Schedule(slots, np.zeros_like(extend), extend, np.minimum(extend, 1), 0)
     with torch.inference_mode():
         attended = steps.executor.forward(steps.packer.pack(schedule))
         some = torch.tensor([7, 0, 30])

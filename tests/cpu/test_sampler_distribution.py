@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.ops.sampler import HostSampler
 from preheat.core import SamplingParams
 from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, answer, edited, fill, weights

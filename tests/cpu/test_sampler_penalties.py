@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.ops.sampler import HostSampler, TokenCounts
 from preheat.core import Request, SamplingParams
 from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampler import HostSampler, TokenCounts
 from preheat.ops.sampling import Penalties
 from preheat.schedule.slots import Slots
 

@@ -7,9 +7,9 @@ import mmap
 
 import pytest
 import torch
+from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.platform import CPU
 from preheat.plan.cost import ModelSizes
 from preheat.warmup.graphs import Budget, capture_twin, divide_memory
 from preheat.warmup.record import Record

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from preheat.execution.pack import Packer
 
 from preheat.errors import SettingsError
 from preheat.execution.executor import Executor
-from preheat.execution.pack import Packer
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup import cold_sources as sources
 from preheat.warmup.cold_sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for
@@ -129,7 +129,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
 
 
 def test_a_step_is_what_the_loop_calls():
-    called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.settle)
+    called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.process_results)
     assert [function.__module__.startswith(sources.STEP) for function in called] == [True] * 4
 
 

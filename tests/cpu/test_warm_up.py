@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import pytest
 import torch
+from preheat.execution.pack import Batch
 
 from preheat import LLM, SamplingParams
 from preheat.errors import PreheatError, SettingsError
 from preheat.execution.executor import Executor
-from preheat.execution.pack import Batch
 from preheat.warmup.record import Record
 
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "max_model_len": 96, "block_size": 16}

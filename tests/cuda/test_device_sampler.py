@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.ops.logprobs import token_logprobs
-from preheat.ops.sampler import HostSampler
 from preheat.backends.cuda.sampler import Cut, DeviceSampler
 from preheat.core import SamplingParams
 from preheat.execution.logit_stages import sampling_input
+from preheat.ops.logprobs import token_logprobs
+from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import Level
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from preheat.execution.flat import FlatPacker
+from preheat.execution.sampling import Level
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import DeviceSampler
 from preheat.backends.cuda.work import SPLIT
 from preheat.execution.buffers import Layout
-from preheat.execution.flat import FlatPacker
-from preheat.execution.sampling import Level
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup.cold_sources import sources_for
 from preheat.warmup.record import Record
@@ -177,7 +177,7 @@ def test_a_swap_of_one_without_the_other_is_noticed(
 ) -> None:
     monkeypatch.setattr(Scheduler, "compact", move_everything)
     if fault == "tables":
-        monkeypatch.setattr(Running, "swap", forgets_tables)
+        monkeypatch.setattr(RunningSequences, "swap", forgets_tables)
     else:
         monkeypatch.setattr(in_step.loop.executor, "swap", lambda swaps: None)
     forget(in_step)

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from benchmarks.common.shapes import SHAPES
 from preheat.backends.cuda.tuning import KernelConfigs, Library
-from preheat.bench.shapes import SHAPES
 from preheat.core import Ready
 from preheat.ops.digest import row_digests
 from preheat.settings import Settings

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from preheat.backends.cuda.platform import CUDA
 from safetensors.torch import save_file
 from torch import Tensor
 
-from preheat.backends.cuda.platform import CUDA
 from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.layout import expected_tensors, num_parameters
 from preheat.model.loader import Map, load_weights

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from preheat import LLM, SamplingParams
 from preheat.backends.cpu.platform import CPU
-from preheat.backends.cuda import norm
 from preheat.execution.device_executor import DeviceExecutor
 from preheat.execution.flat import FlatPacker
+
+from preheat import LLM, SamplingParams
+from preheat.backends.cuda import norm
 from preheat.frontend.outputs import Logprob, RequestOutput
 from preheat.ops.norm import RMSNorm
 

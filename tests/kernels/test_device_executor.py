@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from preheat.backends.cuda.sampler_input import SamplerInput
 
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.sampler_input import SamplerInput
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.core import Request, SamplingParams
 from preheat.execution import device_executor
@@ -104,7 +104,7 @@ def told(made, monkeypatch, params) -> list[int]:
         host = np.zeros(executor.sampler.input.words, np.int32)
         used = pack(executor.sampler.input, host, batch.sampling, batch.sampled_slots)
         assert executor.sampler.settings[:used].tolist() == host[:used].tolist()
-        scheduler.settle(schedule, result)
+        scheduler.process_results(schedule, result)
     return packed
 
 

@@ -8,6 +8,10 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from examples.train_bundled.export import CONFIG, TOKENIZER_CONFIG
+from examples.train_bundled.model import CausalLM, LlamaShape
+from examples.train_bundled.primer import chat_pairs, plain_documents
+
 BUNDLED = Path(__file__).resolve().parents[2] / "src" / "preheat" / "bundled"
 LAYER_WEIGHTS = [
     "input_layernorm",
@@ -132,3 +136,18 @@ def test_the_card_and_the_licence_of_the_text_are_there():
     assert "LICENSE-PYTHON.txt" in card
     licence = (BUNDLED / "LICENSE-PYTHON.txt").read_text(encoding="utf-8")
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence
+
+
+def test_training_it_again_writes_the_same_configuration():
+    assert read_json("config.json") == CONFIG
+    assert read_json("tokenizer_config.json") == TOKENIZER_CONFIG
+
+
+def test_training_it_again_makes_the_same_parameters(weights):
+    made = {name: tuple(value.shape) for name, value in CausalLM(LlamaShape()).named_parameters()}
+    assert made == {name: shape for name, (_, shape) in weights.items()}
+
+
+def test_the_primer_holds_simple_functions_and_answers():
+    assert all(compile(document, "primer", "exec") for document in plain_documents() if document.startswith("def "))
+    assert ("What is 2 + 3?", "2 + 3 = 5") in list(chat_pairs())

@@ -32,8 +32,7 @@ RULE = {
     "startup": "runner sizing plan schedule execution model ops backends engine frontend transport warmup verify",
     "server": "startup engine frontend transport warmup",
     "llm": "startup engine frontend transport",
-    "bench": "engine llm backends model transport",
-    "cli": "startup engine llm server plan warmup verify bench frontend transport",
+    "cli": "startup engine llm server plan warmup verify frontend transport",
     "__init__": "llm frontend",
     "__main__": "cli",
 }
@@ -43,7 +42,6 @@ WITHOUT_TORCH = (
     "server.", "frontend.", "schedule.", "plan.", "transport.",
     "engine.progress", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
     "verify.names", "verify.identity", "verify.prompts", "verify.compare", "verify.against", "verify.command",
-    "bench.commands", "bench.boot", "bench.client", "bench.serve", "bench.report", "bench.shapes", "bench.table",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip
 

@@ -4,21 +4,22 @@ import json
 
 import pytest
 
-from preheat.bench.shapes import SHAPES
-from tools.performance_doc import BLOCK, DOCUMENT, DOCUMENTS, RESULTS, filled, svg
+from benchmarks.common.shapes import SHAPES
+from benchmarks.performance_doc import BLOCK, DOCUMENT, DOCUMENTS, RESULTS, filled, svg
 
 MACHINE = {"gpu": "Some GPU, 1.0 GiB", "cpu": "x", "versions": {"torch": "2.0"}, "commit": "abc"}
 
 
 def test_the_tables_are_those_of_the_files():
-    text = DOCUMENT.read_text()
-    assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(text)} >= {("beside_vllm", shape) for shape in SHAPES}
+    measured = {("beside_vllm", shape) for shape in SHAPES if (RESULTS / f"{shape}.json").exists()}
+    assert {(kind, shape) for _, kind, shape, _ in BLOCK.findall(DOCUMENT.read_text())} >= measured
+    assert len(measured) >= 2
     for document in DOCUMENTS:
-        assert document.read_text() == filled(document.read_text()), "run: python -m tools.performance_doc"
+        assert document.read_text() == filled(document.read_text()), "run: python -m benchmarks.performance_doc"
 
 
 def test_the_cost_of_invariance_comes_from_its_file(tmp_path):
-    text = "<!-- written by tools/performance_doc.py: invariance_cost x -->\nstale\n<!-- end -->\n"
+    text = "<!-- written by benchmarks/performance_doc.py: invariance_cost x -->\nstale\n<!-- end -->\n"
     assert "x: not measured yet" in filled(text, tmp_path)
     row = {"what": "ITL, batch 1, ms", "invariant": 4.4, "varying": 4.0, "cost_percent": 10.0}
     (tmp_path / "invariance_cost_x.json").write_text(json.dumps({"figures": [row], "machine": MACHINE}))
@@ -31,11 +32,13 @@ def test_the_cost_of_invariance_comes_from_its_file(tmp_path):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pictures_are_those_of_the_files(shape):
     path = DOCUMENT.parent / f"itl-{shape}.svg"
-    assert (path.read_text() if path.exists() else None) == svg(shape, RESULTS), "run: python -m tools.performance_doc"
+    assert (path.read_text() if path.exists() else None) == svg(shape, RESULTS), (
+        "run: python -m benchmarks.performance_doc"
+    )
 
 
 def test_figures_come_from_files_alone(tmp_path):
-    text = "<!-- written by tools/performance_doc.py: beside_vllm llama-3.1-8b -->\nstale\n<!-- end -->\nrest\n"
+    text = "<!-- written by benchmarks/performance_doc.py: beside_vllm llama-3.1-8b -->\nstale\n<!-- end -->\nrest\n"
     without = filled(text, tmp_path)
     assert "not been measured" in without
     assert "| nanobench, tokens/s | – | 9,658 | 5,879 |" in without
@@ -50,7 +53,7 @@ def test_figures_come_from_files_alone(tmp_path):
 
 
 def test_kernels_stand_beside_their_floors(tmp_path):
-    text = "<!-- written by tools/performance_doc.py: kernels x -->\n<!-- end -->\n"
+    text = "<!-- written by benchmarks/performance_doc.py: kernels x -->\n<!-- end -->\n"
     assert "Not measured yet" in filled(text, tmp_path)
     line = {"kind": "linear", "name": "", "us": 4000.0, "floor_us": 3400.0}
     figures = [{"rows": 1, "context": 1024, "idle_us": 12.0, "kernels": [line, {**line, "name": "gemm", "calls": 1}]}]

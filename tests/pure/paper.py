@@ -11,6 +11,7 @@ All that it knows of a step is what it was given at launch, and the token that i
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepR
 from preheat.engine.loop import Loop
 from preheat.limits import Limits
 from preheat.schedule.scheduler import Scheduler
-from preheat.schedule.slots import NO_LOGPROBS, UNSEEN
+from preheat.schedule.slots import NO_LOGPROBS, UNSEEN, Slots
 from preheat.transport import InlineTransport
 
 VOCAB = 7
@@ -115,7 +116,7 @@ class PaperRow:
     places: list[tuple[int, int]]
     tokens: list[int]
     first: int
-    samples: bool
+    num_sampled: int
     logprobs: bool
     successors: list[int] | None  # of its tokens, in the prompt, where their logprobs are wanted
 
@@ -126,7 +127,7 @@ class PaperStep:
 
     device: PaperDevice
     rows: list[PaperRow]
-    shape: str = "paper"
+    bucket: str = "paper"
     fails: str = ""
     value: StepResult | None = None
 
@@ -180,12 +181,12 @@ class PaperDevice:
         assert owner is not None
         places = [(int(slots.block_table[slot, at // size]), at % size) for at in range(end)]
         for block in {block for block, _ in places[first:]}:
-            if block == 0 or self.scheduler.pool.refs[block] != 1 or self.scheduler.pool._digest_of[block] is not None:
+            if block == 0 or self.scheduler.pool.refs[block] != 1 or self.scheduler.pool._hash_of[block] is not None:
                 raise WrongCache(f"a row writes to block {block}, which is not its alone")
         wanted = slots.prompt_logprobs[slot] != NO_LOGPROBS
         successors = slots.tokens[slot, first + 1 : min(end + 1, slots.prompt_len[slot])].tolist()
         return PaperRow(
-            slot, owner, places, slots.tokens[slot, :end].tolist(), first, bool(schedule.samples[row]),
+            slot, owner, places, slots.tokens[slot, :end].tolist(), first, int(schedule.num_sampled[row]),
             slots.logprobs[slot] != NO_LOGPROBS, successors if wanted else None,
         )  # fmt: skip
 
@@ -204,24 +205,26 @@ class PaperDevice:
             if ids is not None and [self.cache.get(place) for place in row.places] != ids:
                 raise WrongCache("a row reads what is not its own")
             self.rows_run += 1
-            if row.samples:
-                tokens.append(JUNK if ids is None else next_token(ids[-1]))
-                self.last_token[row.slot] = tokens[-1]
             if ids is not None:
-                self._report(result, at, row, ids)
+                self._report(result, at, row, ids, len(tokens))
+            if row.num_sampled:
+                last = [JUNK] * row.num_sampled if ids is None else [next_token(i) for i in ids[-row.num_sampled :]]
+                tokens += last
+                self.last_token[row.slot] = tokens[-1]
         result.tokens = np.array(tokens, np.int32)
         return result
 
-    def _report(self, result: StepResult, at: int, row: PaperRow, ids: list[int]) -> None:
+    def _report(self, result: StepResult, at: int, row: PaperRow, ids: list[int], place: int) -> None:
         if row.successors is not None:
             pairs = zip(ids[row.first :], row.successors, strict=False)
             result.prompt_logprobs[at] = [logprob(identity, successor) for identity, successor in pairs]
-        if row.samples and row.logprobs:
-            result.logprobs[at] = logprob(ids[-1], next_token(ids[-1]))
+        if row.num_sampled and row.logprobs:
+            for further, identity in enumerate(ids[-row.num_sampled :]):
+                result.logprobs[place + further] = logprob(identity, next_token(identity))
 
 
 class Parts:
-    """The loop's packer, executor and observer, in front of the device. ``fails``: where the next step is to fail, why.
+    """The loop's packer, executor and listener, in front of the device. ``fails``: where the next step is to fail, why.
 
     The loop takes an error for one of a step; a broken promise is kept in ``wrong``, for the harness to raise.
     """
@@ -247,7 +250,7 @@ class Parts:
         return Watched(self, self.device.launch(step))
 
     def step(self, event: PaperStep | Swaps) -> None:
-        self._fail_at("observer")
+        self._fail_at("listener")
 
     def swap(self, swaps: Swaps) -> None:
         with self._kept():
@@ -324,7 +327,7 @@ class Harness:
         return schedule
 
     def step(self, fail: str | None = None, at: str = "result") -> Schedule | None:
-        """A beat of the loop, and what it launched; a step that is to ``fail`` does so ``at`` pack, launch, observer or
+        """A beat of the loop, and what it launched; a step that is to ``fail`` does so ``at`` pack, launch, listener or
         result.
         """
         self.parts.launched, self.parts.fails = None, (at, fail) if fail else ("", "")
@@ -334,14 +337,16 @@ class Harness:
         return self.parts.launched
 
     def rest(self) -> None:
-        """Settle what is in flight."""
-        self.loop._settle()
+        """Process the results of what is in flight."""
+        self.loop._process_results()
         self._heard()
 
     def run(self, at_most: int = 10_000) -> None:
+        beats = 0
         while not self.scheduler.idle:
-            assert self.steps < at_most, "somebody starves"
+            assert beats < at_most, "somebody starves"
             self.step()
+            beats += 1
         assert self.scheduler.pool.num_used == 0
         assert not self.device.queue
         self.scheduler.check()
@@ -378,43 +383,76 @@ class Harness:
         assert len(set(schedule.slots.tolist())) == schedule.rows
         assert scheduler.padded(schedule.rows, schedule.tokens, int(extend.max())) <= limits.max_num_batched_tokens
         assert (extend >= 1).all()
-        known = slots.device_len[schedule.slots] - schedule.samples
+        drafted = schedule.num_sampled > 1
+        known = slots.device_len[schedule.slots] - (schedule.num_sampled == 1)
         assert (schedule.ends == slots.cached_len[schedule.slots]).all()
         assert (schedule.ends <= known).all()
         assert ((schedule.ends == known) == schedule.samples).all()
+        assert (extend[drafted] == schedule.num_sampled[drafted]).all()
+        assert schedule.total_sampled == schedule.num_sampled.sum() == len(schedule.sampled()[0])
         assert (known < slots.max_len[schedule.slots]).all(), "length stops are known ahead"
         decode = slice(0, schedule.num_decode)
         assert (extend[decode] == 1).all()
-        assert schedule.samples[decode].all()
+        assert (schedule.num_sampled[decode] == 1).all()
+        assert not drafted[: schedule.rows - int(drafted.sum())].any(), "rows with drafts come last"
         assert schedule.rows - schedule.num_decode <= (limits.max_num_prefill_seqs or limits.max_num_seqs)
         if scheduler.mixed_steps:
-            going = [slot for slot in order if slot in schedule.slots or slots.device_len[slot] < slots.max_len[slot]]
+            going = [slot for slot in order if slot in schedule.slots or self._can_run(slot)]
             assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
         arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting._sequences)
         assert arrivals == sorted(arrivals), "first come, first served"
+
+    def _can_run(self, slot: int) -> bool:
+        """Not one that has its length, nor, where tokens are drafted, one whose newest token is still in flight."""
+        slots = self.scheduler.slots
+        known, cached = slots.device_len[slot], slots.cached_len[slot]
+        waits = known == cached or slots.tokens[slot, known - 1] == UNSEEN
+        drafting = self.scheduler.proposer.num_speculative_tokens > 0
+        return known < slots.max_len[slot] and not (drafting and waits)
 
     def _check_published(self) -> None:
         """What can be found was computed, and stays what it was."""
         pool, size = self.scheduler.pool, self.scheduler.slots.block_size
         content = {
-            digest: [self.device.cache.get((block, at)) for at in range(size)]
-            for digest, block in pool._block_of.items()
+            known: [self.device.cache.get((block, at)) for at in range(size)] for known, block in pool._block_of.items()
         }
-        for digest, ids in content.items():
-            if None in ids or self.promised.get(digest, ids) != ids:
-                raise WrongCache("a block is published that does not hold what its digest says")
+        for known, ids in content.items():
+            if None in ids or self.promised.get(known, ids) != ids:
+                raise WrongCache("a block is published that does not hold what its hash says")
         self.promised = content
 
     def _hear(self, delta: Delta) -> None:
         for number, cached in delta.started.items():
             self.outcomes[number].starts.append(cached)
-        for number, token in zip(delta.ids, delta.tokens, strict=True):
+        for place, (number, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             assert self.outcomes[number].finish is None, "a token after the end"
             self.outcomes[number].tokens.append(token)
-        for number, entry in delta.logprobs.items():
-            self.outcomes[number].logprobs.append(entry)
+            if place in delta.logprobs:
+                self.outcomes[number].logprobs.append(delta.logprobs[place])
         for number, entries in delta.prompt_logprobs.items():
             self.outcomes[number].prompt_logprobs.append(entries)
         for number, finish in delta.finished.items():
             assert self.outcomes[number].finish is None
             self.outcomes[number].finish = finish
+
+
+class Scripted:
+    """Drafts up to ``most`` tokens a row, each of them right with a probability of ``right``."""
+
+    def __init__(self, most: int, right: float, seed: int = 0) -> None:
+        self.num_speculative_tokens, self.right, self.rng = most, right, random.Random(seed)
+        self.asked = 0
+
+    def propose(self, slots: Slots, rows: np.ndarray) -> list[np.ndarray]:
+        self.asked += len(rows)
+        return [self._drafts(slots, slot) for slot in rows.tolist()]
+
+    def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
+        known = slots.tokens[slot, : slots.device_len[slot]].tolist()
+        owner = slots.request[slot]
+        assert owner is not None
+        assert UNSEEN not in known
+        truth = reference(request(0, owner.prompt, 64, salt=owner.cache_salt)).tokens[len(known) - len(owner.prompt) :]
+        count = self.rng.randrange(self.num_speculative_tokens + 2)  # now and then more than is allowed
+        drafts = [t if self.rng.random() < self.right else self.rng.randrange(VOCAB) for t in truth[:count]]
+        return np.array(drafts, np.int32)

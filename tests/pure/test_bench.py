@@ -1,36 +1,42 @@
-"""The bench without an engine: its workloads are the ones that the figures beside ours were taken with."""
+"""The benchmarks without an engine: their workloads are those that vLLM's figures were taken with."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from preheat.bench import commands, table
-from preheat.bench.client import Client, Served, quantile, summary
-from preheat.bench.first import SETTINGS, ratio_row
-from preheat.bench.report import Clock, Report, read_parts
-from preheat.bench.serve import flags
-from preheat.bench.shapes import FULL, SHAPES, TINY, engine_options, long_answer, long_length
+from benchmarks import invariance_cost
+from benchmarks.common import table
+from benchmarks.common.client import Client, Served, quantile, summary
+from benchmarks.common.machine import ROOT
+from benchmarks.common.process import environment, flags
+from benchmarks.common.report import Clock, PartReport, read_parts
+from benchmarks.common.shapes import FULL, SHAPES, TINY, engine_options, long_answer, long_length
+from benchmarks.invariance_cost import beside
+from benchmarks.registry import ALL, SINGLE, SUITE
+from benchmarks.suite import command
+from benchmarks.suite.first import SETTINGS, ratio_row
+from preheat import cli
 from preheat.cli import main
 from preheat.model.specs import read_spec
 from preheat.settings import Settings
 
 
 def test_the_mix_is_the_one_of_the_anchors():
-    from preheat.bench.offline import nanobench
+    from benchmarks.suite.offline import nanobench
 
     prompts, params = nanobench(FULL, 128256)
     assert (len(prompts), sum(each.max_tokens for each in params)) == (256, 133_966)
     assert all(100 <= len(ids) <= 1024 and max(ids) <= 10_000 for ids in prompts)
 
 
-def test_the_cost_of_invariance_is_the_time_that_it_adds(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
-    from invariance_cost import beside
-
+def test_the_cost_of_invariance_is_the_time_that_it_adds():
     invariant = {"ITL, batch 1, ms": 4.4, "prefill 2 × 3, tokens/s": 800.0, "ITL, batch 8, ms": 5.0}
     rows = beside(invariant, {"ITL, batch 1, ms": 4.0, "prefill 2 × 3, tokens/s": 1000.0})
     assert [row["what"] for row in rows] == list(invariant)[:2]
@@ -50,7 +56,7 @@ def test_arrivals_are_those_of_the_anchors(monkeypatch):
 
     monkeypatch.setattr(client, "ask", ask)
     monkeypatch.setattr(client, "prompt", lambda length: [0] * length)
-    monkeypatch.setattr("preheat.bench.client.asyncio.sleep", at_once)
+    monkeypatch.setattr("benchmarks.common.client.asyncio.sleep", at_once)
     sent = [
         asyncio.run(client.sweep(rate, FULL.rate_seconds, FULL.served_tokens, FULL.answer_tokens))["sent"]
         for rate in FULL.rates
@@ -88,12 +94,12 @@ def test_options_survive_the_command_line(tmp_path):
 
 
 def test_a_report_is_whole_after_every_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr("preheat.bench.report.fingerprint", dict)
-    monkeypatch.setattr("preheat.bench.report.fingerprint_from_outside", dict)
+    monkeypatch.setattr("benchmarks.common.report.fingerprint", dict)
+    monkeypatch.setattr("benchmarks.common.report.fingerprint_from_outside", dict)
     path = tmp_path / "new" / "x.json"
-    latency = Report(path, "latency", {"a": 1})
+    latency = PartReport(path, "latency", {"a": 1})
     latency.put(4.0, "itl_ms", "1")
-    Report(path, "serve", {}).leave_out("load", "out of time")
+    PartReport(path, "serve", {}).leave_out("load", "out of time")
     latency.put(5.0, "itl_ms", "8")
     found = read_parts(path)
     assert found["latency"] == {"options": {"a": 1}, "machine": {}, "figures": {"itl_ms": {"1": 4.0, "8": 5.0}}}
@@ -122,6 +128,7 @@ def test_our_figures_stand_beside_theirs():
         ("bench latency --checkpoint", "startup alone"),
         ("bench startup --checkpoint --shape bundled", "startup alone"),
         (f"bench startup --caches {Path(__file__).parent}", "empty folder"),
+        ("bench latncy", "did you mean latency?"),
     ],
 )
 def test_mistakes_are_told(line, message, capsys):
@@ -132,16 +139,16 @@ def test_mistakes_are_told(line, message, capsys):
 def test_all_parts_run_in_order_each_group_by_itself(tmp_path, monkeypatch):
     ran = []
 
-    def run(command, **_):
-        ran.append(command[4:])
-        return type("Done", (), {"returncode": int("serve" in command)})()
+    def run(words, **_):
+        ran.append(words[3:])
+        return type("Done", (), {"returncode": int("serve" in words)})()
 
-    monkeypatch.setattr(commands.subprocess, "run", run)
+    monkeypatch.setattr(command.subprocess, "run", run)
     line = ["bench", "all", "--shape", "bundled", "--output", str(tmp_path), "--max-num-seqs", "3"]
     assert main(line) == 1  # serving failed, the rest ran
-    groups = [[word for word in command if not word.startswith("--")] for command in ran]
+    groups = [[word for word in words if not word.startswith("--")] for words in ran]
     assert groups == [["startup"], ["first", "latency", "throughput"], ["serve"], ["long"]]
-    assert all("--max-num-seqs=3" in command and "--shape=bundled" in command for command in ran)
+    assert all("--max-num-seqs=3" in words and "--shape=bundled" in words for words in ran)
 
 
 def test_a_clock_runs_down():
@@ -152,3 +159,33 @@ def test_a_client_practises_elsewhere():
     """Nobody listens at the port that it will ask."""
     client = asyncio.run(Client.practised(1, 4096))
     assert client.prompt(3) == Client(1, 4096).prompt(3)
+
+
+def test_every_name_is_a_benchmark_and_every_benchmark_has_a_name(capsys):
+    assert sorted(part for group in command.TOGETHER for part in group) == sorted(SUITE)
+    helpers = {"__init__", "__main__", "performance_doc", "registry"}
+    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(SINGLE)
+    assert not set(SINGLE) & {*SUITE, ALL}
+    assert main(["bench"]) == 0
+    listed = re.findall(r"^  (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [*SUITE, ALL, *SINGLE]
+
+
+def test_a_single_benchmark_gets_its_arguments(monkeypatch):
+    given = []
+    monkeypatch.setattr(invariance_cost, "main", given.extend)
+    assert main(["bench", "invariance_cost", "--turns", "1"]) == 0
+    assert given == ["--turns", "1"]
+
+
+def test_without_a_checkout_the_error_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "preheat" / "cli.py"))
+    assert main(["bench", "latency"]) == 1
+    assert "clone its repository" in capsys.readouterr().err
+
+
+def test_the_command_never_imports_torch():
+    modules = [f"benchmarks.{name}" for name in ("__main__", "suite.command", "common.table", "performance_doc")]
+    code = f"import sys, importlib as i; [i.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "torch was imported"

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from preheat.core import Swaps
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import fragmentation
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 from tests.pure.paper import Harness, PaperDevice, WrongCache, identities, limits, request
 
 SIZE = 2
@@ -137,7 +137,7 @@ def test_control_tables_left_behind_are_noticed(monkeypatch) -> None:
         moved[pairs] = pairs[:, ::-1]
         self.pool.swap(pairs, moved)
 
-    monkeypatch.setattr(Running, "swap", swap)
+    monkeypatch.setattr(RunningSequences, "swap", swap)
     with pytest.raises((WrongCache, RuntimeError)):
         busy()
 
@@ -146,9 +146,9 @@ def test_control_digests_left_behind_are_noticed(monkeypatch) -> None:
     right = BlockPool.swap
 
     def swap(self, pairs, moved) -> None:
-        digests, blocks = list(self._digest_of), dict(self._block_of)
+        digests, blocks = list(self._hash_of), dict(self._block_of)
         right(self, pairs, moved)
-        self._digest_of, self._block_of = digests, blocks
+        self._hash_of, self._block_of = digests, blocks
 
     monkeypatch.setattr(BlockPool, "swap", swap)
     with pytest.raises((WrongCache, RuntimeError, ValueError)):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from preheat.core import Drain, ToEngine
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.engine.loop import Loop
-from preheat.schedule import results as settle_module
+from preheat.schedule import results as results_module
 from preheat.schedule.scheduler import Scheduler
 from tests.pure.paper import JUNK, Harness, WrongCache, limits, reference, request
 
@@ -101,7 +101,7 @@ def test_a_length_is_known_ahead() -> None:
 
 
 def test_control_a_row_that_is_not_dropped_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(settle_module, "_live", lambda running, schedule: schedule.ids == schedule.ids)
+    monkeypatch.setattr(results_module, "_live", lambda running, schedule: schedule.ids == schedule.ids)
     with pytest.raises((AssertionError, KeyError)):
         stopping(stop=True)
 
@@ -231,7 +231,7 @@ def test_after_everybody_left_the_step_in_flight_is_still_settled() -> None:
     assert [len(harness.outcomes[number].tokens) for number in range(3)] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("at", ["pack", "launch", "observer", "result"])
+@pytest.mark.parametrize("at", ["pack", "launch", "listener", "result"])
 def test_a_step_that_fails_with_another_in_flight(at) -> None:
     """Both steps' requests were those that fail; nobody else is harmed, and what the device made up is not told."""
     harness = decoding(prompts=2)

@@ -39,7 +39,7 @@ def test_a_step_is_prepared_before_the_one_in_flight_can_end(steps) -> None:
         if spare and took >= last[shape]:
             assert clock.now + spare + 2 * preparing + LEAST <= end + 1e-9
         clock.now = end
-        launch_timer.settled()
+        launch_timer.finished()
         last[shape] = took
 
 
@@ -52,7 +52,7 @@ def test_spare_time_is_what_the_shape_took_less_what_preparing_takes() -> None:
         launch_timer.launched("shape")
         spare = launch_timer.spare()
         clock.now += 0.020
-        launch_timer.settled()
+        launch_timer.finished()
     assert spare == pytest.approx(0.020 - 2 * 0.001 - LEAST)
     launch_timer.launched("shape")
     launch_timer.launched("shape")
@@ -90,13 +90,13 @@ def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
         return result(step)
 
     harness.parts.device.launch = launch
-    waited = harness.scheduler.settle
+    waited = harness.scheduler.process_results
 
-    def settle(*step):
+    def process_results(*step):
         clock.now += 0.02  # a step takes so long
         return waited(*step)
 
-    harness.scheduler.settle = settle
+    harness.scheduler.process_results = process_results
     harness.add(request(0, [3, 4], 8))
     transport.send(Drain())
     loop.run()

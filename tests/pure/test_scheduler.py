@@ -19,10 +19,9 @@ from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.queue import WaitingQueue
-from preheat.schedule.running import Running
 from preheat.schedule.scheduler import Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
-from tests.pure.paper import Harness, WrongCache, limits, reference, request
+from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
 
 
 def to_eights(rows: int, tokens: int, longest: int) -> int:
@@ -49,6 +48,8 @@ class Anything(RuleBasedStateMachine):
         padded = data.draw(st.sampled_from([unpadded, to_eights, rectangle]))
         chunked = data.draw(st.booleans())
         spare = data.draw(st.integers(0, 12)) if chunked else 24
+        mixed = data.draw(st.booleans())
+        most = data.draw(st.sampled_from([0, 0, 1, 4])) if mixed else 0
         self.harness = Harness(
             limits(
                 max_model_len=length,
@@ -60,7 +61,8 @@ class Anything(RuleBasedStateMachine):
             ),
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
-            mixed_steps=data.draw(st.booleans()),
+            mixed_steps=mixed,
+            proposer=Scripted(most, right=0.7, seed=size),
             mixed_tokens=data.draw(st.sampled_from([None, 1, 6])),
             overlap=data.draw(st.booleans()),
             padded=padded,
@@ -97,7 +99,7 @@ class Anything(RuleBasedStateMachine):
             was_here = self.harness.outcomes[number].finish is None and number not in self.harness.cancelled
             assert self.harness.cancel(number) == was_here
 
-    @rule(at=st.sampled_from(["pack", "launch", "observer", "result"]))
+    @rule(at=st.sampled_from(["pack", "launch", "listener", "result"]))
     def fail(self, at) -> None:
         self.harness.step("out of paper", at)
 
@@ -166,7 +168,7 @@ def test_control_a_block_hashed_without_its_parent_is_noticed(monkeypatch) -> No
     def digest(self, sequence, tokens, index):
         return tokens[index * 4 : index * 4 + 4].tobytes()
 
-    monkeypatch.setattr(PrefixCache, "_digest", digest)
+    monkeypatch.setattr(PrefixCache, "_block_hash", digest)
     with pytest.raises(WrongCache):
         shared_prefix([5, 6, 7, 8, 5, 6, 7, 8, 9])
 
@@ -327,14 +329,14 @@ def test_steps_are_settled_once_in_the_order_they_run() -> None:
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None
     with pytest.raises(RuntimeError, match="not the oldest"):
-        scheduler.settle(second, StepResult(np.zeros(1, np.int32)))
+        scheduler.process_results(second, StepResult(np.zeros(1, np.int32)))
     with pytest.raises(ValueError, match="tokens"):
-        scheduler.settle(first, StepResult(np.zeros(2, np.int32)))
+        scheduler.process_results(first, StepResult(np.zeros(2, np.int32)))
     scheduler.fail(first, "wrong result")
     with pytest.raises(RuntimeError, match="not the oldest"):
         scheduler.fail(first, "again")
     assert not scheduler.idle
-    assert scheduler.settle(second, StepResult(np.zeros(1, np.int32))).tokens == []
+    assert scheduler.process_results(second, StepResult(np.zeros(1, np.int32))).tokens == []
     assert scheduler.idle
     scheduler.check()
 
@@ -431,7 +433,7 @@ def beat(scheduler: Scheduler) -> Schedule:
     """Schedule a step and settle it."""
     schedule = scheduler.schedule()
     assert schedule is not None
-    scheduler.settle(schedule, StepResult(np.zeros(np.count_nonzero(schedule.samples), np.int32)))
+    scheduler.process_results(schedule, StepResult(np.zeros(np.count_nonzero(schedule.samples), np.int32)))
     return schedule
 
 
@@ -474,8 +476,7 @@ def test_running_rows_own_what_their_tables_say() -> None:
     harness = Harness(limits())
     harness.add(request(0, [1] * 9))
     harness.step()
-    running: Running = harness.scheduler.running
-    running.slots.set_blocks(0, 0, 7)
+    harness.scheduler.running.slots.set_blocks(0, 0, 7)
     with pytest.raises(RuntimeError, match="differ"):
         harness.scheduler.check()
 

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from preheat.utils.trace import NoTrace, open_trace
+from preheat.utils.trace import NoTrace, open_trace, untraced
 
 
 class Work:
-    """Something to watch."""
+    """Something to trace."""
 
     def run(self, number):
         if number < 0:
@@ -54,15 +54,15 @@ def test_the_file_is_whole_after_every_event(tmp_path):
         assert len(events(trace.path)) == count
 
 
-def test_a_watched_method_still_does_what_it_did(tmp_path):
+def test_a_traced_call_still_does_what_it_did(tmp_path):
     trace, work = open_trace(True, tmp_path), Work()
-    trace.watch(work, "run", lambda args, result: {"in": args[0], "out": result} if result else None)
-    assert [work.run(3), work.run(0)] == [6, 0]
+    call = trace.calls({"run": lambda args, result: {"in": args[0], "out": result}})
+    assert [call("run", work.run, 3), call("other", work.run, number=0)] == [6, 0]
     with pytest.raises(ValueError, match="-1"):
-        work.run(-1)
-    assert Work().run(1) == 2  # another object is not watched
+        call("run", work.run, -1)
     assert [(e["name"], e["args"]) for e in events(trace.path)] == [
         ("run", {"in": 3, "out": 6}),
+        ("other", {}),
         ("run", {"error": "ValueError"}),
     ]
 
@@ -113,10 +113,10 @@ def test_what_a_killed_process_leaves_can_be_read(tmp_path):
 
 def test_no_trace_touches_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trace, work = open_trace(False), Work()
-    trace.watch(work, "run", lambda args, result: {})
+    trace = open_trace(False)
+    call = trace.calls({"run": lambda args, result: 1 / 0})
     with trace.span("s"):
-        pass
+        assert call("run", Work().run, 3) == 6
     assert isinstance(trace, NoTrace)
-    assert vars(work) == {}
+    assert call is untraced
     assert list(tmp_path.iterdir()) == []

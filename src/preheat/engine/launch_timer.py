@@ -1,8 +1,9 @@
-"""When to prepare the next step: so late that who arrives meanwhile takes part, so early that the device never waits.
+"""When to prepare the next step: late, so that requests that arrive meanwhile join it, but never so late that the
+device waits.
 
-With a step in flight the next one could be prepared at once, but would then be closed to all who arrive while the one
-in flight runs: they would wait for both. So the loop listens on until the step in flight is about to end, as far as can
-be told from what steps of its shape took before.
+With a step in flight the next one could be prepared at once, but requests that arrive while the first one runs would
+then have to wait for both. So the loop keeps listening until the step in flight is about to end, judging by how long
+steps of its bucket took before.
 """
 
 from __future__ import annotations
@@ -12,47 +13,47 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 LEAST = 0.0005
-"""Seconds kept in hand, beside twice what preparing a step took."""
+"""Seconds of margin, on top of twice what preparing a step took."""
 EASE = 1.05
-"""What a shape's seconds, or the preparation's, may grow or fade by from one step to the next: the shortest of late
-counts, for to be early costs little and to be late leaves the device idle."""
+"""How much the estimate for a bucket, or for the preparation, may grow or fade from one step to the next. The shortest
+recent time counts: being early costs little, being late leaves the device idle."""
 
 
 class LaunchTimer:
-    """Told of every step by the loop. ``clock`` gives seconds."""
+    """The loop tells it about every step. ``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._took: dict[Hashable, float] = {}
-        self._flying: deque[tuple[Hashable, float]] = deque()
+        self._in_flight: deque[tuple[Hashable, float]] = deque()
         self._begun = self._ended = self._preparation = 0.0
 
     def preparing(self) -> None:
         """The next step begins to be prepared."""
         self._begun = self._clock()
 
-    def launched(self, shape: Hashable) -> None:
-        """It is in flight, behind those that are."""
+    def launched(self, bucket: Hashable) -> None:
+        """It is in flight, behind those launched before."""
         now = self._clock()
         self._preparation = max(now - self._begun, self._preparation / EASE)
-        self._flying.append((shape, now))
+        self._in_flight.append((bucket, now))
 
-    def settled(self) -> None:
+    def finished(self) -> None:
         """The oldest step in flight has ended."""
-        shape, launched = self._flying.popleft()
+        bucket, launched = self._in_flight.popleft()
         now = self._clock()
         took = now - max(launched, self._ended)
-        self._took[shape] = min(took, self._took.get(shape, took) * EASE)
+        self._took[bucket] = min(took, self._took.get(bucket, took) * EASE)
         self._ended = now
 
     def spare(self) -> float:
-        """Seconds until the next step must be prepared: 0 with more or fewer steps than one in flight, or with one of a
-        shape that has never run.
+        """Seconds until the next step must be prepared: 0 unless exactly one step is in flight and its bucket has run
+        before.
         """
-        if len(self._flying) != 1:
+        if len(self._in_flight) != 1:
             return 0.0
-        shape, launched = self._flying[0]
-        took = self._took.get(shape)
+        bucket, launched = self._in_flight[0]
+        took = self._took.get(bucket)
         if took is None:
             return 0.0
         end = max(launched, self._ended) + took

@@ -1,7 +1,6 @@
-"""What may be asked to be told of every step: the log of compilations and fallbacks, and the trace.
+"""Optional reports about every step: the log of compilations and fallbacks, and the trace.
 
-Neither is known to the loop: the log is its observer, in front of the one that it always has; the trace wraps the
-methods of its parts. Without the options nothing is wrapped.
+The log is a listener in front of the one that the loop always has; the trace sees the calls that the loop makes.
 """
 
 from __future__ import annotations
@@ -9,15 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preheat.backends.base import Mode
-from preheat.backends.cpu.compile import compilations, compile_seconds, graph_breaks
-from preheat.core import Swaps
-from preheat.engine.loop import Loop, StepListener
-from preheat.execution.input_batch import InputBatch
+from preheat.core import Schedule, Swaps
+from preheat.engine.loop import StepListener
 from preheat.settings import Settings
-from preheat.utils.trace import Trace
+from preheat.utils.dynamo import compilations, compile_seconds, graph_breaks
+from preheat.utils.trace import Describe
+
+if TYPE_CHECKING:
+    from preheat.execution.input_batch import InputBatch
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class StepLog:
 
 
 def with_step_log(settings: Settings, mode: Mode, inner: StepListener) -> StepListener:
-    """``inner``, behind the log that the settings ask for. What happened until now is nobody's step."""
+    """``inner``, behind the log that the settings ask for. It counts from now on."""
     meters = []
     if settings.log_step_graph_compilation or settings.log_step_graph_compilation_all:
         every = settings.log_step_graph_compilation_all
@@ -87,18 +88,18 @@ def with_step_log(settings: Settings, mode: Mode, inner: StepListener) -> StepLi
     return StepLog(inner, meters) if meters else inner
 
 
-def trace_steps(trace: Trace, loop: Loop) -> None:
-    """Events of each step and of its parts: schedule, pack, launch, settle."""
-    trace.watch(loop, "step", lambda _, ran: {} if ran else None)
-    trace.watch(loop.scheduler, "schedule", lambda _, schedule: schedule and _of_schedule(schedule))
-    trace.watch(loop.packer, "pack", lambda args, batch: _of_schedule(args[0]) | {"shape": str(batch.bucket)})
-    trace.watch(loop.executor, "launch", lambda args, _: _of_batch(args[0]))
-    trace.watch(loop.scheduler, "settle", lambda args, _: _of_schedule(args[0]))
+def _of_schedule(schedule: Schedule | None) -> dict[str, Any]:
+    return {"rows": schedule.rows, "tokens": schedule.tokens} if schedule else {}
 
 
-def _of_schedule(schedule: Any) -> dict[str, Any]:
-    return {"rows": schedule.rows, "tokens": schedule.tokens}
-
-
-def _of_batch(batch: InputBatch) -> dict[str, Any]:
-    return {"shape": str(batch.bucket), "padded_tokens": batch.padded_tokens, "sampled": len(batch.sampled_rows)}
+STEP_EVENTS: dict[str, Describe] = {
+    "schedule": lambda _, schedule: _of_schedule(schedule),
+    "pack": lambda args, batch: _of_schedule(args[0]) | {"bucket": str(batch.bucket)},
+    "launch": lambda args, _: {
+        "bucket": str(args[0].bucket),
+        "padded_tokens": args[0].padded_tokens,
+        "sampled": len(args[0].sampled_rows),
+    },
+    "process_results": lambda args, _: _of_schedule(args[0]),
+}
+"""What a trace says of each part of a step."""

@@ -1,13 +1,13 @@
-"""The loop: three beats, schedule - run - settle.
+"""The loop: three beats, schedule - run - process results.
 
-The life of a request, from here: the mailbox hands over a Request (``take``); the scheduler gives it a slot and
-blocks (``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and draws
-tokens (``launch``); the scheduler books the outcome (``settle``); the mailbox carries the Delta back to the front
-door. The one arrow against this direction is Cancel, and it too comes through the mailbox.
+The life of a request, from here: the transport hands over a Request (``take``); the scheduler gives it a slot and
+blocks (``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and samples
+tokens (``launch``); the scheduler applies the outcome (``process_results``); the transport carries the Delta back to
+the frontend. The only message against this direction is Cancel, and it too arrives through the transport.
 
-With ``overlap`` the loop is a step ahead: it launches each step before it waits for the one before it, so that the
-device always has work. The beats are the same; only how many steps it leaves in flight differs. Until a step must be
-prepared it listens: who arrives in time takes part.
+With ``overlap`` the loop is one step ahead: it launches a step before it waits for the previous one, so that the device
+always has work. The beats are the same; only the number of steps left in flight differs. Until a step must be prepared
+the loop keeps listening, so that requests that arrive in time join it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from preheat.core import (
     Ask,
@@ -34,90 +34,97 @@ from preheat.core import (
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.errors import PreheatError
 from preheat.schedule.scheduler import Scheduler
+from preheat.utils.trace import Call, untraced
+
+if TYPE_CHECKING:
+    from preheat.execution.input_batch import InputBatch
 
 logger = logging.getLogger(__name__)
 
 TICK = 0.001
-"""Seconds that a mailbox can wait at least."""
+"""The shortest time in seconds for which the loop listens."""
 
 
 class EngineSide(Protocol):
-    """The engine's end of a mailbox."""
+    """The engine's end of the transport."""
 
     def take(self, timeout: float | None) -> list[ToEngine]:
         """What arrived; waits up to ``timeout`` seconds for the first message (None: as long as it takes)."""
 
     def put(self, message: FromEngine) -> None:
-        """Send to the front door."""
+        """Send to the frontend."""
 
 
-class Packer(Protocol):
-    """Turns a step's rows into a batch, which only the executor and the observer look into."""
+class StepPacker(Protocol):
+    """Turns a step's rows into a batch."""
 
-    def pack(self, schedule: Schedule) -> Any: ...
+    def pack(self, schedule: Schedule) -> InputBatch: ...
 
 
-class Running(Protocol):
+class PendingStep(Protocol):
     """A step on the device."""
 
     def result(self) -> StepResult:
         """Waits for it; raises what went wrong."""
 
 
-class Executor(Protocol):
+class StepExecutor(Protocol):
     """Runs what it is given in the order in which it is given."""
 
-    def launch(self, batch: Any) -> Running: ...
+    def launch(self, batch: InputBatch) -> PendingStep: ...
 
     def swap(self, swaps: Swaps) -> None: ...
 
 
 class StepListener(Protocol):
-    """Told of every batch once it is launched, which is where a step can be cold, and of every compaction. An error
+    """Is told of every batch once it is launched, which is when a step can be cold, and of every compaction. An error
     that it raises fails the step's requests.
     """
 
-    def step(self, event: Any) -> None: ...
+    def step(self, event: InputBatch | Swaps) -> None: ...
 
     def report(self) -> bytes:
         """What it has seen, for a Report."""
 
 
 @dataclass(slots=True)
-class _Step:
-    """A step in flight, or one that could not be launched and fails in its turn."""
+class InFlightStep:
+    """A launched step, or one that could not be launched and fails when its turn comes."""
 
     schedule: Schedule
-    running: Running | None = None
+    pending: PendingStep | None = None
     error: Exception | None = None
 
     def result(self) -> StepResult:
-        result = self.running.result() if self.running else None  # whatever the observer said: it uses the device
+        result = self.pending.result() if self.pending else None  # even if the listener failed: it uses the device
         if self.error or result is None:
             raise self.error or PreheatError("The step was interrupted before it ran")
         return result
 
 
 class Loop:
-    """Runs requests from a mailbox until it is drained. ``overlap`` needs a device that runs while the host goes on."""
+    """Runs requests from the transport until it is drained. ``overlap`` needs a device that runs while the host goes
+    on. ``call`` makes the calls of a step, by name: a trace sees them there.
+    """
 
     def __init__(
         self,
         transport: EngineSide,
         scheduler: Scheduler,
-        packer: Packer,
-        executor: Executor,
+        packer: StepPacker,
+        executor: StepExecutor,
         listener: StepListener,
         *,
         overlap: bool = False,
+        call: Call = untraced,
     ) -> None:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
-        self.listener, self.overlap, self.launch_timer = listener, overlap, LaunchTimer()
+        self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
         self.draining = False
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
 
     def run(self) -> None:
-        """Step until drained; sleep in the mailbox while there is nothing to run."""
+        """Step until drained; sleep in the transport while there is nothing to run."""
         while not (self.draining and self.scheduler.idle):
             self.take(None if self.scheduler.idle else 0)
             while (spare := self.launch_timer.spare()) >= TICK:
@@ -130,63 +137,68 @@ class Loop:
             self.step()
 
     def step(self) -> bool:
-        """Launch a step and settle the one before it, or the same one without ``overlap``. False when idle."""
+        """Launch a step and process the results of the one before, or of the same one without ``overlap``. False when
+        idle.
+        """
         if self.scheduler.idle:
             return False
+        self.call("step", self._step)
+        return True
+
+    def _step(self) -> None:
         self._compact()
         self.launch_timer.preparing()
-        schedule = self.scheduler.schedule()
+        schedule = self.call("schedule", self.scheduler.schedule)
         runs = schedule is not None and self._launch(schedule)
-        self._settle(leave=1 if self.overlap and runs else 0)
-        return True
+        self._process_results(leave=1 if self.overlap and runs else 0)
 
     def _launch(self, schedule: Schedule) -> bool:
         """Put a step in flight; False if it will fail, so that none is launched behind it."""
-        step = _Step(schedule)
+        step = InFlightStep(schedule)
         self._in_flight.append(step)
         try:
-            batch = self.packer.pack(schedule)
-            step.running = self.executor.launch(batch)
+            batch = self.call("pack", self.packer.pack, schedule)
+            step.pending = self.call("launch", self.executor.launch, batch)
             self.launch_timer.launched(batch.bucket)
             self.listener.step(batch)
         except Exception as error:
             step.error = error
         return step.error is None
 
-    def _settle(self, leave: int = 0) -> None:
-        """Wait for the steps in flight, but for the last ``leave``, and tell the front door what became of them."""
+    def _process_results(self, leave: int = 0) -> None:
+        """Wait for the steps in flight, but for the last ``leave``, and tell the frontend what became of them."""
         while len(self._in_flight) > leave:
             self.transport.put(self._outcome(self._in_flight[0]))
-            if self._in_flight.popleft().running:
-                self.launch_timer.settled()
+            if self._in_flight.popleft().pending:
+                self.launch_timer.finished()
 
-    def _outcome(self, step: _Step) -> Delta:
+    def _outcome(self, step: InFlightStep) -> Delta:
         try:
             result = step.result()
         except Exception as error:  # a failing step fails its requests; everyone else goes on
             logger.error("A step of %d rows failed", step.schedule.rows, exc_info=error)
             return self.scheduler.fail(step.schedule, f"{type(error).__name__}: {error}")
-        delta = self.scheduler.settle(step.schedule, result)
+        delta = self.call("process_results", self.scheduler.process_results, step.schedule, result)
         delta.stats = self.scheduler.stats()
         return delta
 
     def _compact(self) -> None:
-        """Bring the blocks in use together where they lie too scattered."""
+        """Bring the blocks in use together if they are too scattered."""
         if self._in_flight and not self.scheduler.scattered:
             return
-        self._settle()
+        self._process_results()
         swaps = self.scheduler.compact()
         if swaps is None:
             return
         try:
             self.executor.swap(swaps)
             self.listener.step(swaps)
-        except Exception as error:  # what the cache holds is unknown: nobody may read it
+        except Exception as error:  # the contents of the cache are unknown: it must not be read
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
             self.transport.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
 
     def take(self, timeout: float | None) -> None:
-        """Book what arrived through the mailbox."""
+        """Handle what arrived through the transport."""
         messages = self.transport.take(timeout)
         for message in messages:
             match message:
@@ -200,11 +212,11 @@ class Loop:
                     self.draining = True
                     if message.now:
                         self.scheduler.cancel_all()
-        if messages and self.scheduler.idle:  # no step will tell that the last ones are gone
+        if messages and self.scheduler.idle:  # no step will report that the last requests are gone
             self.transport.put(Delta(stats=self.scheduler.stats()))
 
     def _add(self, request: Request) -> None:
         try:
             self.scheduler.add(request)
-        except PreheatError as error:  # the front door refuses these; one that slips through must not stop the loop
+        except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
             self.transport.put(Delta(finished={request.id: Finish("error", message=error.message)}))

@@ -45,7 +45,7 @@ class LaunchedStep:
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
         result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs)
         if reports:
-            result.logprobs = dict(zip(rows[reporting].tolist(), reports, strict=True))
+            result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
         return result
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from preheat.backends.base import HOST_COPIES, AttentionWork, StepRows
-from preheat.core import ALONE, Schedule
+from preheat.core import NO_PERSISTENT_BATCH, Schedule
 from preheat.execution.buffers import MAX_LISTS, Layout, StepBuffers
 from preheat.execution.logit_stages import STAGES, LogitStage, sampling_input
 from preheat.execution.step_size import step_size_of
@@ -40,8 +40,8 @@ class InputBatch:
     """One step's input, in host copy ``turn`` of the buffers, padded to ``bucket``.
 
     ``pieces`` of the copy are in use, ``work`` is attention's. ``sampling`` says what to do with the logits that are
-    wanted, of ``sampled_rows`` padded to ``sampling_size``. Those of them at the places ``reporting`` are to report
-    logprobs of so many ``alternatives``.
+    wanted, of ``sampled_rows`` (a row that samples k positions is there k times) padded to ``sampling_size``. Those of
+    them at the places ``reporting`` are to report logprobs of so many ``alternatives``.
     """
 
     schedule: Schedule
@@ -67,13 +67,15 @@ class InputBatch:
 class _Rows:
     """What follows from which rows are in a step alone: the steps of a persistent batch have it in common.
 
-    ``ends`` int64 [rows] count the step's tokens up to each row's last. ``sampling`` is that of the step in which the
-    first row was at position ``begin``. The rest as in :class:`InputBatch`.
+    ``ends`` int64 [rows] count the step's tokens up to each row's last; ``sampled_tokens`` are the tokens that are
+    sampled from. ``sampling`` is that of the step in which the first row was at position ``begin``. The rest as in
+    :class:`InputBatch`.
     """
 
     persistent_batch: int
     begin: int
     ends: np.ndarray
+    sampled_tokens: np.ndarray
     sampled_rows: np.ndarray
     sampled_slots: np.ndarray
     sampling_size: int
@@ -136,20 +138,22 @@ class Packer:
 
     def _rows_of(self, schedule: Schedule) -> _Rows:
         kept, slots = self._rows, self.slots
-        if kept is not None and kept.persistent_batch == schedule.persistent_batch != ALONE:
+        if kept is not None and kept.persistent_batch == schedule.persistent_batch != NO_PERSISTENT_BATCH:
             return kept
-        sampled_rows = schedule.samples.nonzero()[0]
+        ends = schedule.extend.cumsum()
+        sampled_rows, positions = schedule.sampled()
         sampled_slots = schedule.slots[sampled_rows]
         alternatives = slots.logprobs[sampled_slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         return _Rows(
             persistent_batch=schedule.persistent_batch,
             begin=int(schedule.first[0]),
-            ends=schedule.extend.cumsum(),
+            ends=ends,
+            sampled_tokens=ends[sampled_rows] - 1 - (schedule.ends[sampled_rows] - positions),
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=self.plan.sampler_rows(len(sampled_rows)),
-            sampling=sampling_input(slots, sampled_slots, schedule.ends[sampled_rows], self._stages),
+            sampling=sampling_input(slots, sampled_slots, positions, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
         )
@@ -158,7 +162,7 @@ class Packer:
         at = int(schedule.first[0])
         later = rows.sampling.later(at - rows.begin)
         if later is None:
-            later = sampling_input(self.slots, rows.sampled_slots, schedule.ends[rows.sampled_rows], self._stages)
+            later = sampling_input(self.slots, rows.sampled_slots, schedule.sampled()[1], self._stages)
             rows.sampling, rows.begin = later, at
         return later
 
@@ -182,7 +186,7 @@ class Packer:
         tokens[count:] = positions[count:] = 0
         slots[count:] = self.buffers.pad_slot
         sampled = words[MAX_LISTS : MAX_LISTS + size]
-        sampled[: len(rows.sampled_rows)] = rows.ends[rows.sampled_rows] - 1
+        sampled[: len(rows.sampled_rows)] = rows.sampled_tokens
         sampled[len(rows.sampled_rows) :] = 0
 
     def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:

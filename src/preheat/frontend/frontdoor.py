@@ -283,7 +283,7 @@ class FrontDoor:
         for id, entries in delta.prompt_logprobs.items():
             if choice := choices.get(id):
                 choice.ticket.prompt_logprobs.extend(entries)
-        for id, token in zip(delta.ids, delta.tokens, strict=True):
+        for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             choice = choices.get(id)
             if choice is None:  # it ended here before the engine knew
                 continue
@@ -294,7 +294,7 @@ class FrontDoor:
             choice.last_token_at = now
             end = ends.get(id) if ends else None
             hidden = end is not None and end.stop_id == token and not choice.ticket.params.include_stop_str_in_output
-            if choice.push(token, logprobs.get(id) if logprobs else None, hidden):
+            if choice.push(token, logprobs.get(place) if logprobs else None, hidden):
                 if end is None:
                     self._send(Cancel(id))
                 self._end(choice, "stop", choice.found_stop)

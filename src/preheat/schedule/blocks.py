@@ -1,12 +1,12 @@
-"""The pool of cache blocks: who owns which physical id, and which content can be found again.
+"""The pool of cache blocks: reference counts of physical blocks, and which contents can be found again.
 
-A block is in one of three states: *used* (referenced by at least one sequence), *cached* (free, but its content is
-known by a digest and may be shared again) or *blank* (free, nothing worth keeping). A used block may be known by a
-digest as well. Allocation takes the lowest blank id, then evicts the cached block that was left alone for longest.
+A block is in one of three states: *used* (referenced by at least one sequence), *cached* (free, but its content has a
+known block hash and may be shared again) or *blank* (free, nothing worth keeping). A used block may have a known hash
+as well. Allocation takes the lowest blank id, then evicts the least recently used cached block.
 
-The pool alone maps digests to ids, so whoever moves a block rewrites it here and in the slots' block tables, nowhere
-else: :meth:`preheat.schedule.running.Running.swap` does both. Block 0 is the pad block: never allocated, published or
-moved.
+Only the pool maps block hashes to ids, so moving a block changes this map and the slots' block tables, nothing else:
+:meth:`preheat.schedule.running.RunningSequences.swap` does both. Block 0 is the pad block: never allocated, never
+published, never moved.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = np.zeros(num_blocks, np.int32)
         self._blank = list(range(1, num_blocks))  # a heap
-        self._cached: OrderedDict[bytes, None] = OrderedDict()  # digests of free blocks, least recently used first
+        self._cached: OrderedDict[bytes, None] = OrderedDict()  # hashes of free blocks, least recently used first
         self._block_of: dict[bytes, int] = {}
-        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
 
     @property
     def num_usable(self) -> int:
@@ -46,11 +46,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_usable - self.num_free
 
-    @property
-    def usage(self) -> float:
-        """The share of usable blocks that some sequence references, 0 to 1."""
-        return self.num_used / self.num_usable
-
     def allocate(self, count: int) -> list[int]:
         """``count`` blocks with one reference each. Raises RuntimeError, taking none, if fewer are free."""
         if count > self.num_free:
@@ -64,9 +59,9 @@ class BlockPool:
     def share(self, blocks: Ids[int]) -> None:
         """Add a reference to each of ``blocks``, all found by :meth:`find`."""
         for block in blocks:
-            digest = self._digest_of[block]
-            if not self.refs[block] and digest is not None:
-                del self._cached[digest]
+            block_hash = self._hash_of[block]
+            if not self.refs[block] and block_hash is not None:
+                del self._cached[block_hash]
             self.refs[block] += 1
 
     def release(self, blocks: Ids[int]) -> None:
@@ -80,57 +75,57 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
-            digest = self._digest_of[block]
-            if digest is None:
+            block_hash = self._hash_of[block]
+            if block_hash is None:
                 heapq.heappush(self._blank, block)
             else:
-                self._cached[digest] = None
+                self._cached[block_hash] = None
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Let the content of used ``block`` be found by ``digest``; the first block published for a digest stays it."""
-        if digest not in self._block_of and self._digest_of[block] is None:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make used ``block`` findable by ``block_hash``; the first block published for a hash stays the one found."""
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
 
-    def find(self, digest: bytes) -> int | None:
-        """The block whose content has ``digest``, used or cached."""
-        return self._block_of.get(digest)
+    def find(self, block_hash: bytes) -> int | None:
+        """The block whose content has ``block_hash``, used or cached."""
+        return self._block_of.get(block_hash)
 
     def count_cached(self, blocks: Ids[int]) -> int:
-        """How many of ``blocks`` nobody references: sharing those takes them out of the free ones."""
+        """How many of ``blocks`` are not referenced: sharing those takes them out of the free ones."""
         return int(np.count_nonzero(self.refs[blocks] == 0)) if blocks else 0
 
     def swap(self, pairs: np.ndarray, moved: np.ndarray) -> None:
         """The contents of each of the ``pairs`` [n, 2], no id twice, change places, and all that is known of them.
 
-        ``moved`` [num_blocks] gives each content its new id. The order of eviction, kept by digest, stays as it is.
+        ``moved`` [num_blocks] gives each content its new id. The order of eviction, kept by hash, does not change.
         """
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
         self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
-        digests = self._digest_of
+        hashes = self._hash_of
         for one, other in pairs.tolist():
-            digests[one], digests[other] = digests[other], digests[one]
+            hashes[one], hashes[other] = hashes[other], hashes[one]
             for block in (one, other):
-                digest = digests[block]
-                if digest is not None:
-                    self._block_of[digest] = block
+                block_hash = hashes[block]
+                if block_hash is not None:
+                    self._block_of[block_hash] = block
 
     def forget_contents(self) -> None:
-        """Nothing in the cache can be relied on: no block, used or free, is found any more."""
-        self._blank += [self._block_of[digest] for digest in self._cached]
+        """The contents are lost: no block, used or free, is found any more."""
+        self._blank += [self._block_of[block_hash] for block_hash in self._cached]
         heapq.heapify(self._blank)
         self._cached.clear()
         self._block_of.clear()
-        self._digest_of = [None] * self.num_blocks
+        self._hash_of = [None] * self.num_blocks
 
     def check(self, references: np.ndarray | None = None) -> None:
-        """Prove that the books agree; with ``references`` [num_blocks], that they are exactly the counts held.
+        """Prove that all records agree; with ``references`` [num_blocks], that they are exactly the counts held.
 
         All zeros proves that nothing leaks. Raises RuntimeError naming the first disagreement.
         """
-        blank, cached = set(self._blank), {self._block_of.get(digest, PAD_BLOCK) for digest in self._cached}
+        blank, cached = set(self._blank), {self._block_of.get(block_hash, PAD_BLOCK) for block_hash in self._cached}
         free = set(np.flatnonzero(self.refs == 0).tolist()) - {PAD_BLOCK}
-        known = {block for block, digest in enumerate(self._digest_of) if digest is not None}
+        known = {block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         for broken, message in (
             (self.refs[PAD_BLOCK] != 0 or PAD_BLOCK in blank | cached | known, "the pad block was handed out"),
             ((self.refs < 0).any(), "a reference count is negative"),
@@ -139,8 +134,8 @@ class BlockPool:
             (bool(cached - known) or bool(blank & known), "a free block is filed under the wrong state"),
             (
                 len(known) != len(self._block_of)
-                or any(self._digest_of[block] != digest for digest, block in self._block_of.items()),
-                "digests and blocks disagree",
+                or any(self._hash_of[block] != block_hash for block_hash, block in self._block_of.items()),
+                "block hashes and blocks disagree",
             ),
             (
                 references is not None and not np.array_equal(self.refs, references),
@@ -151,7 +146,7 @@ class BlockPool:
                 raise RuntimeError(f"block pool: {message}")
 
     def _evict(self) -> int:
-        digest, _ = self._cached.popitem(last=False)
-        block = self._block_of.pop(digest)
-        self._digest_of[block] = None
+        block_hash, _ = self._cached.popitem(last=False)
+        block = self._block_of.pop(block_hash)
+        self._hash_of[block] = None
         return block

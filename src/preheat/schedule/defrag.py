@@ -1,9 +1,9 @@
 """Compaction: which blocks of the KV cache to swap so that those in use lie together at the bottom.
 
-Pure planning on the ids that the block pool owns. The swaps are true ones: the contents of both blocks change places,
-so a free block that holds a cached prefix keeps it, under its new id. Source: the defragmenter of vLLM on Gaudi.
+Pure planning on the ids that the block pool owns. The contents of both blocks of a pair change places, so a free block
+that holds a cached prefix keeps it, under its new id. Source: the defragmenter of vLLM on Gaudi.
 
-:func:`compact` runs between settled steps, and logs what it does at debug level.
+:func:`compact` runs when no step is in flight, and logs what it does at debug level.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from preheat.core import Swaps
 from preheat.plan.items import SWAP_SIZES
 from preheat.schedule.blocks import BlockPool
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 
 logger = logging.getLogger(__name__)
 
 THRESHOLD = 32
 
 
-def compact(running: Running, threshold: int = THRESHOLD) -> Swaps | None:
-    """Book the next swaps with the pool and the block tables; the device owes the exchange before it runs a step.
+def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | None:
+    """Apply the next swaps to the pool and the block tables; the device must exchange the contents first.
 
     None up to the threshold. More than 512 pairs take several calls.
     """
@@ -51,7 +51,7 @@ def is_due(pool: BlockPool, threshold: int) -> bool:
 def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:
     """How far the highest block in use lies above where it would if all lay together; ``in_use`` is bool [blocks].
 
-    The first ``reserved`` ids (the pad block, scratch blocks) are nobody's and do not count.
+    The first ``reserved`` ids (the pad block, scratch blocks) do not count.
     """
     used = np.flatnonzero(in_use[reserved:])
     return int(used[-1]) + 1 - len(used) if len(used) else 0

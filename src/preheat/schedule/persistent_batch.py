@@ -1,4 +1,4 @@
-"""A line-up: everyone who runs, where all decode. Its steps have the same rows until somebody comes or leaves."""
+"""The persistent batch: while all running sequences decode, steps keep the same rows until a sequence comes or goes."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from typing import Self
 import numpy as np
 
 from preheat.core import Schedule
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 
 
 @dataclass(slots=True)
 class PersistentBatch:
-    """What its steps have in common. ``changes`` are those of the running sequences that it has seen; ``left`` are the
-    steps until one of its rows has its length.
+    """What its steps have in common. ``changes`` is the counter of the running sequences at its start, ``left`` the
+    number of steps until one of its rows reaches its length.
     """
 
     number: int
-    slots: np.ndarray  # int64 [rows], as all of these are
-    ids: np.ndarray  # int64
-    extend: np.ndarray  # int32, ones
-    samples: np.ndarray  # bool, all true
+    slots: np.ndarray  # int64 [rows]
+    ids: np.ndarray  # int64 [rows]
+    ones: np.ndarray  # int32 [rows]: every row computes and samples one token
     changes: int
     left: int
 
     @classmethod
-    def of(cls, running: Running, number: int, decode: np.ndarray) -> Self:
-        """All that run, in the order of ``decode``."""
-        slots, rows = running.slots, len(decode)
+    def of(cls, running: RunningSequences, number: int, decode: np.ndarray) -> Self:
+        """All running sequences, in the order of the slots ``decode``."""
+        slots = running.slots
         left = int((slots.max_len[decode] - slots.device_len[decode]).min())
-        return cls(
-            number, decode, running.ids[decode], np.ones(rows, np.int32), np.ones(rows, bool), running.changes, left
-        )
+        return cls(number, decode, running.ids[decode], np.ones(len(decode), np.int32), running.changes, left)
 
-    def goes_on(self, running: Running) -> bool:
-        """Whether the next step is its own."""
+    def goes_on(self, running: RunningSequences) -> bool:
+        """Whether the next step has the same rows."""
         return self.left > 0 and self.changes == running.changes
 
-    def step(self, running: Running, started: dict[int, int]) -> Schedule:
+    def step(self, running: RunningSequences, started: dict[int, int]) -> Schedule:
         """The next of its steps."""
         self.left -= 1
-        first, rows = running.slots.cached_len.take(self.slots), len(self.slots)
-        return Schedule(self.slots, first, self.extend, self.samples, rows, self.ids, started, self.number)
+        first = running.slots.cached_len.take(self.slots)
+        return Schedule(self.slots, first, self.ones, self.ones, len(self.slots), self.ids, started, self.number)

@@ -1,7 +1,7 @@
 """Automatic prefix caching: full blocks of computed tokens are found again by a hash of everything before them.
 
-The digest of a block covers its parent's digest and its tokens, and the chain starts from whatever else decides a
-sequence's keys and values. Equal digests therefore mean equal cache contents, position for position.
+A block's hash covers its parent's hash and its own tokens, and the chain starts from whatever else decides a sequence's
+keys and values. Equal hashes therefore mean equal cache contents, position for position.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from preheat.core import Request
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 
-DIGEST_BYTES = 16
+HASH_BYTES = 16
 
 
 def chain_root(request: Request) -> bytes:
-    """Where the request's chain starts. All that makes equal tokens differ in the cache belongs in here.
-
-    Today that is the salt; an adapter and images will be further fields.
-    """
-    return hashlib.blake2b(request.cache_salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+    """Where the request's chain of hashes starts: all that makes equal tokens differ in the cache, today the salt."""
+    return hashlib.blake2b(request.cache_salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 class PrefixCache:
@@ -44,7 +41,7 @@ class PrefixCache:
             return []
         blocks: list[int] = []
         for index in range((len(sequence.tokens) - 1) // self.pool.block_size):
-            block = self.pool.find(self._digest(sequence, sequence.tokens, index))
+            block = self.pool.find(self._block_hash(sequence, sequence.tokens, index))
             if block is None:
                 break
             blocks.append(block)
@@ -58,14 +55,14 @@ class PrefixCache:
         if not self.enabled:
             return
         for index in range(first, last):
-            self.pool.publish(int(table[index]), self._digest(sequence, tokens, index))
+            self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index))
 
-    def _digest(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
-        """Digest of logical block ``index``. Remembered: the known tokens of a sequence only grow."""
-        digests, size = sequence.digests, self.pool.block_size
-        while len(digests) <= index:
-            done = len(digests)
-            parent = digests[-1] if digests else chain_root(sequence.request)
+    def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
+        """Hash of logical block ``index``. Remembered: the known tokens of a sequence only grow."""
+        hashes, size = sequence.block_hashes, self.pool.block_size
+        while len(hashes) <= index:
+            done = len(hashes)
+            parent = hashes[-1] if hashes else chain_root(sequence.request)
             content = parent + tokens[done * size : (done + 1) * size].tobytes()
-            digests.append(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
-        return digests[index]
+            hashes.append(hashlib.blake2b(content, digest_size=HASH_BYTES).digest())
+        return hashes[index]

@@ -8,7 +8,7 @@ from preheat.schedule.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences by request id, in order of arrival. Ordered by links, so that any one can leave in constant time."""
+    """Sequences by request id, in order of arrival. Any sequence can leave in constant time."""
 
     def __init__(self) -> None:
         self._sequences: OrderedDict[int, Sequence] = OrderedDict()
@@ -24,18 +24,18 @@ class WaitingQueue:
         self._sequences[sequence.request.id] = sequence
 
     def return_to_front(self, sequence: Sequence) -> None:
-        """A preempted sequence: it arrived before everyone who still waits."""
+        """A preempted sequence: it arrived before all that still wait."""
         self.append(sequence)
         self._sequences.move_to_end(sequence.request.id, last=False)
 
     def first(self) -> Sequence:
-        """Who is next. Raises StopIteration when nobody waits."""
+        """The next to run. Raises StopIteration when none waits."""
         return next(iter(self._sequences.values()))
 
     def remove(self, request_id: int) -> bool:
-        """Let a sequence leave, wherever it stands; False if it does not wait here."""
+        """Remove a sequence from anywhere in the queue; False if it is not in it."""
         return self._sequences.pop(request_id, None) is not None
 
     def clear(self) -> None:
-        """Everyone leaves."""
+        """Remove all."""
         self._sequences.clear()

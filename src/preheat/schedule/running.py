@@ -1,8 +1,8 @@
-"""The running sequences: who owns which slot and which blocks. Every block reference is taken and dropped here.
+"""The running sequences and the slots and blocks that they own. Every block reference is taken and dropped here.
 
 A freed block may be handed out again at once, even while a step in flight still writes a token of its former owner to
-it: the device runs steps in order, so that the new owner writes later. Nor can the prefix cache know such a block: the
-token is none of those that were settled, and only blocks full of settled ones are published.
+it: the device runs steps in order, so the new owner writes later. The prefix cache cannot know such a block either:
+only blocks full of tokens whose results were processed are published.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
-NOBODY = np.iinfo(np.int64).min
+FREE = np.iinfo(np.int64).min
 
 
-class Running:
+class RunningSequences:
     """``order`` int64 lists the running slots by arrival: sequences start in that order and the last is preempted.
 
-    ``ids`` int64 [slots] are their request ids, NOBODY where a slot is free. ``changes`` counts who came and left.
-    Nobody waiting arrived before anybody running.
+    ``ids`` int64 [slots] are their request ids, FREE where a slot is free. ``changes`` counts arrivals and departures.
+    Every running sequence arrived before every waiting one.
     """
 
     def __init__(self, slots: Slots, pool: BlockPool) -> None:
         self.slots, self.pool = slots, pool
         self.order = np.zeros(0, np.int64)
-        self.ids = np.full(slots.num_slots, NOBODY, np.int64)
+        self.ids = np.full(slots.num_slots, FREE, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
         self._slot_of: dict[int, int] = {}
         self.changes = 0
@@ -91,13 +91,13 @@ class Running:
             self.pool.release(self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist())
             self.slots.give_back(slot)
             del self._slot_of[int(self.ids[slot])]
-            self.ids[slot] = NOBODY
+            self.ids[slot] = FREE
             self.sequences[slot] = None
             self.changes += 1
-        self.order = self.order[self.ids[self.order] != NOBODY]
+        self.order = self.order[self.ids[self.order] != FREE]
 
     def preempt_last(self) -> tuple[int, Sequence]:
-        """Stop the latest arrival, keeping all that is known of it, which must be settled; returns the slot it left."""
+        """Stop the latest arrival, keeping all its tokens, which must be known; returns the slot it left, and it."""
         slot = int(self.order[-1])
         sequence = self.sequence(slot)
         sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])
@@ -107,7 +107,7 @@ class Running:
     def swap(self, pairs: np.ndarray) -> None:
         """The contents of each of the ``pairs`` of blocks [n, 2], no id twice, change places: pool and tables follow.
 
-        Nothing else keeps a block's id from one step to the next: who waits, preempted or not, holds none.
+        Nothing else keeps a block's id from one step to the next: waiting sequences hold none.
         """
         moved = np.arange(self.pool.num_blocks, dtype=np.int32)
         moved[pairs] = pairs[:, ::-1]

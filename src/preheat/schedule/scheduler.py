@@ -1,18 +1,19 @@
-"""The scheduler: which rows run in the next step, and what their outcome means for everyone else.
+"""The scheduler: which rows run in the next step, and what their results mean for the others.
 
-A step is mixed. First every decoding row, one token each, so that nobody's stream stutters; then, with what is left of
-the budget, the next chunk of prompts already begun; then waiting sequences, strictly by arrival. The budget counts
-*padded* tokens: what the step will cost once it has the shape that the device runs (source: the padding-aware
-scheduling of vLLM on Gaudi).
+A step is mixed. First every decoding row, one token each, so that no stream stutters; then, within what is left of the
+budget, the next chunk of prompts already begun; then waiting sequences, strictly by arrival; last the drafts of a
+proposer, if there is one. The budget counts *padded* tokens: what the step costs in the bucket that the device runs
+(source: the padding-aware scheduling of vLLM on Gaudi).
 
 When a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
 returns to the front of the queue and is later computed again up to where it was. The earliest arrival therefore
 always advances, and so, in their turn, do all.
 
-A step is booked when it is scheduled: its tokens count as computed and the ones that it draws as known, so that the
-next step can be scheduled while this one runs. What a token *is* matters to few decisions. Whether it ends its sequence
-is one: then the row has been scheduled once more in vain, and is dropped when that step is settled. That a sequence has
-reached its length is known ahead. Preempting is another, since the tokens must be kept: it waits until all is settled.
+Lengths move when a step is scheduled: its tokens count as computed and those that it samples as known, so that the next
+step can be scheduled while this one runs. Few decisions depend on what a token *is*. If it ends its sequence, the row
+has been scheduled once more in vain and is dropped when that step's results are processed (that a sequence reaches its
+length is known ahead). Preemption must keep the tokens, so it waits until nothing is in flight. How many drafts of a
+row are accepted decides its next step, so that row waits for its results.
 """
 
 from __future__ import annotations
@@ -20,73 +21,41 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from preheat.core import ALONE, Delta, Request, Schedule, Stats, StepResult, Swaps
+from preheat.core import NO_PERSISTENT_BATCH, Delta, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
-from preheat.schedule import defrag
-from preheat.schedule import results as settle
+from preheat.schedule import defrag, results
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.next_step import NextStep
+from preheat.schedule.padded import Padded, check_limits, unpadded
 from preheat.schedule.persistent_batch import PersistentBatch
 from preheat.schedule.prefix import PrefixCache
+from preheat.schedule.proposer import NoProposer, Proposer
 from preheat.schedule.queue import WaitingQueue
-from preheat.schedule.running import Running
+from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import UNSEEN, Slots
 
 WATERMARK = 0.01
-"""The share of blocks that stay free when a sequence is admitted, lest the running ones be preempted at once."""
-
-Padded = Callable[[int, int, int], int]
-"""(rows, tokens, longest row) of a step -> the tokens it is padded to; grows with each of the three."""
+"""The share of blocks that stay free when a sequence is admitted, so that no running one is preempted at once."""
 
 
-def unpadded(rows: int, tokens: int, longest: int) -> int:
-    """A flat batch that is not padded."""
-    return tokens
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step in the making: ``decode`` slots, then the ``prefill`` slots with their ``chunks``."""
-
-    decode: np.ndarray
-    prefill: list[int] = field(default_factory=list)
-    chunks: list[int] = field(default_factory=list)
-    prefill_tokens: int = 0
-    longest: int = 1
-    started: dict[int, int] = field(default_factory=dict)
-    preempted: bool = False
-
-    def with_row(self, chunk: int) -> tuple[int, int, int]:
-        """Rows, tokens and longest row of the step with one more row of ``chunk`` tokens."""
-        decode = len(self.decode)
-        return decode + len(self.prefill) + 1, decode + self.prefill_tokens + chunk, max(self.longest, chunk)
-
-    def add(self, slot: int, chunk: int) -> None:
-        """Append a prefill row."""
-        self.prefill.append(slot)
-        self.chunks.append(chunk)
-        self.prefill_tokens += chunk
-        self.longest = max(self.longest, chunk)
-
-
-class _Unsettled(Exception):
+class _MustWait(Exception):
     """The next step depends on the outcome of one in flight."""
 
 
 class Scheduler:
-    """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`settle` or
-    :meth:`fail`. Several may be: the device runs them in order, and in order they are settled. Requests come and go at
-    any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
+    """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`process_results` or
+    :meth:`fail`. Several may be: the device runs them in order, and their results are processed in that order. Requests
+    come and go at any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
 
     ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). A step
-    in which others decode has ``mixed_tokens`` at most, so that these do not wait for long; without ``mixed_steps`` it
-    either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
-    Raises SettingsError, naming the options, for limits under which some sequence could never run.
+    with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without ``mixed_steps`` a step
+    either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi). ``proposer`` drafts
+    tokens. Raises SettingsError, naming the options, for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -99,14 +68,19 @@ class Scheduler:
         mixed_tokens: int | None = None,
         padded: Padded = unpadded,
         defrag_threshold: int | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
-        _check_limits(limits, padded)
+        check_limits(limits, padded)
+        self.proposer = proposer or NoProposer()
+        self._speculates = self.proposer.num_speculative_tokens > 0
+        if self._speculates and not mixed_steps:
+            raise SettingsError("speculative decoding needs steps that mix prompts and decoding: use unified bucketing")
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching)
-        self.running = Running(self.slots, self.pool)
+        self.running = RunningSequences(self.slots, self.pool)
         self.waiting = WaitingQueue()
         self._defrag_threshold = defrag_threshold
         self._watermark = int(WATERMARK * self.pool.num_usable)
@@ -114,7 +88,7 @@ class Scheduler:
         self.forget()
         self._in_flight: deque[Schedule] = deque()
         self._persistent_batch: PersistentBatch | None = None
-        self._batches = ALONE
+        self._batches = NO_PERSISTENT_BATCH
 
     def forget(self) -> None:
         """Count from zero again."""
@@ -126,7 +100,7 @@ class Scheduler:
         return not self.running and not self.waiting and not self._in_flight
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest for one that could never run; the front door refuses those before."""
+        """Queue a request. Raises InvalidRequest for one that could never run; the frontend rejects those before."""
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
             raise InvalidRequest(f"request {request.id} is already here")
@@ -151,7 +125,7 @@ class Scheduler:
         return True
 
     def cancel_all(self) -> None:
-        """Forget everyone."""
+        """Forget all requests."""
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
 
@@ -161,8 +135,8 @@ class Scheduler:
         return self._defrag_threshold is not None and defrag.is_due(self.pool, self._defrag_threshold)
 
     def compact(self) -> Swaps | None:
-        """Where the blocks in use lie scattered, the swaps that bring them together, already booked: the device must
-        exchange the contents before the next step. None when there is nothing to do.
+        """The swaps that bring scattered blocks in use together; pool and tables are updated already, so the device
+        must exchange the contents before the next step. None when there is nothing to do.
         """
         self._nothing_in_flight()
         if self._defrag_threshold is None:
@@ -173,19 +147,19 @@ class Scheduler:
         return swaps
 
     def lose_cache(self, message: str) -> Delta:
-        """Nobody knows what the cache holds: end all running requests with an error, keep nothing for later prompts."""
+        """The cache's contents are unknown: end all running requests with an error, keep nothing for later prompts."""
         self._nothing_in_flight()
-        return settle.lose_cache(self.running, message)
+        return results.lose_cache(self.running, message)
 
     def schedule(self) -> Schedule | None:
-        """The next step, its blocks allocated and its outcome booked; it must be packed before another is scheduled.
+        """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
 
-        None when nothing can run now. With nothing in flight that is exactly when :attr:`idle`; else what runs next
-        depends on what is in flight: settle the oldest and ask again.
+        None when nothing can run now. With nothing in flight that means :attr:`idle`; otherwise what runs next depends
+        on what is in flight: process the oldest results and ask again.
         """
         try:
             step = self._compose()
-        except _Unsettled:
+        except _MustWait:
             return None
         if not len(step.decode) + len(step.prefill):
             return None
@@ -194,21 +168,21 @@ class Scheduler:
         self._totals.steps += 1
         return schedule
 
-    def settle(self, schedule: Schedule, result: StepResult) -> Delta:
-        """Book what the device computed for ``schedule``; see :func:`preheat.schedule.results.settle`."""
+    def process_results(self, schedule: Schedule, result: StepResult) -> Delta:
+        """Apply what the device computed for ``schedule``; see :func:`preheat.schedule.results.process_results`."""
         self._must_be_oldest(schedule)
-        delta = settle.settle(self.running, self.prefix, schedule, result, self._totals)
+        delta = results.process_results(self.running, self.prefix, schedule, result, self._totals)
         self._in_flight.popleft()
         return delta
 
     def fail(self, schedule: Schedule, message: str) -> Delta:
         """The step failed: end its requests with an error and free what they hold; the others go on.
 
-        Rows of the same requests in later steps are dropped when those are settled.
+        Rows of the same requests in later steps are dropped when those steps' results are processed.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
-        return settle.fail(self.running, schedule, message)
+        return results.fail(self.running, schedule, message)
 
     def stats(self) -> Stats:
         """Counters since the start and gauges of this moment, a new object each time.
@@ -224,64 +198,87 @@ class Scheduler:
         """Prove that blocks and slots are exactly those of the running sequences. RuntimeError if not."""
         self.running.check()
 
-    def _compose(self) -> _Step:
+    def _compose(self) -> NextStep:
         """Choose the rows of the next step and allocate their blocks."""
-        step = self._decoding() if self.mixed_steps else _Step(np.zeros(0, np.int64))
+        step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)
+        if self._speculates:
+            self._add_drafts(step)
         return step if self.mixed_steps or step.prefill else self._decoding()
 
-    def _book(self, step: _Step) -> Schedule:
-        """Take the outcome of ``step`` as known: lengths move, and each token to be drawn has its place."""
+    def _book(self, step: NextStep) -> Schedule:
+        """Move the lengths of the rows of ``step`` as if it had run.
+
+        A row with drafts counts them as known and nothing as left to compute, so that it is in no other step before
+        its results are processed and say how many were right.
+        """
         slots, schedule = self.slots, self._schedule_of(step)
         rows, ends = schedule.slots, schedule.ends
         slots.cached_len[rows] = ends
         if schedule.num_decode < schedule.rows:
-            rows, ends = rows[schedule.samples], ends[schedule.samples]
+            one = schedule.num_sampled == 1
+            rows, ends = rows[one], ends[one]
         slots.tokens[rows, ends] = UNSEEN
         slots.device_len[rows] = ends + 1
+        for slot, drafts in step.drafts.items():
+            end = int(slots.cached_len[slot])
+            slots.tokens[slot, end - len(drafts) : end] = drafts
+            slots.device_len[slot] = end
         return schedule
 
-    def _schedule_of(self, step: _Step) -> Schedule:
-        """``step`` as others are to see it."""
-        slots = self.slots
-        if not step.prefill and len(step.decode) == len(self.running):
-            persistent_batch = self._last_batch()
-            if persistent_batch is None:
+    def _schedule_of(self, step: NextStep) -> Schedule:
+        """``step`` in the form that the packer gets."""
+        slots, running = self.slots, self.running
+        if not step.prefill and not step.drafts and len(step.decode) == len(running):
+            batch = self._last_batch()
+            if batch is None:
                 self._batches += 1
-                persistent_batch = self._persistent_batch = PersistentBatch.of(self.running, self._batches, step.decode)
-            return persistent_batch.step(self.running, step.started)
-        decode = len(step.decode)
-        rows = np.concatenate((step.decode, np.array(step.prefill, np.int64)))
-        extend = np.concatenate((np.ones(decode, np.int32), np.array(step.chunks, np.int32)))
+                batch = self._persistent_batch = PersistentBatch.of(running, self._batches, step.decode)
+            return batch.step(running, step.started)
+        self._persistent_batch = None
+        drafted = list(step.drafts)
+        decode = step.decode[~np.isin(step.decode, drafted)] if drafted else step.decode
+        rows = np.concatenate((decode, np.array(step.prefill + drafted, np.int64)))
+        chunks = step.chunks + [1 + len(drafts) for drafts in step.drafts.values()]
+        extend = np.concatenate((np.ones(len(decode), np.int32), np.array(chunks, np.int32)))
         first = slots.cached_len[rows]
-        samples = first + extend == slots.device_len[rows]
-        return Schedule(rows, first, extend, samples, decode, self.running.ids[rows], step.started)
+        num_sampled = (first + extend == slots.device_len[rows]).astype(np.int32)
+        if drafted:
+            num_sampled[-len(drafted) :] = extend[-len(drafted) :]
+        return Schedule(rows, first, extend, num_sampled, len(decode), running.ids[rows], step.started)
 
     def _last_batch(self) -> PersistentBatch | None:
-        """The last step's line-up, if it is the next one's too."""
+        """The persistent batch of the last step, if the next step has the same rows."""
         last = self._persistent_batch
         return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
         """The tokens int32 that each running sequence has to compute, by arrival: none once it reaches its length."""
         slots = self.slots
-        due = slots.device_len - slots.cached_len  # of all slots, which is cheaper than to pick them first
+        due = slots.device_len - slots.cached_len  # of all slots, which is cheaper than picking them first
         due *= slots.device_len < slots.max_len
         running: np.ndarray = due[self.running.order]
         return running
 
-    def _decoding(self) -> _Step:
+    def _decoding(self) -> NextStep:
         """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
-        slots, persistent_batch = self.slots, self._last_batch()
-        step = _Step(self.running.order[self._due() == 1] if persistent_batch is None else persistent_batch.slots)
+        slots, batch = self.slots, self._last_batch()
+        step = NextStep(self._decode_slots() if batch is None or self._speculates else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
             self.running.grow_each(at_edge)
         return step
 
-    def _continue_prefills(self, step: _Step) -> None:
+    def _decode_slots(self) -> np.ndarray:
+        """The slots with one token to compute; a proposer must know that token, so its rows wait for their results."""
+        decode: np.ndarray = self.running.order[self._due() == 1]
+        if self._speculates:
+            decode = decode[self.slots.tokens[decode, self.slots.device_len[decode] - 1] != UNSEEN]
+        return decode
+
+    def _continue_prefills(self, step: NextStep) -> None:
         """Add the next chunk of the prompts already begun, earliest first."""
         slots = self.slots
         if len(step.decode) == len(self.running):
@@ -298,8 +295,8 @@ class Scheduler:
                 return
             self._add_prefill(step, slot, chunk)
 
-    def _admit(self, step: _Step) -> None:
-        """Start waiting sequences, in order, while slots, budget and blocks last."""
+    def _admit(self, step: NextStep) -> None:
+        """Start waiting sequences, in order, as far as slots, budget and blocks go."""
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
             sequence = self.waiting.first()
             cached = self.prefix.lookup(sequence)
@@ -312,11 +309,29 @@ class Scheduler:
             self._count_start(step, sequence, len(cached) * self.pool.block_size)
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
 
-    def _add_prefill(self, step: _Step, slot: int, chunk: int) -> None:
+    def _add_prefill(self, step: NextStep, slot: int, chunk: int) -> None:
         self.running.grow(slot, int(self.slots.cached_len[slot]) + chunk)
-        step.add(slot, chunk)
+        step.add_row(slot, chunk)
 
-    def _count_start(self, step: _Step, sequence: Sequence, cached_tokens: int) -> None:
+    def _add_drafts(self, step: NextStep) -> None:
+        """Give decoding rows the drafts of the proposer, with what budget and blocks are left when all else has its
+        share.
+        """
+        slots, most = self.slots, self.proposer.num_speculative_tokens
+        budget = self._budget(len(step.decode))
+        proposed = self.proposer.propose(slots, step.decode)
+        for slot, drafts in zip(step.decode.tolist(), proposed, strict=True):
+            if len(step.prefill) + len(step.drafts) == self._max_prefills:
+                return
+            known = int(slots.device_len[slot])
+            places = (int(slots.num_blocks[slot]) + self.pool.num_free) * slots.block_size
+            wanted = min(len(drafts), most, places - known, int(slots.max_len[slot]) - known - 1)
+            count = self._most(wanted, budget, step.with_drafts)
+            if count > 0:
+                self.running.grow(slot, known + count)
+                step.add_drafts(slot, drafts[:count])
+
+    def _count_start(self, step: NextStep, sequence: Sequence, cached_tokens: int) -> None:
         if sequence.started:
             return
         sequence.started = True
@@ -325,22 +340,25 @@ class Scheduler:
             self._totals.prefix_queries += len(sequence.tokens)
             self._totals.prefix_hits += cached_tokens
 
-    def _chunk(self, step: _Step, wanted: int) -> int:
+    def _chunk(self, step: NextStep, wanted: int) -> int:
         """The most tokens, up to ``wanted``, that one more row may have within the budget."""
-        budget = self._budget(len(step.decode))
-        if self.padded(*step.with_row(wanted)) <= budget:
+        return self._most(wanted, self._budget(len(step.decode)), step.with_row)
+
+    def _most(self, wanted: int, budget: int, size: Callable[[int], tuple[int, int, int]]) -> int:
+        """The most tokens, up to ``wanted``, with which the step has a padded ``size`` within the budget."""
+        if self.padded(*size(wanted)) <= budget:
             return wanted
         fits, too_many = 0, wanted
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if self.padded(*step.with_row(middle)) <= budget:
+            if self.padded(*size(middle)) <= budget:
                 fits = middle
             else:
                 too_many = middle
         return fits
 
     def _budget(self, decoding: int) -> int:
-        """The most tokens of a step in which so many rows decode: never so few that nobody else could join them."""
+        """The most tokens of a step with ``decoding`` rows: always enough for one more row to join them."""
         most = self.limits.max_num_batched_tokens
         if self._mixed_tokens is None or not decoding or not self.chunked:
             return most
@@ -350,18 +368,18 @@ class Scheduler:
         """Whether all that is known of ``sequence`` has a place besides what the running ones still need.
 
         Asking for the whole of it, not just the first chunk, keeps a long prompt from being begun, preempted and
-        begun again. Someone alone always has a place.
+        begun again. A sequence alone always fits.
         """
         if not self.running:
             return True
         needed = -(-len(sequence.tokens) // self.pool.block_size) - len(cached) + self.pool.count_cached(cached)
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
-    def _make_room(self, step: _Step, slots: np.ndarray) -> np.ndarray:
-        """See that each of ``slots`` can have a block, preempting from the end; those that were not preempted."""
+    def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
+        """Make sure each of ``slots`` can have a block, preempting from the end; returns those not preempted."""
         while len(slots) > self.pool.num_free:
             if self._in_flight:
-                raise _Unsettled
+                raise _MustWait
             left, sequence = self.running.preempt_last()
             self.waiting.return_to_front(sequence)
             slots, step.decode = slots[slots != left], step.decode[step.decode != left]
@@ -374,26 +392,8 @@ class Scheduler:
 
     def _nothing_in_flight(self) -> None:
         if self._in_flight:
-            raise RuntimeError("a step is in flight: settle it or let it fail first")
+            raise RuntimeError("a step is in flight: process its results or let it fail first")
 
     def _must_be_oldest(self, schedule: Schedule) -> None:
         if not self._in_flight or schedule is not self._in_flight[0]:
-            raise RuntimeError("this step is not the oldest in flight: steps are settled once, in the order they run")
-
-
-def _check_limits(limits: Limits, padded: Padded) -> None:
-    """Every sequence must be able to run alone, and every slot to advance by a token in one step."""
-    if limits.num_blocks - 1 < limits.max_blocks_per_seq:
-        raise SettingsError(
-            f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "
-            f"tokens, but the cache has {limits.num_blocks - 1}: lower max_model_len or give the cache more memory "
-            f"(gpu_memory_utilization, kv_cache_memory_bytes, num_gpu_blocks_override)"
-        )
-    seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
-    if padded(seqs, seqs, 1) > budget:
-        raise SettingsError(
-            f"max_num_batched_tokens {budget} is too few for a token of each of max_num_seqs {seqs} sequences, which "
-            f"take {padded(seqs, seqs, 1)} with padding: raise the one or lower the other"
-        )
-    if limits.max_num_prefill_seqs is not None and limits.max_num_prefill_seqs < 1:
-        raise SettingsError(f"max_num_prefill_seqs must be 1 or more, or unset; got {limits.max_num_prefill_seqs}")
+            raise RuntimeError("this step is not the oldest in flight: results are processed once, in launch order")

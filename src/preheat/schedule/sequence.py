@@ -1,4 +1,4 @@
-"""A sequence: one request on its way, and what it must remember while it owns no slot."""
+"""A sequence: one request in progress, and what must be remembered of it while it owns no slot."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Sequence:
     """Waits in the queue, runs in a slot, and may go back and forth between the two.
 
     ``tokens`` int32 is everything known when it last began to wait: the prompt, and after a preemption the output
-    too. While it runs, the slots' arrays know better. ``digests`` are those of its leading full blocks.
+    too. While it runs, the slots' arrays are ahead of it. ``block_hashes`` are those of its leading full blocks.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started = False  # it ran before: a resumed sequence does not start again
-        self.digests: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
         self.owes_prompt_logprobs = request.params.prompt_logprobs is not None
 

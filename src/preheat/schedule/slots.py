@@ -1,22 +1,23 @@
-"""Row slots: everything the step needs to know of a running sequence, in arrays indexed by its slot.
+"""Slots: everything a step needs to know of a running sequence, in arrays indexed by its slot.
 
-A step is a list of slots, so packing a batch is a handful of numpy gathers and its cost hardly grows with the rows.
-Lengths use mini-sglang's words: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens
+A step is a list of slots, so packing a batch is a handful of numpy gathers, whose cost hardly grows with the rows.
+Lengths have mini-sglang's names: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens
 are known (prompt and output), ``extend_len = device_len - cached_len`` are to be computed and
 ``remain_len = max_len - device_len`` may still be generated.
 
-All of them run ahead of the host by what is in flight: a token that the device is about to draw counts as known, and
-is ``UNSEEN`` until its step is settled.
+All of them run ahead of the host by the steps in flight: a token that the device is about to sample counts as known,
+and is ``UNSEEN`` until the step's results are processed.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from preheat.core import Request
+from preheat.core import Request, SamplingParams
 
 NO_LOGPROBS = -1
 UNSEEN = -1
@@ -26,16 +27,69 @@ NO_ID = -1
 Index = int | slice | np.ndarray
 
 
-class Slots:
+class _Field(NamedTuple):
+    dtype: type[np.generic]
+    of: Callable[[Request], float]
+
+
+def _field(dtype: type[np.generic], of: Callable[[Request], float]) -> np.ndarray:
+    return cast("np.ndarray", _Field(dtype, of))  # stands for the array that SamplingFields makes of it
+
+
+def _param(dtype: type[np.generic], of: Callable[[SamplingParams], float | None]) -> np.ndarray:
+    return _field(dtype, lambda request: NO_LOGPROBS if (value := of(request.params)) is None else value)
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+class SamplingFields:
+    """What the sampler must know of each slot's request: one line a field, whose array is [slots] of that type.
+
+    ``needs_*`` let a step find the rows that need more of the sampler in one reduction. Free slots have the values of a
+    request with default parameters, or those of the last request that had them.
+    """
+
+    temperature = _param(np.float32, lambda params: params.temperature)
+    top_p = _param(np.float32, lambda params: params.top_p)
+    top_k = _param(np.int32, lambda params: max(params.top_k, 0))  # 0 is off
+    min_p = _param(np.float32, lambda params: params.min_p)
+    presence_penalty = _param(np.float32, lambda params: params.presence_penalty)
+    frequency_penalty = _param(np.float32, lambda params: params.frequency_penalty)
+    repetition_penalty = _param(np.float32, lambda params: params.repetition_penalty)
+    choice = _field(np.int32, lambda request: request.choice)
+    logprobs = _param(np.int32, lambda params: params.logprobs)  # NO_LOGPROBS: none are wanted
+    prompt_logprobs = _param(np.int32, lambda params: params.prompt_logprobs)
+    needs_penalty = _param(np.bool_, _has_penalty)
+    needs_edit = _field(  # logit_bias, or stop ids banned until min_tokens
+        np.bool_, lambda request: bool(request.params.logit_bias or (request.params.min_tokens and request.stop_ids))
+    )
+
+    def __init__(self, num_slots: int) -> None:
+        nothing = Request(0, [], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
+        for name, (dtype, of) in FIELDS.items():
+            setattr(self, name, np.full(num_slots, of(nothing), dtype))
+
+    def describe(self, slots: Index, request: Request) -> None:
+        """Fill in ``request``, for one slot or for several alike."""
+        for name, field in FIELDS.items():
+            getattr(self, name)[slots] = field.of(request)
+
+
+FIELDS: dict[str, _Field] = {name: field for name, field in vars(SamplingFields).items() if isinstance(field, _Field)}
+
+
+class Slots(SamplingFields):
     """The arrays, for ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
 
-    Row r of ``block_table`` lists the physical block of each logical block of the sequence; unused entries are 0,
-    the pad block. It is written by :meth:`set_blocks` alone, ``table_writes`` times so far: rows of one
-    ``table_version``, whatever copy of the table they are in, are equal. ``tokens`` holds prompt and output.
-    ``needs_*`` flags let a step ask in one reduction what its rows need of the sampler.
+    Row r of ``block_table`` lists the physical block of each logical block of the sequence; unused entries are 0, the
+    pad block. Only :meth:`set_blocks` writes it, and has done so ``table_writes`` times: rows with the same
+    ``table_version`` are equal, whichever copy of the table they are in. ``tokens`` holds prompt and output.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
+        super().__init__(num_slots)
         n = num_slots
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_len, block_size
         self.max_blocks = -(-max_len // block_size)
@@ -43,7 +97,7 @@ class Slots:
         self._blocks = np.zeros((n, self.max_blocks), np.int32)
         self.block_table = self._blocks.view()
         self.block_table.flags.writeable = False
-        self.table_version = np.zeros(n, np.int64)  # 0 is a row that was never written
+        self.table_version = np.zeros(n, np.int64)  # 0: the row was never written
         self.table_writes = 0
         self.num_blocks = np.zeros(n, np.int32)
         self.cached_len = np.zeros(n, np.int32)
@@ -51,22 +105,9 @@ class Slots:
         self.prompt_len = np.zeros(n, np.int32)
         self.max_len = np.zeros(n, np.int32)  # prompt_len + max_tokens
         self.min_len = np.zeros(n, np.int32)  # prompt_len + min_tokens: no stop id before
-        self.temperature = np.zeros(n, np.float32)
-        self.top_p = np.ones(n, np.float32)
-        self.top_k = np.zeros(n, np.int32)  # 0 is off
-        self.min_p = np.zeros(n, np.float32)
-        self.presence_penalty = np.zeros(n, np.float32)
-        self.frequency_penalty = np.zeros(n, np.float32)
-        self.repetition_penalty = np.ones(n, np.float32)
         self.seed = np.zeros(n, np.uint64)
-        self.choice = np.zeros(n, np.int32)
-        self.logprobs = np.full(n, NO_LOGPROBS, np.int32)
-        self.prompt_logprobs = np.full(n, NO_LOGPROBS, np.int32)
-        self.needs_filter = np.zeros(n, bool)  # top_k, top_p or min_p
-        self.needs_penalty = np.zeros(n, bool)
-        self.needs_edit = np.zeros(n, bool)  # logit_bias, or stop ids banned until min_tokens
         self.stop_ids = np.full((FEW_STOP_IDS, n), NO_ID, np.int32)
-        self.has_many_stop_ids = np.zeros(n, bool)  # what a column of stop_ids cannot hold is in the dictionary
+        self.has_many_stop_ids = np.zeros(n, bool)  # more than a column of stop_ids holds: in many_stop_ids
         self.many_stop_ids: dict[int, frozenset[int]] = {}
         self.request: list[Request | None] = [None] * n
         self._free = list(range(n))
@@ -103,26 +144,10 @@ class Slots:
 
     def _describe(self, slot: int | np.ndarray, request: Request) -> None:
         """All that follows from what the request asks for and the length of its prompt, which is known."""
-        params, prompt_len = request.params, self.prompt_len[slot]
         self.num_blocks[slot] = self.cached_len[slot] = 0
-        self.max_len[slot] = prompt_len + request.max_tokens
-        self.min_len[slot] = prompt_len + params.min_tokens
-        self.temperature[slot] = params.temperature
-        self.top_p[slot] = params.top_p
-        self.top_k[slot] = max(params.top_k, 0)
-        self.min_p[slot] = params.min_p
-        self.presence_penalty[slot] = params.presence_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.choice[slot] = request.choice
-        self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self.prompt_logprobs[slot] = NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
-        filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self.needs_filter[slot] = filtered and not params.greedy
-        self.needs_penalty[slot] = (
-            params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-        )
-        self.needs_edit[slot] = bool(params.logit_bias) or (params.min_tokens > 0 and bool(request.stop_ids))
+        self.max_len[slot] = self.prompt_len[slot] + request.max_tokens
+        self.min_len[slot] = self.prompt_len[slot] + request.params.min_tokens
+        self.describe(slot, request)
         self._take_stop_ids(slot, request.stop_ids)
 
     def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
@@ -142,7 +167,7 @@ class Slots:
             self.many_stop_ids |= dict.fromkeys(np.atleast_1d(slot).tolist(), frozenset(stop_ids))
 
     def give_back(self, slot: int) -> None:
-        """Free ``slot``; its blocks are the caller's to release."""
+        """Free ``slot``; the caller releases its blocks."""
         self.request[slot] = None
         if self.num_blocks[slot]:
             self.set_blocks(slot, slice(self.num_blocks[slot]), 0)

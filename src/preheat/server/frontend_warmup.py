@@ -76,7 +76,7 @@ def _door(service: Service, metrics: Metrics) -> FrontDoor:
 def _delta(request: Request, token: int, last: bool) -> Delta:
     delta = Delta([request.id], [token], {request.id: Finish("length")} if last else {})
     if request.params.logprobs is not None:
-        delta.logprobs = {request.id: TokenLogprobs(token, -1.0, 1, [(token, -1.0)] * request.params.logprobs)}
+        delta.logprobs = {0: TokenLogprobs(token, -1.0, 1, [(token, -1.0)] * request.params.logprobs)}
     return delta
 
 

@@ -5,28 +5,40 @@ The file is whole, valid JSON after every event, so that what a crash leaves can
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-Describe = Callable[[tuple[Any, ...], Any], dict[str, Any] | None]
-"""What an event says of a call, from its arguments and its result; None leaves the event out."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
+Describe = Callable[[tuple[Any, ...], Any], dict[str, Any]]
+"""What an event says of a call, from its positional arguments and its result."""
 
 Span = Callable[..., AbstractContextManager[None]]
 """See :meth:`Trace.span`."""
 
 
 def no_span(name: str, **args: Any) -> AbstractContextManager[None]:
-    """For what is not traced."""
+    """Traces nothing."""
     return nullcontext()
+
+
+class Call(Protocol):
+    """Calls ``function``, which a trace may show as an event of that ``name``."""
+
+    def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def untraced(name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """The call and nothing else."""
+    return function(*args, **kwargs)
 
 
 class Trace(Protocol):
@@ -35,17 +47,17 @@ class Trace(Protocol):
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """An event that lasts as long as the block; ``args`` are shown with it."""
 
-    def watch(self, owner: object, method: str, describe: Describe) -> None:
-        """From now on every call of ``owner.method`` is an event of that name."""
+    def calls(self, describe: Mapping[str, Describe]) -> Call:
+        """A way to call functions that makes each call an event; ``describe`` gives its arguments, by name."""
 
 
 class NoTrace:
-    """Traces nothing, at no cost: calls are not even wrapped."""
+    """Traces nothing."""
 
     span = staticmethod(no_span)
 
-    def watch(self, owner: object, method: str, describe: Describe) -> None:
-        pass
+    def calls(self, describe: Mapping[str, Describe]) -> Call:
+        return untraced
 
 
 class Tracer:
@@ -69,23 +81,18 @@ class Tracer:
         finally:
             self._event(name, started, args)
 
-    def watch(self, owner: object, method: str, describe: Describe) -> None:
-        inner = getattr(owner, method)
-
-        @functools.wraps(inner)
-        def traced(*args: Any, **kwargs: Any) -> Any:
+    def calls(self, describe: Mapping[str, Describe]) -> Call:
+        def traced(name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
             started = time.perf_counter_ns()
             try:
-                result = inner(*args, **kwargs)
+                result = function(*args, **kwargs)
             except BaseException as error:
-                self._event(method, started, {"error": type(error).__name__})
+                self._event(name, started, {"error": type(error).__name__})
                 raise
-            said = describe(args, result)
-            if said is not None:
-                self._event(method, started, said)
+            self._event(name, started, describe[name](args, result) if name in describe else {})
             return result
 
-        setattr(owner, method, traced)
+        return traced
 
     def _event(self, name: str, started: int, args: dict[str, Any]) -> None:
         duration = time.perf_counter_ns() - started

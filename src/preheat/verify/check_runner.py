@@ -134,7 +134,7 @@ class CheckRunner:
         some = lacking if extend is None else np.array(extend, np.int32)
         order = np.argsort(lacking > 1, kind="stable")
         slots, decoding = np.array(chosen, np.int64)[order], int((lacking == 1).sum())
-        return Schedule(slots, cached[order], some[order], (some == lacking)[order], decoding)
+        return Schedule(slots, cached[order], some[order], (some == lacking)[order].astype(np.int32), decoding)
 
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:
         """The logits of the step, whose layers are kept of ``row``."""

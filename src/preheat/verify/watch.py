@@ -22,9 +22,9 @@ class LogitWatcher:
         executor.watch_logits(self._look)
 
     def _look(self, logits: Tensor, batch: InputBatch) -> None:
-        rows, schedule = batch.sampled_rows, batch.schedule
+        rows, positions = batch.schedule.sampled()
         digests = self._backend.row_digests(logits)
-        self._seen.append((schedule.ids[rows], schedule.ends[rows], digests, logits.amax(1)))
+        self._seen.append((batch.schedule.ids[rows], positions, digests, logits.amax(1)))
 
     def take(self) -> dict[int, Seen]:
         """By request, what was seen since the last call, in the order of positions: digests and greatest logits."""

@@ -77,7 +77,7 @@ class DummyBatches:
         slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:
-            yield Schedule(taken, first, extend, np.ones(len(rows), bool), decoding)
+            yield Schedule(taken, first, extend, np.ones(len(rows), np.int32), decoding)
         finally:
             slots.num_blocks[taken] = 0  # none was ever written to the table
             for slot in taken.tolist():

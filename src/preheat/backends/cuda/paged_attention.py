@@ -50,7 +50,7 @@ MANY = 64
 
 
 def decode_config(rows: int, dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """For steps of ``rows`` and heads of ``dim`` numbers; measured on an H200 (bench/attention.py)."""
+    """For steps of ``rows`` and heads of ``dim`` numbers; measured on an H200 (benchmarks/attention.py)."""
     if dim * dtype.itemsize > 256:
         return AttentionConfig(rows=16, warps=4, stages=2, programs=6)
     return (

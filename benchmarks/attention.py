@@ -1,0 +1,141 @@
+"""Paged attention on a GPU: decoding beside the bytes of its keys and values, reading prompts beside its operations.
+
+    python -m benchmarks attention [--heads 32] [--kv-heads 8] [--dim 128] [--block-size 64]
+
+Microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds;
+medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens. Reading: PROMPTSxTOKENS, causal.
+``by_block_us``: the same with a cache in which a block's layers, not a layer's blocks, lie side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.common.report import parser, save
+from preheat.backends import pick_backend
+from preheat.backends.cuda.paged_attention import (
+    Workspace,
+    decode_attention,
+    prefill_attention,
+    prefill_config,
+    query_tile,
+)
+from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
+from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.settings import Settings
+
+DECODING = ("1x128", "32x128", "256x128", "256x1000", "64xragged", "256xragged", "32x8192", "4x32768")
+READING = ("1x2048", "4x2048", "8x1024", "1x16384")
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of an attention layer, in bfloat16."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of a token."""
+        return 4 * self.kv_heads * self.dim
+
+    def queries(self, tokens: int) -> Tensor:
+        return torch.randn(tokens, self.heads, self.dim, dtype=torch.bfloat16, device="cuda")
+
+
+class Pages:
+    """Random keys and values of sequences of ``lengths`` in shuffled blocks, of several ``layers``; ``by_block`` says
+    how these lie.
+    """
+
+    def __init__(self, lengths: Sequence[int], heads: AttentionSizes, by_block: bool) -> None:
+        counts = [-(-length // heads.block_size) for length in lengths]
+        copies = 1 + COPIED_BYTES // (sum(counts) * heads.block_size * heads.token_bytes)
+        outer = (sum(counts), copies) if by_block else (copies, sum(counts))
+        inner = (2, heads.kv_heads, heads.block_size, heads.dim)
+        self.layers = torch.randn(*outer, *inner, dtype=torch.bfloat16, device="cuda").unbind(int(by_block))
+        blocks = torch.split(torch.randperm(sum(counts), dtype=torch.int32), counts)
+        self.table = pad_sequence(list(blocks), batch_first=True).cuda()
+
+
+def whole_numbers(values: Any) -> Tensor:
+    """int32, on the device."""
+    return torch.as_tensor(np.asarray(values, np.int32), device="cuda")
+
+
+def decoding(lengths: Sequence[int], heads: AttentionSizes, by_block: bool) -> float:
+    """Microseconds of a layer in which every sequence has one token."""
+    rows, pages, positions = len(lengths), Pages(lengths, heads, by_block), np.asarray(lengths) - 1
+    work = decode_work(np.arange(rows), positions, SPLIT, None)
+    slots, at, pieces, count = map(whole_numbers, (range(rows), positions, work, [len(work)]))
+    q = heads.queries(rows)
+    out, space = torch.empty_like(q), Workspace(len(work), rows, heads.heads, heads.dim, q.device)
+    scale = heads.dim**-0.5
+
+    def step() -> None:
+        for cache in pages.layers:
+            decode_attention(q, cache, pages.table, slots, at, pieces, count, out, space, scale, None, rows=rows)
+
+    step()
+    return graph_microseconds(step, 9) / len(pages.layers)
+
+
+def reading(prompts: int, length: int, heads: AttentionSizes, by_block: bool) -> float:
+    """Microseconds of a layer that reads whole prompts."""
+    pages, tile = Pages([length] * prompts, heads, by_block), prefill_config(heads.dim, torch.bfloat16)
+    first, lengths = np.arange(prompts) * length, np.full(prompts, length)
+    tiles = prefill_tiles(first, lengths, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))
+    rows, positions = np.repeat(np.arange(prompts), length), np.tile(np.arange(length), prompts)
+    slots, at, on_device, count = map(whole_numbers, (rows, positions, tiles, [len(tiles)]))
+    q = heads.queries(prompts * length)
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        for cache in pages.layers:
+            prefill_attention(q, cache, pages.table, slots, at, on_device, count, out, heads.dim**-0.5, None)
+
+    step()
+    return graph_microseconds(step, 9) / len(pages.layers)
+
+
+def measure(heads: AttentionSizes) -> list[dict[str, Any]]:
+    chance, lines = np.random.default_rng(0), []
+    cases: list[tuple[str, str, Callable[[bool], float], float]] = []
+    for name in DECODING:
+        rows, context = name.split("x", 1)
+        lengths = chance.integers(100, 2048, int(rows)) if context == "ragged" else [int(context)] * int(rows)
+        size = sum(int(each) for each in lengths) * heads.token_bytes
+        cases.append((name, "tb_s", partial(decoding, list(lengths), heads), size))
+    for name in READING:
+        prompts, length = map(int, name.split("x"))
+        operations = 2 * prompts * heads.heads * heads.dim * length**2
+        cases.append((name, "tflop_s", partial(reading, prompts, length, heads), operations))
+    for name, unit, run, work in cases:
+        taken = run(False)
+        found = {"us": round(taken, 1), unit: round(work / taken / 1e6, 2), "by_block_us": round(run(True), 1)}
+        lines.append({"case": name, **found})
+        print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def main(words: Sequence[str]) -> None:
+    flags = parser(__doc__, __name__)
+    flags.add_argument("--heads", type=int, default=32)
+    flags.add_argument("--kv-heads", type=int, default=8)
+    flags.add_argument("--dim", type=int, default=128)
+    flags.add_argument("--block-size", type=int, default=64)
+    heads = AttentionSizes(**vars(flags.parse_args(words)))
+    pick_backend("cuda").prepare(Settings(), None)
+    save("attention", {"sizes": asdict(heads), "cases": measure(heads)})

@@ -1,0 +1,149 @@
+"""The models that are measured: published sizes with random weights, on which speed does not depend."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.checkpoint import write_checkpoint
+from preheat.model.files import BUNDLED, BUNDLED_PATH, read_config
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+}
+"""The published config of each model. One more entry here is one more ``--shape``."""
+
+CHOICES = (*SHAPES, BUNDLED)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run: ``FULL``, or ``TINY`` for a smoke test, whose figures mean nothing."""
+
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    context: int = 128
+    steps: int = 128
+    prompt: int = 2048
+    prompts: int = 32
+    lengths: tuple[int, int] = (512, 4000)
+    length_tokens: int = 32768
+    long: tuple[tuple[int, int], ...] = ((32, 8192), (4, 32768))
+    requests: int = 256
+    request_tokens: tuple[int, int] = (100, 1024)
+    first_lengths: tuple[int, ...] = (16, 128, 300, 777, 1000)
+    rates: tuple[float, ...] = (1, 4, 8, 16, 24)
+    rate_seconds: float = 15.0
+    served_tokens: tuple[int, int] = (100, 1024)
+    answer_tokens: tuple[int, int] = (32, 256)
+    burst: int = 512
+    streams: int = 64
+
+
+FULL = Sizes()
+TINY = Sizes(
+    batches=(1, 2),
+    context=16,
+    steps=6,
+    prompt=40,
+    prompts=2,
+    lengths=(20, 60),
+    length_tokens=64,
+    long=((2, 100),),
+    requests=4,
+    request_tokens=(4, 12),
+    first_lengths=(16,),
+    rates=(20.0,),
+    rate_seconds=0.3,
+    served_tokens=(4, 12),
+    answer_tokens=(2, 6),
+    burst=4,
+    streams=2,
+)
+
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 4096,
+    "gpu_memory_utilization": 0.9,
+    "enable_prefix_caching": False,
+    "max_num_seqs": 256,
+    "on_cold": "raise",
+    "log_level": "warning",
+}
+"""The options that vLLM's figures were taken with. The command line can change each of them."""
+
+SMALL_ENGINE: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def engine_options(shape: str, given: dict[str, Any], folder: Path, *, tiny: bool) -> dict[str, Any]:
+    """Options for an engine of ``shape``; ``folder`` is where its config is written."""
+    defaults = ENGINE | (SMALL_ENGINE if tiny else {})
+    if shape == BUNDLED:
+        return defaults | {"model": BUNDLED, "max_model_len": min(2048, defaults["max_model_len"])} | given
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    return defaults | {"model": str(folder), "load_format": "dummy"} | given
+
+
+def with_weights(shape: str, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` for a checkpoint on disk, which is written beside the config."""
+    write_checkpoint(SHAPES[shape], Path(options["model"]))
+    return options | {"load_format": "safetensors"}
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """The config.json of ``shape``, one of ``CHOICES``."""
+    return SHAPES.get(shape) or read_config(BUNDLED_PATH)
+
+
+def vocabulary(shape: str) -> int:
+    """How many tokens the model knows."""
+    return int(config_of(shape)["vocab_size"])
+
+
+def long_answer(sizes: Sizes, rows: int, context: int) -> int:
+    """Tokens that each of ``rows`` generates, so that the first still decodes when the last has read its prompt."""
+    return sizes.steps + 2 * rows + rows * context // 2048
+
+
+def long_length(sizes: Sizes) -> int:
+    """The model length that the long contexts need."""
+    return max(context + long_answer(sizes, rows, context) for rows, context in sizes.long) + 1

@@ -1,0 +1,93 @@
+"""Figures beside those of vLLM, as rows that a terminal and a document can show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ANCHORS = Path(__file__).parents[1] / "results" / "anchors.json"
+Row = tuple[str, float | None, float | None, float | None]
+"""What was measured: ours, vLLM's with its defaults, vLLM's with VLLM_BATCH_INVARIANT=1. None: there is no figure."""
+
+
+@cache
+def anchors() -> dict[str, Any]:
+    """vLLM's figures for the same workloads on one machine: its name, the machine, figures by shape."""
+    found: dict[str, Any] = json.loads(ANCHORS.read_text(encoding="utf-8"))
+    return found
+
+
+def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
+    """A line for each figure that either side has. ``parts``: see ``report.read_parts``."""
+    ours = flat(parts)
+    theirs = anchors()["shapes"].get(shape, {})
+    default, invariant = (_flat_anchor(theirs.get(kind, {})) for kind in ("default", "invariant"))
+    names = list(dict.fromkeys([*ours, *default, *invariant]))
+    order = {name: place for place, name in enumerate([*default, *ours])}
+    names.sort(key=lambda name: order.get(name, len(order)))
+    return [(name, ours.get(name), default.get(name), invariant.get(name)) for name in names]
+
+
+def flat(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Our figures by a name that says what they are."""
+    figures = {part: entry["figures"] for part, entry in parts.items()}
+    startup, latency = figures.get("startup", {}), figures.get("latency", {})
+    serve = figures.get("serve", {})
+    found = {f"ready, {name}, s": startup.get(f"ready_{name}_s") for name in ("cold", "second")}
+    files = figures.get("startup from files", {})
+    found |= {f"ready, {name}, weights from files, s": files.get(f"ready_{name}_s") for name in ("cold", "second")}
+    found |= _latencies(latency)
+    found |= {f"prefill of {n} tokens, tokens/s": v for n, v in latency.get("prefill_tok_s_by_length", {}).items()}
+    found["nanobench, tokens/s"] = figures.get("throughput", {}).get("nanobench", {}).get("tok_s")
+    found |= {f"ITL, {n}, ms": v for n, v in figures.get("long", {}).get("itl_ms_long", {}).items()}
+    found["first request ÷ steady, offline, worst"] = figures.get("first", {}).get("worst_ratio")
+    found["first request ÷ steady, HTTP, worst"] = serve.get("first_worst_ratio")
+    found |= _sweep(serve.get("sweep", []))
+    found["ITL p50 of 64 streams, HTTP, ms"] = serve.get("streams", {}).get("itl_p50")
+    found["requests/s at saturation, HTTP"] = serve.get("saturation", {}).get("requests_s")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _flat_anchor(figures: Mapping[str, Any]) -> dict[str, float]:
+    found = {f"ready, {name}, s": figures.get(f"ready_{name}_s") for name in ("cold", "second")}
+    found |= _latencies(figures)
+    found["nanobench, tokens/s"] = figures.get("nanobench_tok_s")
+    found["first request ÷ steady, offline, worst"] = figures.get("first_worst_ratio")
+    found["first request ÷ steady, HTTP, worst"] = figures.get("served_first_worst_ratio")
+    found |= _sweep(figures.get("sweep", []))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _latencies(figures: Mapping[str, Any]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {f"ITL, batch {n}, ms": value for n, value in figures.get("itl_ms", {}).items()}
+    found["TTFT of 2,048 tokens, ms"] = figures.get("ttft_ms")
+    found["prefill 32 × 2,048, tokens/s"] = figures.get("prefill_tok_s")
+    return found
+
+
+def _sweep(lines: list[dict[str, Any]]) -> dict[str, float | None]:
+    names = {"ttft_p50": "TTFT p50", "ttft_p99": "TTFT p99", "itl_p50": "ITL p50", "itl_p99": "ITL p99"}
+    names["itl_max"] = "ITL max"
+    return {f"{line['rate']:g} requests/s: {text}, ms": line[key] for line in lines for key, text in names.items()}
+
+
+def render(shape: str, parts: Mapping[str, Any]) -> str:
+    """The rows as text, for a terminal."""
+    name = anchors()["engine"]
+    lines = [("", "preheat", name, f"{name} invariant")]
+    lines += [(row[0], shown(row[1]), shown(row[2]), shown(row[3])) for row in rows(shape, parts)]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join(
+        f"{what:<{widths[0]}}  " + "  ".join(f"{text:>{width}}" for text, width in zip(rest, widths[1:], strict=True))
+        for what, *rest in lines
+    )
+
+
+def shown(figure: float | None) -> str:
+    """A figure with its significant digits; a dash for none."""
+    if figure is None:
+        return "–"
+    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:g}"

@@ -1,0 +1,236 @@
+"""What the host does in a step of decoding rows, and how long a GPU waits for it.
+
+    python -m benchmarks host_step [--rows 256] [--steps 500] [--shape qwen3-0.6b] [--engine-rows 1 32 256]
+        [--options JSON]
+
+Medians in microseconds. First, where there is a GPU or with --shape, the steps of an engine, all greedy or all drawing
+at random among filtered tokens. ``host`` adds up its parts; waiting for the device is none of them, but on a CPU
+launching is running. ``idle`` is what a profile shows between the last that the device does of a step, which is to send
+the tokens, and the first of the next one.
+
+Then without a model: schedule, pack, settle, send, with the packer of a CPU and with that of a GPU. Half of the rows
+are greedy, half draw at random; contexts are ragged, so that blocks fill and splits begin at different steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common.decoding import DecodingRows, Span, spans
+from benchmarks.common.report import parser, save
+from benchmarks.common.shapes import CHOICES
+from benchmarks.suite.offline import Offline
+from preheat import LLM
+from preheat.backends.base import Attention, AttentionLayer
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.core import Request, SamplingParams, StepResult
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.input_batch import Packer
+from preheat.limits import Limits
+from preheat.model.files import BUNDLED_PATH, read_config
+from preheat.model.specs import read_spec
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import make_plan
+from preheat.schedule.defrag import THRESHOLD
+from preheat.schedule.scheduler import Scheduler
+
+PACKERS = ("cpu", *(["cuda"] if find_spec("triton") else []))
+
+
+def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
+    """``rows`` sequences past their prompt, and the packer of a platform."""
+    spec = read_spec(read_config(BUNDLED_PATH))
+    limits = Limits(
+        max_model_len=2048,
+        max_num_seqs=rows,
+        max_num_batched_tokens=8192,
+        max_num_prefill_seqs=None,
+        block_size=64,
+        num_blocks=1 + rows * 32,
+    )
+    plan = make_plan(limits, PlanOptions())
+    scheduler, rng = Scheduler(limits, padded=plan.padded, defrag_threshold=THRESHOLD), random.Random(0)
+    for number in range(rows):
+        params = SamplingParams(temperature=float(number % 2), max_tokens=steps + 1000)
+        prompt = [rng.randrange(4096) for _ in range(rng.randrange(16, 500))]
+        scheduler.add(Request(number, prompt, params, number, steps + 1000, stop_ids=[0, 1]))
+    while (step := scheduler.schedule()) is not None and step.num_decode < rows:
+        scheduler.process_results(step, StepResult(np.full(int(step.samples.sum()), 7)))
+    assert step is not None
+    scheduler.process_results(step, StepResult(np.full(rows, 7)))
+    layer = AttentionLayer(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=1.0,
+        window=None,
+        cache=torch.zeros(1, 2, spec.num_kv_heads, limits.block_size, spec.head_dim, dtype=torch.bfloat16),
+        rope=torch.zeros(1),
+        qk_norm=None,
+    )
+    backend = CpuBackend()
+    attention = _attention(packer, layer, limits, backend)
+    return scheduler, Packer(scheduler.slots, plan, StepBuffers(limits, attention, backend))
+
+
+def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuBackend) -> Attention:
+    """A platform's way to cut a step into work; only its host part is used."""
+    if packer == "cpu":
+        return backend.attention([layer], limits, contiguous=False)
+    from preheat.backends.cuda.attention import CudaAttention
+
+    return CudaAttention([layer], limits, backend)
+
+
+def measure(rows: int, steps: int, platform: str) -> dict[str, float]:
+    """Median microseconds of each part, and of the whole."""
+    scheduler, packer = make(rows, steps, platform)
+    encode = msgspec.msgpack.Encoder().encode
+    spent: dict[str, list[float]] = {name: [] for name in ("compact", "schedule", "pack", "settle", "send", "total")}
+    result = StepResult(np.full(rows, 7))
+    for _ in range(steps):
+        times = [time.perf_counter()]
+        scheduler.compact()
+        times.append(time.perf_counter())
+        schedule = scheduler.schedule()
+        assert schedule is not None
+        times.append(time.perf_counter())
+        packer.pack(schedule)
+        times.append(time.perf_counter())
+        delta = scheduler.process_results(schedule, result)
+        times.append(time.perf_counter())
+        delta.stats = scheduler.stats()
+        encode(delta)
+        times.append(time.perf_counter())
+        for name, begin, end in zip(spent, times, times[1:], strict=False):
+            spent[name].append(end - begin)
+        spent["total"].append(times[-1] - times[0])
+    return {name: round(statistics.median(values) * 1e6, 1) for name, values in spent.items()}
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "filtered": {"temperature": 0.6, "top_p": 0.95, "top_k": 50},
+}
+CONTEXT = 128
+PROFILED = 50
+
+
+@contextmanager
+def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
+    """Seconds of every call of each part, while this lasts."""
+    loop = llm.loop
+    parts = {
+        "schedule": (loop.scheduler, "schedule"),
+        "pack": (loop.packer, "pack"),
+        "launch": (loop.executor, "launch"),
+        "observe": (loop.listener, "step"),
+        "settle": (loop.scheduler, "process_results"),
+        "front door": (llm.frontdoor, "handle"),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in parts}
+    for name, (owner, method) in parts.items():
+        setattr(owner, method, _timing(getattr(owner, method), spent[name]))
+    try:
+        yield spent
+    finally:
+        for owner, method in parts.values():
+            delattr(owner, method)
+
+
+def _timing(method: Any, times: list[float]) -> Any:
+    def call(*args: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            times.append(time.perf_counter() - started)
+
+    return call
+
+
+def gaps(listed: Sequence[Span]) -> list[float]:
+    """Microseconds in which nothing runs after each step but the last; ``listed`` is in order of start."""
+    found, busy_until = [], 0.0
+    for span, behind in pairwise(listed):
+        busy_until = max(busy_until, span.end)
+        if "DtoH" in span.name and "DtoH" not in behind.name:
+            found.append(max(behind.start - busy_until, 0.0))
+    return found
+
+
+def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
+    """Median microseconds of the parts of a step, and what a step takes."""
+    with timed(llm) as spent:
+        started = time.perf_counter()
+        for _ in range(steps):
+            llm.advance()
+        step = (time.perf_counter() - started) / steps
+    parts = {name: round(statistics.median(times) * 1e6, 1) for name, times in spent.items()}
+    host = sum(parts.values()) - parts["front door"]
+    return {"step": round(step * 1e6, 1), "host": round(host, 1), **parts}
+
+
+def idle(llm: LLM, steps: int) -> dict[str, float]:
+    """Microseconds that a GPU waits between steps."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            llm.advance()
+        torch.cuda.synchronize()
+    waited = gaps(spans(found, True))
+    return {"median": round(statistics.median(waited), 1), "worst": round(max(waited), 1)}
+
+
+def engine_figures(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every number of rows with every kind of sampling.
+
+    A process that was profiled once launches more slowly from then on, so profiles are taken last.
+    """
+    steps = min(args.steps, 200)
+    cases = [{"rows": rows, "sampling": sampling} for rows in args.engine_rows for sampling in SAMPLING]
+    offline = Offline.of_shape(args.shape, args.options)
+    llm = offline.llm
+
+    def decoding(case: dict[str, Any], steps: int) -> DecodingRows:
+        return DecodingRows(llm, offline.vocabulary, case["rows"], CONTEXT, steps, **SAMPLING[case["sampling"]])
+
+    for case in cases:
+        with decoding(case, steps):
+            case.update(by_the_clock(llm, steps))
+        print(json.dumps(case), flush=True)
+    for case in cases if torch.cuda.is_available() else ():
+        with decoding(case, PROFILED):
+            case["idle"] = idle(llm, PROFILED)
+        print(json.dumps(case), flush=True)
+    return cases
+
+
+def main(words: Sequence[str]) -> None:
+    flags = parser(__doc__, __name__)
+    flags.add_argument("--rows", type=int, default=256)
+    flags.add_argument("--steps", type=int, default=500)
+    flags.add_argument("--shape", choices=CHOICES, default="qwen3-0.6b" if torch.cuda.is_available() else None)
+    flags.add_argument("--engine-rows", type=int, nargs="+", default=[1, 32, 256])
+    flags.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
+    args = flags.parse_args(words)
+    figures: dict[str, Any] = {"rows": args.rows, "steps": args.steps}
+    if args.shape:
+        figures |= {"shape": args.shape, "engine": engine_figures(args)}
+    torch.set_num_threads(1)
+    figures["microseconds"] = {packer: measure(args.rows, args.steps, packer) for packer in PACKERS}
+    print(json.dumps(figures["microseconds"]), flush=True)
+    save("host_step", figures)

@@ -1,0 +1,77 @@
+"""What invariance costs: times between tokens, to the first one, and of reading prompts, with it and without, on a GPU.
+
+    python -m benchmarks invariance_cost --shape llama-3.1-8b --seconds 120
+
+runs `preheat bench latency` with and without in turns, each time in a process of its own and for so many seconds at
+most, and takes the best figure of each: who goes first finds a cooler card. The table goes into docs/determinism.md
+(`python -m benchmarks.performance_doc`). A CPU has nothing faster to choose and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.process import environment
+from benchmarks.common.report import parser, read_parts, save
+from benchmarks.common.shapes import SHAPES
+from benchmarks.common.table import flat, shown
+
+
+def main(words: Sequence[str]) -> None:
+    flags = parser(__doc__, __name__)
+    flags.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    flags.add_argument("--seconds", type=float, default=600.0, help="of each engine; what does not fit is left out")
+    flags.add_argument("--turns", type=int, default=2, help="of each engine")
+    flags.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
+    own = flags.parse_args(words)
+    modes = ["--no-batch-invariant", "--batch-invariant"]
+    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    for turn in range(own.turns):
+        for flag in modes if turn % 2 == 0 else reversed(modes):
+            runs[flag].append(measure(own, flag))
+    varying, invariant = map(best, runs.values())
+    rows = beside(invariant, varying)
+    for row in rows:
+        print(
+            f"{row['what']:<36} {shown(row['invariant']):>8} {shown(row['varying']):>8} {row['cost_percent']:>+7.1f} %"
+        )
+    print(save(f"invariance_cost_{own.shape}", rows))
+
+
+def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
+    """The figures of one engine, by name. Ends this process as that one ended, where it failed."""
+    with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
+        asked = [f"--shape={own.shape}", f"--output={folder}", f"--seconds={own.seconds:g}", *(["--tiny"] * own.tiny)]
+        command = [sys.executable, "-m", "benchmarks", "latency", *asked, *flags]
+        if status := subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=False).returncode:
+            sys.exit(status)
+        return flat(read_parts(Path(folder) / f"{own.shape}.json"))
+
+
+def best(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of each figure that all of the ``runs`` have."""
+    shared = [what for what in runs[0] if all(what in run for run in runs)]
+    return {what: (max if is_rate(what) else min)(run[what] for run in runs) for what in shared}
+
+
+def is_rate(what: str) -> bool:
+    """Whether more is better."""
+    return "tokens/s" in what
+
+
+def beside(invariant: dict[str, float], varying: dict[str, float]) -> list[dict[str, Any]]:
+    """What both engines measured, and by how many percent invariance takes longer."""
+    rows = []
+    for what, ours in invariant.items():
+        if theirs := varying.get(what):
+            slower = theirs / ours if is_rate(what) else ours / theirs
+            rows.append(
+                {"what": what, "invariant": ours, "varying": theirs, "cost_percent": round(100 * (slower - 1), 1)}
+            )
+    return rows

@@ -1,0 +1,158 @@
+"""Write the tables of figures in docs/ from benchmarks/results/*.json: ``python -m benchmarks.performance_doc``.
+
+What stands between two marks is written here; a figure without a file is a dash, never a number from somewhere else.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.machine import ROOT
+from benchmarks.common.report import RESULTS, read_parts
+from benchmarks.common.shapes import SHAPES
+from benchmarks.common.table import anchors, rows, shown
+
+DOCS = ROOT / "docs"
+DOCUMENT = DOCS / "performance.md"
+DOCUMENTS = (DOCUMENT, DOCS / "determinism.md")
+
+BLOCK = re.compile(
+    r"(<!-- written by benchmarks/performance_doc\.py: ([\w.-]+) ([\w.-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL
+)
+
+PLOTTED = ("preheat", "as it comes", "invariant")
+COLORS = ("#d9480f", "#868e96", "#ced4da")
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 300, 50, 40
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """``text`` with what belongs between its marks: a name of ``WRITERS`` and a shape."""
+    return BLOCK.sub(lambda found: found[1] + WRITERS[found[2]](found[3], results) + found[4], text)
+
+
+def beside_vllm(shape: str, results: Path) -> str:
+    """All figures of ``shape`` in one table, and where ours were taken."""
+    parts, name = read_parts(results / f"{shape}.json"), anchors()["engine"]
+    lines = [
+        f"\n{taken(parts)}\n",
+        f"\n| | preheat | {name} | {name}, `VLLM_BATCH_INVARIANT=1` |\n",
+        "| --- | --- | --- | --- |\n",
+    ]
+    lines += [
+        f"| {what} | {shown(ours)} | {shown(first)} | {shown(second)} |\n"
+        for what, ours, first, second in rows(shape, parts)
+    ]
+    lines += [f"\nNot measured: {what}.\n" for what in left_out(parts)]
+    return "".join(lines) + "\n"
+
+
+def taken(parts: dict[str, Any]) -> str:
+    """The machines, versions and commits of our figures, in a sentence."""
+    if not parts:
+        return "preheat has not been measured here yet."
+    found = {_machine(entry["machine"]) for entry in parts.values()}
+    return f"preheat: {'; '.join(sorted(found))}. vLLM: {anchors()['machine']}."
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    commit = machine["commit"] or "unknown"
+    return f"{machine['gpu'] or machine['cpu']}, torch {machine['versions']['torch']}, commit {commit}"
+
+
+def left_out(parts: dict[str, Any]) -> list[str]:
+    return [f"{part}, {what}" for part, entry in parts.items() for what in entry["figures"].get("left_out", [])]
+
+
+def kernels(shape: str, results: Path) -> str:
+    """Kinds of kernels in a decoding step, for each number of rows."""
+    path = results / f"kernels_{shape}.json"
+    if not path.exists():
+        return "\nNot measured yet.\n\n"
+    lines = [
+        "\n| rows × context | kind | µs a step | at least, µs | share of the floor |\n",
+        "| --- | --- | --- | --- | --- |\n",
+    ]
+    for found in json.loads(path.read_text(encoding="utf-8"))["figures"]:
+        head = f"{found['rows']} × {found['context']:,}"
+        for line in found["kernels"]:
+            if not line["name"]:
+                floor = line["floor_us"]
+                share = f"{floor / line['us']:.0%}" if floor else "–"
+                lines.append(f"| {head} | {line['kind']} | {shown(line['us'])} | {shown(floor)} | {share} |\n")
+        lines.append(f"| {head} | idle | {shown(found['idle_us'])} | 0 | – |\n")
+    return "".join(lines) + "\n"
+
+
+def invariance_cost(shape: str, results: Path) -> str:
+    """An engine with invariance beside one without, and what it costs."""
+    path = results / f"invariance_cost_{shape}.json"
+    if not path.exists():
+        return f"\n{shape}: not measured yet.\n\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        f"\n{shape}, dummy weights. {_machine(found['machine'])}.\n",
+        "\n| | invariant | `VLLM_BATCH_INVARIANT=0` | cost |\n| --- | --- | --- | --- |\n",
+    ]
+    lines += [
+        f"| {row['what']} | {shown(row['invariant'])} | {shown(row['varying'])} | {row['cost_percent']:+.1f} % |\n"
+        for row in found["figures"]
+    ]
+    return "".join(lines) + "\n"
+
+
+def plot(shape: str, results: Path) -> str:
+    """A picture of the time between tokens, where there is one to show."""
+    ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
+    return f'\n<img src="itl-{shape}.svg" alt="Time between tokens by batch size" width="720">\n\n' if ours else "\n"
+
+
+def svg(shape: str, results: Path) -> str | None:
+    """That picture: bars for ours and for vLLM's figures; None without ours."""
+    ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
+    if not ours:
+        return None
+    theirs = anchors()["shapes"].get(shape, {})
+    series = [ours, *(theirs.get(kind, {}).get("itl_ms", {}) for kind in ("default", "invariant"))]
+    top = max(value for each in series for value in each.values())
+    step = (WIDTH - LEFT) / len(ours)
+    parts = [f'<text x="4" y="16">ms between tokens, by batch size ({shape})</text>']
+    for place, batch in enumerate(ours):
+        left = LEFT + place * step
+        parts.append(f'<text x="{left + step / 2 - 12:.0f}" y="{HEIGHT - 18}">{batch}</text>')
+        for number, (each, color) in enumerate(zip(series, COLORS, strict=True)):
+            if batch in each:
+                height = (HEIGHT - BOTTOM - 50) * each[batch] / top
+                x, y = left + number * step / 4, HEIGHT - BOTTOM - height
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{step / 5:.1f}" height="{height:.1f}" fill="{color}"/>'
+                )
+                parts.append(f'<text x="{x:.1f}" y="{y - 4:.1f}" font-size="10">{each[batch]:g}</text>')
+    for number, (name, color) in enumerate(zip(PLOTTED, COLORS, strict=True)):
+        label = name if number == 0 else f"{anchors()['engine']} {name}"
+        x = LEFT + number * 200
+        parts.append(
+            f'<rect x="{x}" y="26" width="10" height="10" fill="{color}"/><text x="{x + 16}" y="36">{label}</text>'
+        )
+    style = 'font-family="sans-serif" font-size="13"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+WRITERS = {"beside_vllm": beside_vllm, "invariance_cost": invariance_cost, "kernels": kernels, "plot": plot}
+
+
+def main() -> None:
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
+    for shape in SHAPES:
+        picture = svg(shape, RESULTS)
+        if picture is not None:
+            (DOCUMENT.parent / f"itl-{shape}.svg").write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The name of every benchmark, and what it measures. Nothing here imports torch."""
+
+from __future__ import annotations
+
+SUITE = {
+    "startup": "from the start of the process to ready: cold, then again",
+    "first": "first requests against later ones",
+    "latency": "time between tokens and to the first one; reading prompts",
+    "throughput": "a mix of 256 requests",
+    "serve": "load over HTTP",
+    "long": "time between tokens with long contexts",
+}
+"""Run on a whole engine by ``suite/command.py``, several of them in one call if asked to."""
+
+ALL = "all"
+"""Every benchmark of the suite."""
+
+SINGLE = {
+    "attention": "paged attention on a GPU, beside the bytes and the operations that it needs",
+    "compile_mode": "execution mode `compile` against `eager` on a CPU",
+    "defrag": "decoding from a scattered KV cache, with and without compaction",
+    "first_request": "the first request after ready, each in a boot of its own, offline and over HTTP",
+    "gemm": "linear layers on a GPU: the kernels in use against cuBLAS",
+    "host_step": "the host's work in a step of decoding rows, and how long a GPU waits for it",
+    "invariance_cost": "what batch invariance costs on a GPU",
+    "kernels": "each kernel of a decoding step, beside the time that its bytes need",
+    "left_to_cublas": "`preheat verify` on an engine whose linear layers may differ: it must find differences",
+    "mix": "where the time of `throughput` goes, by size of step",
+    "plan_fit": "making a plan, and choosing the bucket of a step",
+    "power": "speed, clock and power of a GPU at its power limit",
+    "sampler": "sampling, by rows, vocabulary and sampling parameters",
+    "scheduler": "a step of the scheduler, and a long queue",
+    "server_cpu": "the CPU time that the HTTP process spends on a streamed token",
+    "start": "from the command to the open port and to ready, and what is imported on the way",
+    "vs_transformers": "tokens a second against transformers' generate",
+}
+"""One module each, ``benchmarks/NAME.py``, with a ``main`` that takes its arguments."""
+
+
+def listing() -> str:
+    """All names with what they measure, as text."""
+    lines = [f"  {name:<16} {what}" for name, what in {**SUITE, ALL: "all of the above"}.items()]
+    lines += ["", *(f"  {name:<16} {what}" for name, what in SINGLE.items())]
+    return "\n".join(["benchmarks (NAME --help shows the arguments):", "", *lines])

@@ -1,0 +1,47 @@
+"""Seconds from the command to the open port and to ready, and what is imported on the way.
+
+    python -m benchmarks start [--runs 3] [--options '{"max_num_seqs": 16}']
+
+Without warm-up (what the engine itself costs) and with it. One more boot lists the imports of both processes: nothing
+may import transformers, and torch belongs to one process alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common.process import serving
+from benchmarks.common.report import parser, save
+
+
+def boot(options: dict[str, Any], *, imports: bool = False) -> dict[str, Any]:
+    """Serve once; seconds until anything answers and until ready, and the modules imported."""
+    env = os.environ | ({"PYTHONPROFILEIMPORTTIME": "1"} if imports else {})
+    with tempfile.TemporaryFile() as log:
+        with serving(options | {"log_level": "error"}, stderr=log, env=env) as server:
+            answers, ready = server.wait_for("/health"), server.wait_for("/ready")
+        log.seek(0)
+        modules = [line.rsplit("|", 1)[-1].strip() for line in log.read().decode().splitlines() if "|" in line]
+    found: dict[str, Any] = {"answers_s": round(answers, 2), "ready_s": round(ready, 2)}
+    if imports:
+        found["imports_of"] = {name: modules.count(name) for name in ("torch", "transformers", "starlette")}
+    return found
+
+
+def main(words: Sequence[str]) -> None:
+    flags = parser(__doc__, __name__)
+    flags.add_argument("--runs", type=int, default=3)
+    flags.add_argument("--options", type=json.loads, default={"max_num_seqs": 16, "max_num_batched_tokens": 1024})
+    args = flags.parse_args(words)
+    figures: dict[str, Any] = {"options": args.options}
+    for name, more in (("without_warm_up", {"skip_warmup": True}), ("with_warm_up", {})):
+        runs = [boot(args.options | more) for _ in range(args.runs)]
+        figures[name] = {key: statistics.median(run[key] for run in runs) for key in ("answers_s", "ready_s")}
+    figures["imports_of"] = boot(args.options | {"skip_warmup": True}, imports=True)["imports_of"]
+    print(json.dumps(figures))
+    print(save("start", figures))

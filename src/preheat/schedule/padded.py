@@ -1,0 +1,34 @@
+"""What a step costs with padding, and the limits under which every sequence can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from preheat.errors import SettingsError
+from preheat.limits import Limits
+
+Padded = Callable[[int, int, int], int]
+"""(rows, tokens, longest row) of a step -> the tokens it is padded to; grows with each of the three."""
+
+
+def unpadded(rows: int, tokens: int, longest: int) -> int:
+    """A flat batch that is not padded."""
+    return tokens
+
+
+def check_limits(limits: Limits, padded: Padded) -> None:
+    """Every sequence must be able to run alone, and every slot to advance by a token in one step."""
+    if limits.num_blocks - 1 < limits.max_blocks_per_seq:
+        raise SettingsError(
+            f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "
+            f"tokens, but the cache has {limits.num_blocks - 1}: lower max_model_len or give the cache more memory "
+            f"(gpu_memory_utilization, kv_cache_memory_bytes, num_gpu_blocks_override)"
+        )
+    seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
+    if padded(seqs, seqs, 1) > budget:
+        raise SettingsError(
+            f"max_num_batched_tokens {budget} is too few for a token of each of max_num_seqs {seqs} sequences, which "
+            f"take {padded(seqs, seqs, 1)} with padding: raise the one or lower the other"
+        )
+    if limits.max_num_prefill_seqs is not None and limits.max_num_prefill_seqs < 1:
+        raise SettingsError(f"max_num_prefill_seqs must be 1 or more, or unset; got {limits.max_num_prefill_seqs}")

@@ -1,0 +1,181 @@
+"""Rows with draft tokens: whatever is drafted, right or wrong, the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from preheat.errors import SettingsError
+from preheat.schedule import results as results_module
+from preheat.schedule.proposer import NoProposer
+from preheat.schedule.scheduler import Scheduler
+from preheat.schedule.slots import Slots
+from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
+from tests.pure.test_overlap import REQUESTS
+from tests.pure.test_same_schedule import steps_of, workload
+
+
+def drafted(asked, proposer, overlap: bool, spare: int = 4, every: int = 1, **options) -> Harness:
+    """One more request every so many steps, in a small cache, with a proposer."""
+    size = limits(max_model_len=36, num_blocks=10 + spare, max_num_batched_tokens=16)
+    harness = Harness(size, overlap=overlap, proposer=proposer, **options)
+    for number, (prompt, max_tokens, more) in enumerate(asked):
+        harness.add(request(number, prompt, max_tokens, **more))
+        for _ in range(every):
+            harness.step()
+    harness.run()
+    harness.verify()
+    return harness
+
+
+@effort(deadline=None)
+@given(
+    REQUESTS, st.integers(1, 6), st.sampled_from([0.0, 0.6, 1.0]), st.booleans(), st.integers(0, 6), st.integers(0, 3),
+    st.sampled_from([None, 0, 1]), st.integers(0, 99),
+)  # fmt: skip
+def test_any_drafts_give_the_tokens_of_plain_decoding(
+    asked, most, right, overlap, spare, every, threshold, seed
+) -> None:
+    """Preempted, compacted, shared, stopped by ids and lengths, with logprobs: all that the reference says."""
+    drafted(asked, Scripted(most, right, seed), overlap, spare, every, defrag_threshold=threshold)
+
+
+MANY = [([number, 1, 2, 3, 4], 20, {}) for number in range(6)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_drafts_are_counted(overlap, right) -> None:
+    harness = drafted(MANY, Scripted(3, right), overlap, spare=60)
+    stats = harness.scheduler.stats()
+    assert stats.generation_tokens == 120
+    assert stats.draft_tokens > 40
+    if right == 1:
+        assert stats.accepted_tokens == stats.draft_tokens
+    assert (stats.accepted_tokens < stats.draft_tokens) == (right < 1)
+
+
+def test_right_drafts_save_steps() -> None:
+    steps = [drafted(MANY[:1], Scripted(most, 1.0), False, spare=60).steps for most in (1, 5)]
+    plain = drafted(MANY[:1], NoProposer(), False, spare=60).steps
+    assert plain == 20
+    assert steps[1] < steps[0] < plain
+
+
+def test_several_tokens_of_a_step_are_told_in_order() -> None:
+    class All(Scripted):
+        def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
+            known = slots.tokens[slot, : slots.device_len[slot]].tolist()
+            truth = reference(request(0, [1, 2, 4], 12)).tokens
+            return np.array(truth[len(known) - 3 :][:4], np.int32)
+
+    said = reference(request(0, [1, 2, 4], 12)).tokens
+    harness = Harness(limits(), proposer=All(4, 1.0))
+    harness.add(request(0, [1, 2, 4], 12, logprobs=0))
+    seen = []
+    while harness.step() is not None:
+        seen.append(len(harness.outcomes[0].tokens))
+    assert seen == [1, 6, 11, 12]
+    assert harness.outcomes[0].tokens == said
+    harness.verify()
+
+
+def test_the_sequence_ends_at_the_first_stop_id_among_its_tokens() -> None:
+    said = reference(request(0, [1, 2, 4], 12)).tokens
+    stop = said[3]
+    assert stop not in said[:3]
+    harness = Harness(limits(), proposer=Scripted(8, 1.0, seed=3))
+    harness.add(request(0, [1, 2, 4], 12, stop_ids=[stop]), request(1, [1, 2, 4], 12, stop_ids=[stop], min_tokens=4))
+    harness.run()
+    harness.verify()
+    assert len(harness.outcomes[0].tokens) == 4
+    assert len(harness.outcomes[1].tokens) > 4
+
+
+def test_a_row_with_drafts_in_flight_is_in_no_other_step() -> None:
+    harness = Harness(limits(), overlap=True, proposer=Scripted(4, 1.0))
+    harness.add(request(0, [1, 2], 30))
+    while not harness.scheduler.idle:
+        flying = [schedule.ids.tolist() for schedule in harness.scheduler._in_flight]
+        launched = harness.step()
+        assert launched is None or not flying or flying[-1] != launched.ids.tolist()
+    harness.verify()
+
+
+def test_drafts_take_only_what_is_left() -> None:
+    """Neither budget nor blocks that others want, nor more than the sequence's length."""
+    harness = Harness(limits(max_num_batched_tokens=8), proposer=Scripted(6, 1.0, seed=1))
+    harness.add(request(0, [1, 2], 30))
+    harness.step()
+    harness.add(request(1, list(range(20)), 1))
+    seen = [harness.step().extend.tolist() for _ in range(2)]
+    assert seen == [[1, 7], [1, 7]]
+    harness.run()
+    harness.verify()
+    lonely = Harness(limits(num_blocks=17), proposer=Scripted(6, 1.0, seed=1))
+    lonely.add(*(request(number, [number, 1], 60) for number in range(4)))
+    lonely.run()
+    lonely.verify()
+    assert lonely.scheduler.stats().preemptions > 0
+
+
+def test_rejected_drafts_are_never_published() -> None:
+    """The harness looks at every block that can be found after every step."""
+    harness = drafted(MANY, Scripted(6, 0.5), False, spare=60)
+    assert harness.scheduler.stats().accepted_tokens > 0
+    harness.add(request(50, [0, 1, 2, 3, 4, *harness.outcomes[0].tokens[:12]], 4))
+    harness.run()
+    harness.verify()
+    assert harness.outcomes[50].starts == [16]
+
+
+def test_control_results_that_accept_everything_are_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(results_module, "_wrong_drafts", lambda slots, sampled: np.zeros(len(sampled.tokens), bool))
+    with pytest.raises((AssertionError, WrongCache)):
+        drafted(MANY, Scripted(3, 0.5), False, spare=60)
+
+
+def test_control_drafts_that_are_not_rolled_back_are_noticed(monkeypatch) -> None:
+    monkeypatch.setattr(results_module, "_roll_back", lambda slots, schedule, *_: schedule.ends)
+    with pytest.raises((AssertionError, WrongCache)):
+        drafted(MANY, Scripted(3, 0.5), False, spare=60)
+
+
+def test_control_tokens_after_a_stop_id_are_noticed(monkeypatch) -> None:
+    right: Callable = results_module._up_to_first
+    monkeypatch.setattr(results_module, "_up_to_first", lambda last, rows: right(np.zeros_like(last), rows))
+    said = reference(request(0, [0, 1, 2, 3, 4], 20)).tokens
+    asked = [([0, 1, 2, 3, 4], 20, {"stop_ids": [stop]}) for stop in said[:4]]
+    with pytest.raises((AssertionError, WrongCache)):
+        drafted(asked, Scripted(6, 1.0), False, spare=60)
+
+
+class Silent(Scripted):
+    """Could draft, but never does."""
+
+    def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
+        return np.empty(0, np.int32)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_proposer_that_proposes_nothing_leaves_the_schedule_as_it_is(seed) -> None:
+    plain = steps_of(workload(seed, False, True))
+    assert steps_of(workload(seed, False, True, proposer=NoProposer())) == plain
+    silent = Silent(3, 1.0)
+    assert steps_of(workload(seed, False, True, proposer=silent)) == plain
+    assert silent.asked > 0
+
+
+def test_nobody_asks_a_proposer_of_no_tokens() -> None:
+    harness = drafted(MANY, Silent(0, 1.0), True, spare=60)
+    assert harness.scheduler.proposer.asked == 0
+
+
+def test_separate_phases_cannot_speculate() -> None:
+    with pytest.raises(SettingsError, match="unified"):
+        Scheduler(limits(), mixed_steps=False, proposer=Scripted(1, 1.0))

@@ -1,4 +1,0 @@
-"""Repeats the bundled language model from public text: corpus, tokenizer, training, export.
-
-Run the steps in order from the repository root, see ``python -m tools.bundled_model --help``.
-"""
