@@ -85,9 +85,14 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, as_json=as_json)
 
 
-def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callable[[], None] = lambda: None) -> Loop:
+def boot_engine(
+    settings: Settings,
+    transport: EngineSide,
+    before_ready: Callable[[], None] = lambda: None,
+    backend: Backend | None = None,
+) -> Loop:
     """Device, weights, limits, plan, cache, warm-up, loop; then tell the mailbox that it can run, but first call
-    ``before_ready``.
+    ``before_ready``. ``backend`` None: the one of ``--device``.
 
     Raises SettingsError or ModelError, saying what to change.
     """
@@ -111,7 +116,7 @@ def boot_engine(settings: Settings, transport: EngineSide, before_ready: Callabl
         from preheat.warmup.store import Store, fingerprint
     keep_imports()
 
-    platform = pick_backend(settings.device)
+    platform = backend or pick_backend(settings.device)
     facts = platform.facts
     check_settings(settings, facts)
     platform.prepare(settings, cache_root(settings))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from preheat.execution.pack import Packer
 from torch import Tensor
 
 from preheat.backends.cpu.backend import CpuBackend

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from preheat.execution.flat import FlatPacker
-from preheat.execution.sampling import Level
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda.sampler import DeviceSampler
+from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.work import SPLIT
 from preheat.execution.buffers import Layout
+from preheat.execution.input_batch import Packer
+from preheat.ops.sampling import Level
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup.cold_sources import sources_for
@@ -187,14 +187,14 @@ def test_a_swap_of_one_without_the_other_is_noticed(
 
 def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is told that each token it has just drawn was 0."""
-    tell = FlatPacker._write_tokens
+    tell = Packer._write_tokens
 
-    def wrong(self: FlatPacker, words: np.ndarray, layout: Layout, *rest: Any) -> None:
+    def wrong(self: Packer, words: np.ndarray, layout: Layout, *rest: Any) -> None:
         tell(self, words, layout, *rest)
         tokens = words[layout.tokens_at :][: layout.tokens]
         np.maximum(tokens, 0, out=tokens)
 
-    monkeypatch.setattr(FlatPacker, "_write_tokens", wrong)
+    monkeypatch.setattr(Packer, "_write_tokens", wrong)
     forget(ahead)
     some = [part[:20] for part in load()]
     assert answers(ahead, *some) != expected[:20]
@@ -252,6 +252,6 @@ def test_a_row_has_the_same_token_at_every_level(warm: LLM, levels: Callable[[LL
 def test_a_level_with_logits_of_its_own_is_noticed(eager: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = side_by_side(eager, [GREEDY])
     assert side_by_side(eager, [GREEDY, PENALISED])[:1] == alone
-    right = DeviceSampler._edit
-    monkeypatch.setattr(DeviceSampler, "_edit", lambda self, *rest: right(self, *rest).roll(1, 1))
+    right = CudaSampler._edit
+    monkeypatch.setattr(CudaSampler, "_edit", lambda self, *rest: right(self, *rest).roll(1, 1))
     assert side_by_side(eager, [GREEDY, PENALISED])[:1] != alone

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from preheat.backends.cuda.platform import CUDA
 from safetensors.torch import save_file
-from torch import Tensor
 
+pytest.importorskip("triton")
+
+from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.layout import expected_tensors, num_parameters
-from preheat.model.loader import Map, load_weights
+from preheat.model.loader import load_weights
 from preheat.model.specs import read_spec
 
 CONFIG = {
@@ -27,14 +28,6 @@ CONFIG = {
 SPEC = read_spec(CONFIG)
 
 
-def plain(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Map:
-    """Keeps the weight, for the test to look at."""
-    run = torch.nn.functional.linear
-    made = lambda x: run(x, weight, bias)  # noqa: E731
-    made.weight = weight  # type: ignore[attr-defined]
-    return made
-
-
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_files_arrive_as_they_are(stored, tmp_path):
     generator = torch.Generator().manual_seed(0)
@@ -46,20 +39,20 @@ def test_files_arrive_as_they_are(stored, tmp_path):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    weights = load_weights(SPEC, tmp_path, torch.bfloat16, device=device, make_linear=plain)
+    weights = load_weights(SPEC, tmp_path, torch.bfloat16, CudaBackend())
     room = 2 * num_parameters(SPEC) + THREADS * PIECE_BYTES
     assert torch.cuda.max_memory_allocated(device) - before <= 1.02 * room
     assert torch.equal(weights.embedding.cpu(), tensors["model.embed_tokens.weight"].to(torch.bfloat16))
     for index, layer in enumerate(weights.layers):
         at = f"model.layers.{index}"
         joined = torch.cat([tensors[f"{at}.self_attn.{part}_proj.weight"] for part in "qkv"])
-        assert torch.equal(layer.qkv.weight.cpu(), joined.to(torch.bfloat16))
+        assert torch.equal(layer.qkv._weight.cpu(), joined.to(torch.bfloat16))
         assert torch.equal(layer.post_norm.weight.cpu(), tensors[f"{at}.post_attention_layernorm.weight"].bfloat16())
 
 
 def test_drawn_weights_are_the_same_each_time(tmp_path):
     drawn = [
-        load_weights(SPEC, tmp_path, torch.bfloat16, "dummy", seed, device="cuda", make_linear=plain).embedding
+        load_weights(SPEC, tmp_path, torch.bfloat16, CudaBackend(), load_format="dummy", seed=seed).embedding
         for seed in (0, 0, 1)
     ]
     assert torch.equal(drawn[0], drawn[1])
@@ -67,8 +60,8 @@ def test_drawn_weights_are_the_same_each_time(tmp_path):
     assert float(drawn[0].float().std()) == pytest.approx(CONFIG["hidden_size"] ** -0.5, rel=0.01)
 
 
-def test_the_platform_says_what_it_is():
-    cuda = CUDA()
+def test_the_backend_says_what_it_is():
+    cuda = CudaBackend()
     assert torch.cuda.get_device_name(0) in cuda.fingerprint
     torch.cuda.empty_cache()
     held = cuda.used_memory()

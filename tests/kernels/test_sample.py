@@ -1,4 +1,4 @@
-"""The device's sampler in Triton's interpreter: the host's tokens, counts and log-probabilities, on tiny vocabularies.
+"""CUDA's sampler in Triton's interpreter: the host's tokens, counts and log-probabilities, on tiny vocabularies.
 
 Order keys, deficits and random integers are the host's bit for bit; its exp and log may differ in the last bits, so
 tokens are compared where the float64 reference says that rounding cannot decide.
@@ -16,6 +16,7 @@ import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
 from preheat.core import SamplingParams
@@ -198,7 +199,7 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     history = sampler.counts.history
     assert history.tolist() == [[1, 0, 3], [0, 0, 0]]
     logits = logits_of([row], torch.float32, "cpu")
-    sampler.launch(batch.level, logits, 2)
+    sampler.sample(batch.level, logits)
     assert history.tolist() == [[1, 2, 3], [0, 0, 0]]
 
     def follow(owner: int, tokens: list[int]) -> list[int]:
@@ -220,7 +221,7 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_sequences_are_counted_in_parts() -> None:
-    counts = DeviceCounts(2, 5, torch.device("cpu"))
+    counts = DeviceCounts(2, 5, CpuBackend())
     tokens = np.random.default_rng(0).integers(0, 5, 300_000).astype(np.int32)
     one = np.ones(1, np.float32)
     for owner in (1, 2):
@@ -237,7 +238,7 @@ def test_many_sequences_are_counted_together() -> None:
     """Each in its own slot, whatever was there before; other slots are left alone."""
     slots, lengths, prompts = np.array([5, 0, 4]), [4097, 1, 20], np.array([4096, 1, 3])
     tokens = [np.random.default_rng(n).integers(0, 7, n).astype(np.int32) for n in lengths]
-    counts, one = DeviceCounts(6, 7, torch.device("cpu")), np.ones(3, np.float32)
+    counts, one = DeviceCounts(6, 7, CpuBackend()), np.ones(3, np.float32)
     counts.history.fill_(9)
     counts.follow(Penalties(np.arange(3), slots, slots + 1, prompts, tokens, one, one, one))
     for slot, all_of_it, prompt in zip(slots, tokens, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""Which implementation serves a linear map: tables, the rule where they are silent, and what a proof refuses."""
+"""Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
 
 import logging
 
@@ -15,8 +15,8 @@ from preheat.backends.cuda.tuning import (
     Table,
     Tile,
     Wide,
-    choices,
     encode,
+    kernel_configs,
     place,
     read,
     rule,
@@ -62,10 +62,10 @@ def test_without_invariance_the_fastest_of_all_counts():
     assert [varying(SHAPE, rows) for rows in (16, 64)] == [NARROW, Library(split=True)]
 
 
-def test_what_is_refused_is_served_by_the_plain_kernel_from_then_on():
+def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():
     found = KernelConfigs([table((64, Library()))])
     assert found(SHAPE, 64) == Library()
-    found.refuse(SHAPE, 64)
+    found.reject(SHAPE, 64)
     assert found(SHAPE, 64) == tile_rule(SHAPE, 64)
     assert found(SHAPE, 63) == Library()
 
@@ -126,11 +126,11 @@ def test_a_gpu_without_a_table_is_served_by_one_of_its_kind(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (known,) = shipped()
     entry = known.entries[0]
-    assert choices(known.device, HOPPER, None)(entry.shape, entry.rows) == entry.choice
+    assert kernel_configs(known.device, HOPPER, None)(entry.shape, entry.rows) == entry.choice
     assert not caplog.records
-    assert choices("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
+    assert kernel_configs("Another GPU", HOPPER, tmp_path)(entry.shape, entry.rows) == entry.choice
     assert f"as measured on {known.device}" in caplog.text
-    later = choices("A later GPU", (12, 0), tmp_path)
+    later = kernel_configs("A later GPU", (12, 0), tmp_path)
     assert later(entry.shape, entry.rows) == rule(entry.shape, entry.rows)
 
 
@@ -139,9 +139,9 @@ def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
     (known,) = shipped()
     shape = known.entries[0].shape
     place(tmp_path, known.device).write_bytes(encode(table((64, WIDE), device=known.device, shape=shape)))
-    assert choices(known.device, HOPPER, tmp_path)(shape, 1) == WIDE
+    assert kernel_configs(known.device, HOPPER, tmp_path)(shape, 1) == WIDE
     place(tmp_path, "Another GPU").write_bytes(encode(table((64, WIDE), device="Another GPU", shape=shape)))
-    assert choices("Another GPU", HOPPER, tmp_path)(shape, 1) == WIDE
+    assert kernel_configs("Another GPU", HOPPER, tmp_path)(shape, 1) == WIDE
     assert not caplog.records
 
 
