@@ -111,14 +111,14 @@ class ToyGraphs(Generic[K, R]):
 class ToyBackend:
     """Float32 on the host."""
 
-    prepare = synchronize = compiling = settle = kv_cache_memory = nothing
+    prepare = synchronize = compiling = settle = nothing
     facts = base.Facts(
         name="toy", split=16, machine=base.Machine(flops=1e9, bandwidth=1e9, step_overhead=1e-2, call_overhead=1e-3),
         modes=base.Modes(default="eager", runs={"eager": "one operation after the other"}, rejected={}),
     )  # fmt: skip
     device, fingerprint = torch.device("cpu"), "toy"
 
-    free_memory = lambda self: 1 << 28
+    free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
 
     def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
