@@ -19,8 +19,8 @@ from preheat.backends import pick_backend
 from preheat.backends.cuda.prove import prove
 from preheat.backends.cuda.tuner import Bench
 from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, kernel_configs
+from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config
-from preheat.model.specs import read_spec
 from preheat.settings import Settings
 from preheat.warmup.tune import shapes
 

@@ -41,8 +41,8 @@ from preheat.core import Request, SamplingParams, StepResult
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import Packer
 from preheat.limits import Limits
+from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH, read_config
-from preheat.model.specs import read_spec
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.defrag import THRESHOLD
@@ -73,7 +73,7 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
     assert step is not None
     scheduler.process_results(step, StepResult(np.full(rows, 7)))
     layer = AttentionLayer(
-        num_heads=spec.num_heads,
+        num_heads=spec.layers[0].attention.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         scale=1.0,
@@ -139,8 +139,8 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
         "pack": (loop.packer, "pack"),
         "launch": (loop.executor, "launch"),
         "observe": (loop.listener, "step"),
-        "settle": (loop.scheduler, "process_results"),
-        "front door": (llm.frontdoor, "handle"),
+        "process_results": (loop.scheduler, "process_results"),
+        "frontend": (llm.frontend, "handle"),
     }
     spent: dict[str, list[float]] = {name: [] for name in parts}
     for name, (owner, method) in parts.items():

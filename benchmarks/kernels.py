@@ -25,8 +25,8 @@ from benchmarks.common.decoding import DecodingRows, Span, spans
 from benchmarks.common.report import RESULTS, parser, save
 from benchmarks.common.shapes import CHOICES, config_of
 from benchmarks.suite.offline import Offline
-from preheat.model.layout import num_parameters
-from preheat.model.specs import ModelSpec, read_spec
+from preheat.model.families import read_spec
+from preheat.model.specs import ModelSpec
 
 KINDS = {
     "attention": ("_decode", "_prefill", "attention"),
@@ -46,9 +46,9 @@ def kind_of(name: str) -> str:
 
 def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
     """Bytes that a step must read at least, in bfloat16: each weight of a linear map once, each key and value once."""
-    numbers = num_parameters(spec) - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
-    cache = rows * context * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
-    return {"linear": 2.0 * numbers, "attention": 2.0 * cache}
+    numbers = spec.num_params - (0 if spec.tied else spec.embedding.params)
+    cache = rows * context * spec.kv_bytes_per_token(2)
+    return {"linear": 2.0 * numbers, "attention": float(cache)}
 
 
 def bandwidth(device: torch.device) -> float:

@@ -75,7 +75,7 @@ def plan_and_fit(limits: Limits, options: PlanOptions) -> dict[str, Any]:
     return {
         "policy": options.bucketing_policy,
         "strategy": options.bucketing_strategy,
-        "buckets": len(plan.table.shapes),
+        "buckets": len(plan.dispatcher.buckets),
         "plan_ms": round(seconds * 1e3, 1),
         "fit_ns": round(fit * 1e9),
         "size_and_fit_ns": round(both * 1e9),

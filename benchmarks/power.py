@@ -23,7 +23,7 @@ import torch
 from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES, config_of
 from benchmarks.suite.offline import Offline, greedy
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 from preheat.plan.cost import ModelSizes
 
 QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]

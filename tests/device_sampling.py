@@ -15,9 +15,9 @@ from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, o
 from preheat.backends.cuda.sample_source import race
 from preheat.backends.cuda.sampler import CudaSampler, Cut, read_report
 from preheat.backends.cuda.sampler_layout import SamplerLayout
-from preheat.core import TokenLogprobs
+from preheat.core import Level, TokenLogprobs
 from preheat.execution.logit_stages import sampling_input
-from preheat.ops.sampling import Level, SamplingInput
+from preheat.ops.sampling import SamplingInput
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from preheat.model.layout import expected_tensors
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
+from preheat.model.formats import expected_tensors
 
 SHARD_BYTES = 4 << 30
 BLOCK = 1 << 25
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path) -> int:
-    """Write safetensors shards for ``config``, in bfloat16; returns their bytes. The numbers are small and of no use:
-    one block of them, again and again.
+    """Write safetensors shards for ``config``, in bfloat16; returns their bytes. The weights are meaningless: one block
+    of small numbers, repeated.
     """
     shapes = expected_tensors(read_spec(config))
     shards: list[dict[str, tuple[int, ...]]] = [{}]

@@ -22,7 +22,7 @@ class DecodingRows:
     """
 
     def __init__(self, llm: LLM, vocabulary: int, count: int, context: int, steps: int, **sampling: Any) -> None:
-        door, chance = llm.frontdoor, random.Random(0)
+        door, chance = llm.frontend, random.Random(0)
         tokens = steps + 2 * count + count * context // 2048 + 40
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=0, **sampling)
         prompts = [[chance.randrange(vocabulary) for _ in range(context)] for _ in range(count)]
@@ -35,7 +35,7 @@ class DecodingRows:
 
     def __exit__(self, *_: object) -> None:
         for ticket in self._tickets:
-            self._llm.frontdoor.abort(ticket)
+            self._llm.frontend.abort(ticket)
         self._llm.loop.take(0)
         self._llm.loop.finish()
         self._llm.advance()

@@ -126,7 +126,7 @@ class Offline:
 
     def _steady(self, rows: int, context: int) -> float:
         """From when the last row has its first token until the first row ends; the last row counts the tokens."""
-        llm, door = self.llm, self.llm.frontdoor
+        llm, door = self.llm, self.llm.frontend
         params = greedy(long_answer(self.sizes, rows, context))
         tickets = [door.prepare(self.prompt(context), params) for _ in range(rows)]
         door.start(tickets)

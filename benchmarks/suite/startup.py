@@ -55,7 +55,7 @@ def child(asked: str) -> None:
 
     llm = LLM(**given["options"])
     ready = time.time() - given["at"]
-    record = json.loads(llm.frontdoor.ready.record) if llm.frontdoor.ready else {}
+    record = json.loads(llm.frontend.ready.record) if llm.frontend.ready else {}
     print(json.dumps({"ready_s": round(ready, 2), **record_seconds(record)}))
 
 

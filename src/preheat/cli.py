@@ -1,6 +1,6 @@
 """The command line: ``preheat serve``, ``generate``, ``plan``, ``warm``, ``verify``, ``bench``, ``tune``, ``buckets``.
 
-Help and errors never wait for torch; neither do plans and ladders.
+Help and errors never wait for torch; neither do plans and bucket sizes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from preheat import __version__
-from preheat.core import Ready, SamplingParams
+from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
-from preheat.frontend.frontdoor import check_params
-from preheat.limits import mixes
+from preheat.frontend.input_processor import check_params
 from preheat.metrics import set_up_logging
 from preheat.plan import commands as plan_commands
+from preheat.plan.policy import policy_named
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
 from preheat.utils.options import add_flags, did_you_mean
@@ -48,29 +48,6 @@ GENERATE_OPTIONS = [opt for opt in ENGINE_OPTIONS if opt.name != "seed"]
 
 TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
 
-SAMPLING_HELP = {
-    "n": "choices for each prompt",
-    "temperature": "0 is greedy",
-    "top_p": "keep the most likely tokens up to this share of probability",
-    "top_k": "keep this many tokens; 0 or -1 keeps all",
-    "min_p": "drop tokens below this share of the most likely one's probability",
-    "presence_penalty": "subtracted for each token that has been generated",
-    "frequency_penalty": "subtracted for each time that a token has been generated",
-    "repetition_penalty": "divides (above 0) or multiplies (below 0) what has been seen",
-    "logit_bias": 'added to single tokens, as JSON: {"42": -5}',
-    "seed": "the same seed gives the same tokens; by default one is drawn",
-    "stop": "strings that end the text",
-    "stop_token_ids": "tokens that end the text",
-    "include_stop_str_in_output": "keep the stop string",
-    "ignore_eos": "go on after the end-of-sequence token",
-    "min_tokens": "tokens before anything may end the text",
-    "max_tokens": "most tokens to generate",
-    "logprobs": "alternatives to report for each token",
-    "prompt_logprobs": "alternatives to report for each token of the prompt",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "detokenize": "turn tokens into text",
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a mistake in what was asked."""
@@ -86,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
 
@@ -96,7 +73,7 @@ def _values(words: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_HELP]
+        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_FIELDS]
         parser.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].split('=')[0], flags)}")
     return vars(args)
 
@@ -129,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_commands(commands: Any) -> None:
-    """What may run, what became of it, and the ladders that it comes from."""
+    """What may run, what became of it, and the bucket sizes that it comes from."""
     plan = commands.add_parser("plan", help="print what may run; reads the model's config alone", allow_abbrev=False)
     plan.set_defaults(run=_plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object: items, dropped, padding, estimates")
@@ -158,7 +135,7 @@ def _add_plan_commands(commands: Any) -> None:
 
     commands.add_parser("bench", help="measure this engine, beside vLLM's figures")  # its arguments: see _bench
 
-    buckets = commands.add_parser("buckets", help="print one ladder of bucket sizes", allow_abbrev=False)
+    buckets = commands.add_parser("buckets", help="print the bucket sizes of one dimension", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)
     plan_commands.add_bucket_flags(buckets)
 
@@ -168,7 +145,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     hints = typing.get_type_hints(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
         shown = "" if field.default in (None, msgspec.NODEFAULT) else f" [{field.default}]"
-        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": SAMPLING_HELP[field.name] + shown}
+        more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": SAMPLING_FIELDS[field.name].help + shown}
         kinds = typing.get_args(hints[field.name]) if isinstance(hints[field.name], types.UnionType) else ()
         kind = kinds[0] if kinds else hints[field.name]
         if kind is bool:
@@ -210,8 +187,9 @@ def _load(values: dict[str, Any]) -> Settings:
 
 
 def served(settings: Settings) -> Settings:
-    """``settings`` for a server: unless they say otherwise, nobody who reads a long prompt holds up the others."""
-    if settings.max_num_mixed_tokens is not None or not mixes(settings):
+    """``settings`` for a server: by default, reading a long prompt must not hold up the sequences that decode."""
+    mixes = policy_named(settings.bucketing_policy).mixed_steps and settings.enable_chunked_prefill
+    if settings.max_num_mixed_tokens is not None or not mixes:
         return settings
     return replace(settings, max_num_mixed_tokens=SERVED_MIXED_TOKENS)
 
@@ -323,13 +301,13 @@ def _generate(values: dict[str, Any]) -> int:
     as_json, chat = values.pop("json"), values.pop("chat")
     prompts = list(_prompts(values.pop("prompt"), values.pop("prompts")))
     sampling = {"max_tokens": SamplingParams().max_tokens}
-    sampling |= {name: values.pop(name) for name in SAMPLING_HELP if name in values}
+    sampling |= {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
     check_params(sampling)  # before anything is loaded
     set_up_logging(Settings.load(values).log_level)
     from preheat.llm import LLM
 
     llm = LLM(**values)
-    params = llm.frontdoor.params(**sampling)  # what is not given, the checkpoint may recommend
+    params = llm.frontend.input.params(**sampling)  # what is not given, the checkpoint may recommend
     bar = sys.stderr.isatty()
     if chat:
         results = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, use_tqdm=bar)

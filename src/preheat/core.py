@@ -1,19 +1,24 @@
-"""The types that cross a border, one for each hop of a request's life.
+"""What the parts of the engine hand to each other: one class for each hop of a request's life.
 
 ``Request`` (frontend to loop) -> ``Schedule`` (scheduler to packer) -> ``Batch`` (packer to executor; it holds tensors
 and so lives in :mod:`preheat.execution`) -> ``StepResult`` (executor to scheduler) -> ``Delta`` (loop to frontend).
 
 Everything that crosses a process is a :class:`msgspec.Struct`, so that it travels as msgpack and never as pickle.
-Nothing here imports torch or any other module of preheat.
+Nothing here imports torch, or any module of preheat but the errors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
+
+from preheat.errors import WireError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -21,41 +26,66 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
 OWN_ID = -2
-"""The first id of preheat's own dummy requests, counted downwards: never a client's id, nor the sampler's -1."""
+"""The first id of dummy requests, counted downwards: clients' ids are positive, and -1 is the sampler's empty row."""
+
+
+class SamplingField(NamedTuple):
+    """What is known of a sampling parameter beside its name, type and default.
+
+    ``acts`` says where it takes effect: in the sampler, in the scheduler, in the frontend (before the engine sees the
+    request) or on the text. Numbers lie between ``low`` and ``high``, both included. ``recommended`` is the key of
+    generation_config.json that may replace the default. ``http``: both completion endpoints accept it by this name.
+    """
+
+    help: str
+    acts: Literal["sampler", "scheduler", "frontend", "text"]
+    low: float | None = None
+    high: float | None = None
+    recommended: str | None = None
+    http: bool = True
+
+
+_INT32 = 2**31 - 1
+_Row = SamplingField
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """How the tokens of one request are chosen; names and meanings are those of vLLM and of the OpenAI API.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 is off. ``seed`` None draws one per request. ``max_tokens`` None
-    means "up to the model's length". ``logprobs`` / ``prompt_logprobs`` ask for that many alternatives per position
-    (0: the chosen token alone). Without ``detokenize`` no text is made. Raises ValueError, saying what to change, for
-    a value outside its range.
+    This is the one table of sampling parameters: the command line, the HTTP bodies, the range checks and the OpenAPI
+    document are made from it. ``seed`` None draws one per request. ``max_tokens`` None means "up to the model's
+    length". ``logprobs`` / ``prompt_logprobs`` ask for that many alternatives per position (0: the chosen token alone).
+    Raises ValueError, saying what to change, for a value outside its range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    n: Annotated[int, _Row("choices for each prompt", "frontend", 1, 128)] = 1
+    temperature: Annotated[float, _Row("0 is greedy", "sampler", 0, 100, "temperature")] = 1.0
+    top_p: Annotated[float, _Row("keep the most likely tokens up to this share", "sampler", 0, 1, "top_p")] = 1.0
+    top_k: Annotated[int, _Row("keep this many tokens; 0 or -1 keeps all", "sampler", -1, _INT32, "top_k")] = 0
+    min_p: Annotated[float, _Row("drop tokens below this share of the top one's", "sampler", 0, 1, "min_p")] = 0.0
+    presence_penalty: Annotated[float, _Row("subtracted for each token generated", "sampler", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, _Row("subtracted each time a token was generated", "sampler", -2, 2)] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        _Row("divides positive logits of seen tokens, multiplies others", "sampler", 0, 100, "repetition_penalty"),
+    ] = 1.0
+    logit_bias: Annotated[dict[int, float] | None, _Row('added to logits, as JSON: {"42": -5}', "sampler")] = None
+    seed: Annotated[
+        int | None, _Row("the same seed gives the same tokens; by default one is drawn", "sampler", -(2**63), 2**64 - 1)
+    ] = None
+    stop: Annotated[list[str] | str | None, _Row("strings that end the text", "text")] = None
+    stop_token_ids: Annotated[list[int] | None, _Row("tokens that end the text", "sampler")] = None
+    include_stop_str_in_output: Annotated[bool, _Row("keep the stop string", "text")] = False
+    ignore_eos: Annotated[bool, _Row("go on after the end-of-sequence token", "frontend")] = False
+    min_tokens: Annotated[int, _Row("tokens before anything may end the text", "sampler", 0, _INT32)] = 0
+    max_tokens: Annotated[int | None, _Row("most tokens to generate", "scheduler", 1, _INT32, "max_new_tokens")] = 16
+    logprobs: Annotated[int | None, _Row("alternatives for each token", "sampler", 0, _INT32, http=False)] = None
+    prompt_logprobs: Annotated[int | None, _Row("alternatives for each prompt token", "sampler", 0, _INT32)] = None
+    skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
+    detokenize: Annotated[bool, _Row("turn tokens into text", "text", http=False)] = True
 
     def __post_init__(self) -> None:
-        for name, low, high in RANGES:
+        for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # NaN fails every comparison, so it is refused too
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
@@ -87,28 +117,38 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         return self.temperature == 0.0
 
 
-_INT32 = 2**31 - 1
-RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, 128),
-    ("temperature", 0, 100),
-    ("top_p", 0, 1),
-    ("top_k", -1, _INT32),
-    ("min_p", 0, 1),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 0, 100),
-    ("seed", -(2**63), 2**64 - 1),
-    ("min_tokens", 0, _INT32),
-    ("max_tokens", 1, _INT32),
-    ("logprobs", 0, _INT32),
-    ("prompt_logprobs", 0, _INT32),
+SAMPLING_FIELDS: Mapping[str, SamplingField] = MappingProxyType(
+    {name: hint.__metadata__[0] for name, hint in get_type_hints(SamplingParams, include_extras=True).items()}
 )
+"""The rows of the table by name, in order."""
+
+_RANGES = tuple(
+    (name, field.low, field.high)
+    for name, field in SAMPLING_FIELDS.items()
+    if field.low is not None and field.high is not None
+)
+
+
+class Level(IntEnum):
+    """How much of the sampler a step runs. A row's token is the same at every level that it may run at."""
+
+    GREEDY = 0  # argmax alone
+    FILTERED = 1  # some row draws at random
+    FULL = 2  # some row has its logits changed first: penalties, logit_bias, min_tokens
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Level:
+        """The lowest level that rows with ``params`` can run at."""
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        if penalised or params.logit_bias or params.min_tokens:
+            return cls.FULL
+        return cls.GREEDY if params.greedy else cls.FILTERED
 
 
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run (a client's request with ``n`` choices becomes ``n`` of these); everything is resolved.
 
-    ``id`` is unique in a front door's life and orders arrivals. ``seed`` is in [0, 2**64). ``max_tokens`` is what
+    ``id`` is unique for a frontend and orders arrivals. ``seed`` is in [0, 2**64). ``max_tokens`` is what
     may still be generated within the model's length. ``stop_ids`` end the sequence once ``min_tokens`` are out (the
     end-of-sequence ids, unless ``ignore_eos``, and ``stop_token_ids``); at most ``MAX_STOP_IDS``.
     """
@@ -124,27 +164,27 @@ class Request(msgspec.Struct, tag="request"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """Stop this sequence and free what it holds: the client left, or a stop string was found in its text."""
+    """Stop this sequence and free its blocks: the client left, or a stop string was found in its text."""
 
     id: int
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Finish what is running, then leave; ``now`` leaves at once."""
+    """Finish what is running, then exit; ``now``: exit at once."""
 
     now: bool = False
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """The front door wants a Report."""
+    """The frontend asks for a Report."""
 
 
 class Finish(msgspec.Struct, array_like=True):
-    """Why a sequence ended. ``stop_id`` is the stop token that did it; ``message`` is set for reason "error"."""
+    """Why a sequence ended. ``stop_id`` is the stop token that ended it; ``error`` is set for reason "error"."""
 
     reason: FinishReason
     stop_id: int | None = None
-    message: str | None = None
+    error: WireError | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -195,7 +235,7 @@ class Stats(msgspec.Struct, tag="stats"):
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """How far the engine's start is: ``done`` items of ``total``; ``eta_s`` is None while nobody can tell."""
+    """How far the engine's start is: ``done`` items of ``total``; ``eta_s`` is None while it cannot be estimated."""
 
     done: int
     total: int
@@ -204,9 +244,10 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The engine can run, within these limits. ``record`` is what became of the plan, as JSON.
+    """The engine can run, within these limits. ``record`` is the warm-up's record, as JSON.
 
-    ``held`` says why it must take no requests all the same: the check at boot failed.
+    ``blocked_reason`` says why it takes no requests all the same: a check at boot found its answers to be unreliable.
+    ``max_prompt_len`` is the longest prompt that it can read, None where only ``max_model_len`` bounds it.
     """
 
     max_model_len: int
@@ -214,17 +255,18 @@ class Ready(msgspec.Struct, tag="ready"):
     block_size: int
     seconds: float
     record: bytes = b""
-    held: str = ""
+    blocked_reason: str = ""
+    max_prompt_len: int | None = None
 
 
 class Report(msgspec.Struct, tag="report"):
-    """The answer to Ask: the record as it is now, as JSON."""
+    """The answer to Ask: the current record, as JSON."""
 
     record: bytes
 
 
 class Died(msgspec.Struct, tag="died"):
-    """The engine's last message when it cannot go on; ``message`` says why, in one line."""
+    """The engine's last message: it cannot go on. ``message`` says why, in one line."""
 
     message: str
 

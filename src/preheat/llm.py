@@ -1,50 +1,38 @@
-"""The offline face: ``LLM(model).generate(prompts)``. It drives the loop inline, through the same front door."""
+"""Offline inference: ``LLM(model).generate(prompts)``, with frontend and engine in this process."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from preheat.core import SamplingParams
+from preheat.engine.loop import Loop
 from preheat.engine.progress import ProgressBar
-from preheat.engine.rehearsal import unwatched
 from preheat.errors import InvalidRequest
-from preheat.frontend.frontdoor import FrontDoor
+from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.frontend import Frontend
 from preheat.frontend.outputs import RequestOutput
-from preheat.frontend.request_state import Ticket
+from preheat.frontend.request_state import RequestState
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
 from preheat.transport import InlineTransport
+from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 
 Prompt = str | Sequence[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}`` as in vLLM."""
 
 Messages = list[dict[str, Any]]
 
-FRONT_ROUNDS = 3
-"""Of the rehearsal: the loop has had its own, and what is left is mostly what a first call costs."""
 
+class OfflineClient:
+    """Completes prompts with a frontend, and a loop to which ``transport`` leads."""
 
-class LLM:
-    """One model in this process. ``options`` are those of the command line, by name: see docs/settings.md.
-
-    Raises SettingsError for an option that is unknown or cannot be used, ModelError for a checkpoint that cannot,
-    NotInvariant where the check at boot fails.
-    """
-
-    def __init__(self, model: str = BUNDLED, **options: Any) -> None:
-        self.settings = Settings.load({"model": model, **options})
-        transport = InlineTransport(ProgressBar().show)
-        self.loop = boot_engine(self.settings, transport)
-        self.frontdoor, self.template = boot_front(self.settings, transport.send)
-        self._transport = transport
-        self._receive()
-        self.frontdoor.check_held()
-        if not self.settings.skip_warmup and self.loop.scheduler.limits.answers:
-            self._rehearse()
+    def __init__(
+        self, frontend: Frontend, template: ChatTemplate, loop: Loop | EchoLoop, transport: InlineTransport
+    ) -> None:
+        self.frontend, self.template, self._loop, self._transport = frontend, template, loop, transport
 
     def generate(
         self,
@@ -60,7 +48,7 @@ class LLM:
         listed = _as_list(prompts)
         params = self._params_for(sampling_params, len(listed))
         return self._run(
-            [self._ticket(i, p, s, True) for i, (p, s) in enumerate(zip(listed, params, strict=True))], use_tqdm
+            [self._prepare(i, p, s, True) for i, (p, s) in enumerate(zip(listed, params, strict=True))], use_tqdm
         )
 
     def chat(
@@ -80,12 +68,12 @@ class LLM:
         ]
         params = self._params_for(sampling_params, len(texts))
         return self._run(
-            [self._ticket(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm
+            [self._prepare(i, p, s, False) for i, (p, s) in enumerate(zip(texts, params, strict=True))], use_tqdm
         )
 
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
-            given = self.frontdoor.params()
+            given = self.frontend.input.params()
         listed = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(listed) != count:
             raise InvalidRequest(
@@ -93,55 +81,80 @@ class LLM:
             )
         return listed
 
-    def _ticket(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> Ticket:
+    def _prepare(self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> RequestState:
         given: Any = prompt
         if isinstance(prompt, dict):
             given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        return self.frontdoor.prepare(
+        return self.frontend.prepare(
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True
         )
 
-    def _rehearse(self) -> None:
-        """Answer requests of nobody's, as the server does before it serves: the first one of a process is slower."""
-        stage = copy.copy(self)
-        stage.loop = unwatched(self.loop)
-        stage.frontdoor = FrontDoor(self.frontdoor.tokenizer, self._transport.send)
-        stage.frontdoor.ready = self.frontdoor.ready
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        for _ in range(FRONT_ROUNDS):
-            stage.generate([[0]], params, use_tqdm=False)
-        self.loop.scheduler.forget()
-
-    def _run(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:
-        with tqdm(total=len(tickets), desc="Generating", disable=None if use_tqdm else True) as bar:
-            for ticket in tickets:
-                ticket.on_change = bar.update
-            self.frontdoor.start(tickets)
+    def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+        with tqdm(total=len(states), desc="Generating", disable=None if use_tqdm else True) as bar:
+            for state in states:
+                state.on_change = bar.update
+            self.frontend.start(states)
             try:
-                while self.frontdoor.busy:
+                while self.frontend.busy:
                     self.advance()
             except BaseException:  # the caller interrupts: nothing of this call may stay behind
-                for ticket in tickets:
-                    self.frontdoor.abort(ticket)
-                self.loop.take(0)
-                self.loop.finish()
+                for state in states:
+                    self.frontend.abort(state)
+                self._finish()
                 raise
-        for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
-        self.loop.take(0)  # the cancels of sequences that ended on a stop string
-        self.loop.finish()
-        return [ticket.output() for ticket in tickets]
+        for state in states:
+            if state.error is not None:
+                raise state.error
+        self._finish()  # the cancels of sequences that ended on a stop string
+        return [state.output() for state in states]
 
     def advance(self) -> None:
         """Run one step and book what it gave: what :meth:`generate` does until nothing is left to do."""
-        self.loop.take(0)
-        self.loop.step()
+        self._loop.take(0)
+        self._loop.step()
         self._receive()
+
+    def _finish(self) -> None:
+        self._loop.take(0)
+        self._loop.finish()
 
     def _receive(self) -> None:
         for message in self._transport.receive():
-            self.frontdoor.handle(message)
+            self.frontend.handle(message)
+
+
+class LLM(OfflineClient):
+    """One model in this process. ``options`` are those of the command line, by name: see docs/settings.md.
+
+    Raises SettingsError for an option that is unknown or cannot be used, ModelError for a checkpoint that cannot,
+    NotInvariant where the check at boot fails.
+    """
+
+    def __init__(self, model: str = BUNDLED, **options: Any) -> None:
+        self.settings = Settings.load({"model": model, **options})
+        transport = InlineTransport(ProgressBar().show)
+        self.loop = boot_engine(self.settings, transport)
+        frontend, template = boot_front(self.settings, transport.send)
+        super().__init__(frontend, template, self.loop, transport)
+        self._receive()
+        frontend.check_blocked()
+        if not self.settings.skip_warmup:
+            _warm_up(frontend, template)
+
+
+def _warm_up(frontend: Frontend, template: ChatTemplate) -> None:
+    """The frontend warm-up: dummy requests through a client of their own."""
+    transport, tokenizer = InlineTransport(), frontend.tokenizer
+    spare = spare_frontend(tokenizer, transport.send)
+    client = OfflineClient(spare, template, EchoLoop(transport, tokenizer), transport)
+
+    def send(request: DummyRequest) -> None:
+        if request.chat:
+            client.chat([*request.messages], request.params, use_tqdm=False)
+        else:
+            client.generate([request.prompt], request.params, use_tqdm=False)
+
+    warm_up_frontend(send)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """Counters, gauges and histograms for ``/metrics``, under vLLM's names with our prefix; and the set-up of logging.
 
-The hot path only adds to plain numbers; Prometheus' own objects are built when somebody asks.
+The hot path only adds to plain numbers; Prometheus' own objects are built when /metrics is read.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """Everything that one front door counts, for the model ``model_name``. Times are in seconds.
+    """Everything that a frontend counts, for the model ``model_name``. Times are in seconds.
 
     ``items`` of the warm-up by outcome, ``cold`` events by source, ``misses``, ``warmup_seconds`` and ``digest`` are
-    the engine's and as new as what it last told.
+    those of the engine's last record.
     """
 
     def __init__(self, model_name: str) -> None:

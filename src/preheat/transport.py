@@ -1,4 +1,4 @@
-"""The two ends between front door and engine: in one process, or msgpack over ZeroMQ between two. Never pickle.
+"""What carries messages between frontend and engine: in one process, or msgpack over ZeroMQ between two. Never pickle.
 
 Engine side: ``take`` and ``put``. Front side: ``send`` and ``receive``. Messages of one direction keep their order.
 """
@@ -31,7 +31,7 @@ class InlineTransport:
         self._to_front: deque[FromEngine] = deque()
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """What was sent; returns at once whatever ``timeout``, for nobody can send while the engine waits."""
+        """What was sent; returns at once whatever ``timeout``, since nothing can be sent while the engine waits."""
         messages = list(self._to_engine)
         self._to_engine.clear()
         return messages
@@ -52,13 +52,13 @@ class InlineTransport:
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """The engine has taken ``count`` more requests: the receipt that the hand-over timeout waits for."""
+    """The engine has taken ``count`` more requests: what the hand-over timeout waits for."""
 
     count: int
 
 
 class EngineTransport:
-    """The engine's end of a mailbox between two processes; ``address`` comes from the front's :class:`FrontMailbox`."""
+    """The engine's end between two processes; ``address`` is that of the :class:`FrontendTransport`."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -80,7 +80,7 @@ class EngineTransport:
         return messages
 
     def put(self, message: FromEngine) -> None:
-        """Send to the front door."""
+        """Send to the frontend."""
         self._out.send(self._encoder.encode(message))
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class EngineTransport:
 
 
 class FrontendTransport:
-    """The front door's end: it owns the sockets' folder, which only this user can enter.
+    """The frontend's end. It owns the sockets' folder, which only this user can enter.
 
     ``untaken`` counts the requests sent which the engine has not taken yet.
     """
@@ -131,7 +131,7 @@ class FrontendTransport:
 
 
 def remove_sockets(address: str) -> None:
-    """Remove the folder behind ``address``, where nobody is left to talk."""
+    """Remove the folder of sockets behind ``address``, once both processes have gone."""
     shutil.rmtree(address.removeprefix(_SCHEME), ignore_errors=True)
 
 

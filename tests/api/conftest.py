@@ -22,12 +22,14 @@ import pytest
 from tests.tokenizers import byte_level
 
 SERVE = """
-import json, sys
-from preheat.server import auth as guard
+import importlib, json, sys
+from preheat.server import body
 from preheat.server.app import run_server
 from preheat.settings import Settings
 
-guard.BODY_SECONDS = 1.0
+body.BODY_SECONDS = 1.0
+if sys.argv[2:]:
+    importlib.import_module(sys.argv[2].partition(":")[0])  # for the error classes of a scripted engine
 sys.exit(run_server(Settings.load(json.loads(sys.argv[1])), *sys.argv[2:]))
 """
 SCRIPTED = "tests.api.scripted:run_engine"

@@ -24,6 +24,7 @@ from preheat.core import (
     Stats,
     TokenLogprobs,
 )
+from preheat.errors import PreheatError, WireError
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
 from tests import records
@@ -106,7 +107,7 @@ class ScriptedEngine:
         request = sequence.request
         if request.prompt[0] == FAIL:
             self.record.cold["script"] = self.record.cold.get("script", 0) + 1
-            delta.finished[id] = Finish("error", message="the step failed")
+            delta.finished[id] = Finish("error", error=WireError.of(PreheatError("the step failed")))
             del self.running[id]
             return
         token = sequence.next()

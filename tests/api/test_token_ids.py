@@ -35,7 +35,7 @@ def test_ids_come_back_and_no_text(llm: LLM) -> None:
 
 
 def test_the_end_of_sequence_is_known_without_a_tokenizer(llm: LLM) -> None:
-    assert llm.frontdoor.tokenizer.eos_ids == LLM(**SMALL).frontdoor.tokenizer.eos_ids != []
+    assert llm.frontend.tokenizer.eos_ids == LLM(**SMALL).frontend.tokenizer.eos_ids != []
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.backends import FACTS, check_settings, pick_backend
+from preheat.backends import FACTS, pick_backend
+from preheat.backends.base import Facts
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import device, early
 from preheat.errors import SettingsError
+from preheat.limits import check_options
+from preheat.plan.policy import policy_named
 from preheat.settings import OPTIONS, Settings
-from preheat.sizing import resolve_limits
+
+
+def check(settings: Settings, facts: Facts) -> None:
+    """As a boot does, before anything is loaded."""
+    check_options(settings, facts, mixed_steps=policy_named(settings.bucketing_policy).mixed_steps)
 
 
 @pytest.fixture
@@ -88,7 +95,7 @@ def test_cublas_is_told_to_keep_one_accumulator():
 
 def test_working_ahead_is_for_devices_that_run_on():
     for asked in (None, True, False):
-        check_settings(Settings(async_scheduling=asked), FACTS["cuda"])
+        check(Settings(async_scheduling=asked), FACTS["cuda"])
     assert [FACTS[name].asynchronous for name in ("cpu", "cuda")] == [False, True]
     assert [LLM(max_num_seqs=1, async_scheduling=asked).loop.overlap for asked in (None, False)] == [False, False]
     with pytest.raises(SettingsError, match="leave it unset"):
@@ -131,10 +138,9 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
 
 @pytest.mark.parametrize("more", [{"bucketing_policy": "split"}, {"enable_chunked_prefill": False}])
 def test_a_bound_on_mixed_steps_is_rejected_where_there_are_none(more):
-    spec = SimpleNamespace(max_position_embeddings=64)
     with pytest.raises(SettingsError, match="max_num_mixed_tokens bounds"):
-        resolve_limits(Settings(max_num_mixed_tokens=64, **more), spec, pick_backend("cpu"), 1024, 1 << 20)
-    resolve_limits(Settings(max_num_mixed_tokens=64), spec, pick_backend("cpu"), 1024, 1 << 20)
+        check(Settings(max_num_mixed_tokens=64, **more), FACTS["cpu"])
+    check(Settings(max_num_mixed_tokens=64), FACTS["cpu"])
 
 
 @pytest.mark.parametrize(
@@ -143,18 +149,18 @@ def test_a_bound_on_mixed_steps_is_rejected_where_there_are_none(more):
 )
 def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
     with pytest.raises(SettingsError, match=message) as error:
-        check_settings(Settings(block_size=256, **{option: True}), FACTS["cuda"])
+        check(Settings(block_size=256, **{option: True}), FACTS["cuda"])
     assert error.value.param == option
-    check_settings(Settings(block_size=256), FACTS["cuda"])
+    check(Settings(block_size=256), FACTS["cuda"])
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
     """And a value that means the same as the default is no reason to stop."""
     facts = FACTS[name]
-    check_settings(Settings(), facts)
+    check(Settings(), facts)
     for option, reason in facts.rejected.items():
         default = OPTIONS[option].default
         with pytest.raises(SettingsError, match=re.escape(reason)):
-            check_settings(Settings(**{option: not default}), facts)
-        check_settings(Settings(**{option: default}), facts)
+            check(Settings(**{option: not default}), facts)
+        check(Settings(**{option: default}), facts)

@@ -10,8 +10,8 @@ import torch
 from benchmarks.common.checkpoint import write_checkpoint
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.cli import main
+from preheat.model.families import read_spec
 from preheat.model.loader import load_weights
-from preheat.model.specs import read_spec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,6 +15,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import Ready
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan
+from preheat.plan.items import SamplerItem
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
@@ -34,7 +35,7 @@ LARGE = SMALL | {"max_num_batched_tokens": 620, "max_model_len": 400}
 def few_items():
     """What else warm-up runs is not looked at here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "sampler_keys", lambda sizes: [])
+        patch.setattr(plan, "KINDS", tuple(kind for kind in plan.KINDS if kind is not SamplerItem))
         yield
 
 
@@ -63,7 +64,7 @@ def test_every_path_is_an_item_with_a_row(booted):
     assert record.proof.compared > 20
     assert len(record.proof.digest) == 32
     assert record.summary()["digest"] == record.proof.digest
-    assert not ready.held
+    assert not ready.blocked_reason
 
 
 def test_nothing_stays_behind(booted):
@@ -83,7 +84,7 @@ def test_a_first_run_that_differs_is_seen(monkeypatch):
     first_run(monkeypatch)
     ready, record, _ = boot()
     assert checks(record)["later run"][0] == "failed"
-    assert "later run: " in ready.held
+    assert "later run: " in ready.blocked_reason
 
 
 @pytest.mark.parametrize("policy", ["unified", "split"])
@@ -93,7 +94,7 @@ def test_full_tries_every_bucket(policy):
     assert found["every bucket"] == ("ready", "")
     assert "next bucket" not in found
     assert set(found.values()) == {("ready", "")}
-    assert record.proof.compared > len(loop.packer.plan.table.shapes)
+    assert record.proof.compared > len(loop.packer.plan.dispatcher.buckets)
 
 
 def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
@@ -107,7 +108,7 @@ def test_compiled_regions_are_checked_against_eager_ones(monkeypatch):
     monkeypatch.setattr(compiling, "check_compiler", lambda: None)
     ready, record, _ = boot(execution_mode="compile")
     assert checks(record)["eager"][0] == "failed"
-    assert "what differs is in the program" in ready.held
+    assert "what differs is in the program" in ready.blocked_reason
     assert {state for name, (state, _) in checks(record).items() if name != "eager"} == {"ready"}
 
 
@@ -123,7 +124,7 @@ def test_off_checks_nothing():
 )
 def test_tight_limits_leave_out_what_cannot_run(options):
     ready, record, loop = boot(**options)
-    assert not ready.held
+    assert not ready.blocked_reason
     assert set(checks(record)) >= {"later run"}
     assert {outcome for outcome, _ in checks(record).values()} == {"ready"}
     loop.scheduler.check()
@@ -137,7 +138,7 @@ def test_a_planted_kernel_is_named(plant, monkeypatch, caplog):
     assert "chunked" in failed
     assert "300 tokens in (mixed, " in failed["chunked"]
     assert [name for name, reason in failed.items() if "the first layer that differs is layer 0" not in reason] == []
-    assert failed["chunked"] in ready.held
+    assert failed["chunked"] in ready.blocked_reason
     assert failed["chunked"] in caplog.text
 
 
@@ -154,7 +155,7 @@ def test_what_cannot_be_kept_is_refused():
         boot(require_invariance=True, skip_warmup=True, boot_check="off")
     assert refused.value.param == "require_invariance"
     ready, _, _ = boot(require_invariance=True)
-    assert not ready.held
+    assert not ready.blocked_reason
 
 
 def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
@@ -163,7 +164,7 @@ def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
     PLANTS["threshold"](monkeypatch, rows=32)
     varying = {"batch_invariant": False, "determinism_warmup_iterations": 3}
     ready, record, _ = boot(boot_check="full", **varying)
-    assert not ready.held
+    assert not ready.blocked_reason
     assert record.invariant is record.summary()["invariant"] is False
     assert checks(record) == {"later run": ("ready", "")}
     assert not [entry for entry in record.entries if entry.kind == "determinism"]
@@ -174,7 +175,7 @@ def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
 
 def test_a_cpu_is_always_invariant(booted):
     assert booted[1].invariant
-    with pytest.raises(SettingsError, match="batch_invariant cannot be false on cpu") as refused:
+    with pytest.raises(SettingsError, match="cannot be turned off on cpu") as refused:
         boot(batch_invariant=False)
     assert refused.value.param == "batch_invariant"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,7 @@ def watched(on_cold: str) -> tuple[LLM, ColdMonitor]:
     llm = LLM(**TIGHT, defrag_threshold=0)
     guard = llm.loop.listener
     assert isinstance(guard, ColdMonitor)
-    guard.on_cold, guard._sources = on_cold, ()
+    guard.on_cold, guard._sources = on_cold, SimpleNamespace(taken=list)
     for entry in guard.record.entries:
         entry.outcome = "pending" if entry.kind == "swap" else "ready"
     return llm, guard
@@ -162,12 +163,12 @@ def test_the_guard_counts_swaps_and_knows_the_first(expected: Seen) -> None:
     assert {entry.outcome for entry in hit} == {"ready"}
     assert {entry.outcome for entry in entries if not entry.hits} <= {"pending"}
     assert guard.record.cold["first run"] == sum(guard.record.cold.values()) == len(hit)
-    assert [event.detail for event in guard.record.events] == [f"('swap', {entry.shape['size']})" for entry in hit]
+    assert [event.detail for event in guard.record.events] == [f"(swap, {entry.shape['size']})" for entry in hit]
 
 
 def test_a_cold_swap_fails_its_requests_where_that_is_asked_for(expected: Seen) -> None:
     llm, guard = watched("raise")
-    with pytest.raises(PreheatError, match=r"cold \(first run: \('swap', 8\)\)"):
+    with pytest.raises(PreheatError, match=r"cold \(first run: \(swap, 8\)\)"):
         bits(llm)
     for entry in guard.record.entries:
         entry.outcome = "ready"
@@ -179,7 +180,7 @@ def test_only_unified_batches_are_compacted() -> None:
         llm = LLM(**TIGHT, bucketing_policy=policy, defrag_threshold=0)
         bits(llm, 8)
         assert bool(llm.loop.scheduler.stats().blocks_moved) is moves
-        planned = [item.key for item in llm.loop.packer.plan.items if item.kind == "swap"]
+        planned = [item.pairs for item in llm.loop.packer.plan.items if item.kind == "swap"]
         assert planned == (list(SWAP_SIZES) if moves else [])
 
 

@@ -17,7 +17,7 @@ from preheat.model.decoder import Decoder, after_attention, project
 from preheat.ops.activation import silu_and_mul
 from preheat.utils.dynamo import compilations, compile_seconds
 from tests.cpu.checkpoints import MODELS, save_checkpoint
-from tests.cpu.test_model_families import hidden_of, open_decoder, random_tokens
+from tests.cpu.test_model_families import logits_of, open_decoder, random_tokens
 from tests.cpu.test_model_paged import WAYS, Steps
 
 
@@ -105,12 +105,12 @@ def test_layers_share_a_program_for_each_number_of_tokens(tmp_path: Path) -> Non
     assert decoder.spec.num_layers > 2
     for count in (5, 9):
         before, seconds = compilations(), compile_seconds()
-        hidden_of(decoder, random_tokens(count))
+        logits_of(decoder, random_tokens(count))
         assert compilations() == before + 2  # before attention and after it
         assert compile_seconds() > seconds
     before, seconds = compilations(), compile_seconds()
     for count in (9, 5):
-        hidden_of(decoder, random_tokens(count))
+        logits_of(decoder, random_tokens(count))
     assert (compilations(), compile_seconds()) == (before, seconds)
 
 
@@ -139,9 +139,9 @@ def test_the_cache_on_disk_is_used(tmp_path: Path, cache: Path) -> None:
 
     save_checkpoint(MODELS["llama"], tmp_path)
     eager, tokens = open_decoder(tmp_path), random_tokens(13)
-    hidden_of(compiled(eager), tokens)
+    logits_of(compiled(eager), tokens)
     before = counters["inductor"]["fxgraph_cache_hit"]
-    hidden_of(compiled(eager), tokens)
+    logits_of(compiled(eager), tokens)
     assert counters["inductor"]["fxgraph_cache_hit"] == before + 2
     assert any(cache.rglob("*"))
 

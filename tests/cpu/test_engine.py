@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
     rng = random.Random(0)
     text = "\n".join(path.read_text() for path in sorted(Path(preheat.__file__).parent.rglob("*.py")))
     llm = LLM(max_num_seqs=1, max_model_len=64)
-    ids = llm.frontdoor.tokenizer.encode(text[:400_000], add_special_tokens=False)
+    ids = llm.frontend.tokenizer.encode(text[:400_000], add_special_tokens=False)
     found = []
     for i in range(200):
         length = 1 + int(rng.expovariate(1 / 60)) % 400
@@ -229,9 +229,9 @@ def test_the_best_known_function() -> None:
     assert out.finish_reason == "stop"
 
 
-def test_the_rehearsal_leaves_nothing_behind():
+def test_the_frontend_warm_up_leaves_nothing_behind():
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=32)
-    stats, metrics = llm.loop.scheduler.stats(), llm.frontdoor.metrics
+    stats, metrics = llm.loop.scheduler.stats(), llm.frontend.metrics
     assert (stats.steps, stats.prompt_tokens, stats.generation_tokens, stats.running, stats.blocks_used) == (0,) * 5
     assert (metrics.prompt_tokens, metrics.generation_tokens, sum(metrics.finished.values())) == (0, 0, 0)
     assert not any(entry.hits for entry in Record.from_json(llm.loop.listener.report()).entries)

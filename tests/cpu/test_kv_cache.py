@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from preheat import LLM
 from preheat.core import Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import KVCache
-from preheat.plan.items import SWAP_SIZES
-from preheat.warmup.swaps import SwapRuns
+from preheat.plan.items import SWAP_SIZES, Item, SwapItem
+from preheat.warmup.run import WarmUp
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,16 @@ def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> 
     cache = KVCache(own.decoder.spec, num_blocks, 16, dtype, torch.device("cpu"))
     cache.data.copy_(noise(cache.data.shape))
     return Executor(own.backend, own.decoder, cache, own.sampler, own.buffers)
+
+
+def warm_up(runner: Executor) -> WarmUp:
+    """As much of a warm-up as swaps need."""
+    warm = WarmUp.__new__(WarmUp)
+    warm.steps = SimpleNamespace(executor=runner)
+    return warm
+
+
+ITEMS = [SwapItem(size) for size in SWAP_SIZES]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -55,13 +66,15 @@ def test_every_size_runs_and_the_cache_is_as_it_was(llm: LLM, caplog: pytest.Log
     runner = executor(llm, 3)
     before = runner.cache.data.clone()
     exchanged = before[:, [1, 0, 2]]
-    runs = SwapRuns(runner)
+    warm, seen = warm_up(runner), []
+
+    def run_one(item: Item) -> None:
+        item.run(warm)
+        seen.append(torch.equal(runner.cache.data, before if len(seen) % 2 else exchanged))
+
     with caplog.at_level(logging.INFO):
-        assert runs.begin()
-        for number, size in enumerate(SWAP_SIZES):
-            runs.run(size)
-            assert torch.equal(runner.cache.data, before if number % 2 else exchanged)
-        runs.end()
+        assert SwapItem.run_kind(ITEMS, run_one, warm) == 7
+    assert seen == [True] * 7
     assert torch.equal(runner.cache.data, before), "seven sizes and the first once more"
     assert [record.getMessage() for record in caplog.records] == [
         "Warming up defragmenter with thresholds: [8, 16, 32, 64, 128, 256, 512]",
@@ -69,15 +82,18 @@ def test_every_size_runs_and_the_cache_is_as_it_was(llm: LLM, caplog: pytest.Log
     ]
 
 
-@pytest.mark.parametrize("left_out", [[], [8], [512], [16, 64], [*SWAP_SIZES]])
-def test_whatever_is_left_out_the_cache_is_as_it_was(llm: LLM, left_out: list[int]) -> None:
+@pytest.mark.parametrize("broken", [[], [8], [512], [16, 64], [*SWAP_SIZES]])
+def test_whatever_fails_the_cache_is_as_it_was(llm: LLM, broken: list[int]) -> None:
     runner = executor(llm, 2)
     before = runner.cache.data.clone()
-    runs = SwapRuns(runner)
-    for size in SWAP_SIZES:
-        if size not in left_out:
-            runs.run(size)
-    runs.end()
+    warm = warm_up(runner)
+
+    def run_one(item: Item) -> None:
+        if item.shape["size"] in broken:
+            raise ValueError("broken")
+        item.run(warm)
+
+    assert SwapItem.run_kind(ITEMS, run_one, warm) == 7 - len(broken)
     assert torch.equal(runner.cache.data, before)
 
 
@@ -91,7 +107,7 @@ def test_control_padding_the_pair_would_contradict_it(llm: LLM) -> None:
 
 def test_one_block_is_not_enough(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert not SwapRuns(executor(llm, 1)).begin()
+        assert SwapItem.run_kind(ITEMS, Item.run, warm_up(executor(llm, 1))) == 0
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "Warming up defragmenter with thresholds: [8, 16, 32, 64, 128, 256, 512]"),
         ("WARNING", "Skipping defragmenter warmup, insufficient blocks (1)"),

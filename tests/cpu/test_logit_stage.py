@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from preheat import LLM, SamplingParams
-from preheat.core import Request
+from preheat.core import Level, Request
 from preheat.execution.input_batch import Packer
 from preheat.execution.logit_stages import STAGES, Edit, LogitStage, sampling_input
-from preheat.ops.sampling import Level
 from preheat.schedule.slots import Slots
 
 PROMPTS = [[300], [301, 17], [302, 5, 9]]

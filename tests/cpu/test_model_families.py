@@ -12,9 +12,10 @@ from torch import Tensor
 from preheat.backends.base import Attend
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.model.decoder import Attended, Decoder
+from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
-from preheat.model.specs import read_spec
+from preheat.ops.embedding import embed
 from preheat.ops.rotary import apply_rope_
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 
@@ -26,19 +27,25 @@ def open_decoder(folder: Path, dtype: torch.dtype = torch.float32, load_format: 
     return Decoder(spec, load_weights(spec, folder, dtype, CpuBackend(), load_format=load_format), 256)
 
 
+def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
+    """Norm and turn queries and keys in place, of positions from 0 on."""
+    spec, norm = decoder.spec.layers[layer].attention, decoder.weights.layers[layer].attention.qk_norm
+    turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
+    if norm is not None:
+        turned.copy_(norm(turned))
+    apply_rope_(turned, *decoder.ropes[layer][: len(qkv)].unbind(1))
+
+
 def dense_attention(decoder: Decoder) -> Attend:
     """Attention among the step's own tokens, which are one sequence from position 0 on."""
-    spec = decoder.spec
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
-        if (norm := decoder.weights.layers[layer].qk_norm) is not None:
-            turned.copy_(norm(turned))
-        apply_rope_(turned, *decoder.rope[: len(qkv)].unbind(1))
+        turn(decoder, layer, qkv)
+        spec = decoder.spec.layers[layer].attention
         q, k, v = (part.transpose(0, 1) for part in qkv.split([spec.num_heads, *[spec.num_kv_heads] * 2], dim=1))
         position = torch.arange(len(qkv))
         seen = position <= position[:, None]
-        if window := spec.layer_windows[layer]:
+        if window := spec.window:
             seen = seen & (position > position[:, None] - window)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(len(qkv), -1)
@@ -47,15 +54,10 @@ def dense_attention(decoder: Decoder) -> Attend:
 
 
 @torch.inference_mode()
-def hidden_of(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """Behind the final norm, of one sequence from position 0 on."""
-    residual = decoder.weights.embedding[tokens]
-    return decoder.finish(Attended(decoder.layers(residual, dense_attention(decoder)), residual))
-
-
-@torch.inference_mode()
-def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
-    return decoder.weights.head(hidden_of(decoder, tokens)).float()
+def logits_of(decoder: Decoder, tokens: Tensor, attend: Attend | None = None) -> Tensor:
+    residual = embed(tokens, decoder.weights.embedding)
+    out = decoder.layers(residual, attend or dense_attention(decoder))
+    return decoder.weights.head(decoder.finish(Attended(out, residual))).float()
 
 
 def error_at_each_position(got: Tensor, right: Tensor) -> Tensor:

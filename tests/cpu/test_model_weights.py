@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from preheat.backends.base import Linear
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
-from preheat.model.layout import expected_tensors
-from preheat.model.loader import DummyTensors, SafetensorsFiles, check_tensors, load_weights
-from preheat.model.specs import ModelSpec, read_spec
-from tests.cpu.test_model_families import dense_attention
+from preheat.model.families import read_spec
+from preheat.model.formats import FORMATS, Plain, Shape, expected_tensors
+from preheat.model.loader import WeightLoader, load_weights
+from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
+from preheat.model.specs import LayerSpec, LinearSpec, ModelSpec
+from tests.cpu.test_model_families import dense_attention, logits_of, random_tokens, turn
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -31,7 +37,12 @@ CONFIG = {
     "max_position_embeddings": 256,
 }
 SPEC = read_spec(CONFIG)
+CPU = CpuBackend()
 TIED = read_spec(CONFIG | {"tie_word_embeddings": True})
+
+
+def copy(tensor: Tensor, out: Tensor) -> None:
+    out.copy_(tensor)
 
 
 def write(folder: Path, spec: ModelSpec = SPEC, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -45,15 +56,15 @@ def write(folder: Path, spec: ModelSpec = SPEC, dtype: torch.dtype = torch.float
 def load_error(folder: Path, tensors: dict[str, Tensor], spec: ModelSpec = SPEC) -> str:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError) as error:
-        load_weights(spec, folder, torch.float32)
+        load_weights(spec, folder, torch.float32, CPU)
     return str(error.value)
 
 
 def test_parts_are_joined_in_order(tmp_path):
-    tensors, weights = write(tmp_path), load_weights(SPEC, tmp_path, torch.float32)
+    tensors, weights = write(tmp_path), load_weights(SPEC, tmp_path, torch.float32, CPU)
     x, at = torch.randn(3, 64), "model.layers.1.self_attn"
     with torch.inference_mode():
-        joined = weights.layers[1].qkv(x)
+        joined = weights.layers[1].attention.qkv(x)
         parts = [x @ tensors[f"{at}.{n}_proj.weight"].T + tensors[f"{at}.{n}_proj.bias"] for n in "qkv"]
     torch.testing.assert_close(joined, torch.cat(parts, dim=1))
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
@@ -76,8 +87,56 @@ def test_harmless_tensors_are_passed_over(tmp_path):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    load_weights(TIED, tmp_path, torch.float32)
+    load_weights(TIED, tmp_path, torch.float32, CPU)
     assert "missing tensors: lm_head.weight" in load_error(tmp_path, {k: v for k, v in tensors.items() if k[0] != "l"})
+
+
+class Transposed:
+    """Weights as [inputs, outputs], as GPT-2 stored them; biases as usual."""
+
+    def tensors(self, spec: LinearSpec) -> Mapping[str, Shape]:
+        return {name: shape[::-1] for name, shape in Plain().tensors(spec).items()}
+
+    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+        weight = loader.empty(spec.outputs, spec.inputs)
+        bias = torch.cat([loader.tensor(f"{name}.bias", size) for name, size in spec.parts]) if spec.bias else None
+        for (name, _), rows in zip(spec.parts, weight.split([size for _, size in spec.parts]), strict=True):
+            loader.source.fill(f"{name}.weight", rows.t())
+        return loader.backend.linear(weight, bias, gated=spec.gated)
+
+
+def stored_as(name: str, layer: LayerSpec) -> LayerSpec:
+    def change(linear: LinearSpec) -> LinearSpec:
+        return replace(linear, format=name)
+
+    attention, mlp = layer.attention, layer.mlp
+    return replace(
+        layer,
+        attention=replace(attention, qkv=change(attention.qkv), o=change(attention.o)),
+        mlp=replace(mlp, gate_up=change(mlp.gate_up), down=change(mlp.down)),
+    )
+
+
+def test_another_linear_format(tmp_path):
+    """A model whose layers are stored transposed gives the same logits, bit for bit; its head is stored as usual."""
+    tensors = write(tmp_path)
+    plain = Decoder(SPEC, load_weights(SPEC, tmp_path, torch.float32, CPU), 256)
+    spec = replace(SPEC, layers=tuple(stored_as("transposed", layer) for layer in SPEC.layers))
+    formats = {**FORMATS, "transposed": Transposed()}
+    turned = [name for path, linear in spec.linears() if path != "head" for name in Transposed().tensors(linear)]
+    save_file({**tensors, **{name: tensors[name].t().contiguous() for name in turned}}, tmp_path / "model.safetensors")
+    other = Decoder(spec, load_weights(spec, tmp_path, torch.float32, CPU, formats=formats), 256)
+    assert torch.equal(logits_of(other, random_tokens()), logits_of(plain, random_tokens()))
+    with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \[64, 96\], needs \[96, 64\]"):
+        load_weights(SPEC, tmp_path, torch.float32, CPU)
+
+
+def test_layers_have_the_paths_of_their_specs(tmp_path):
+    weights = load_weights(TIED, tmp_path, torch.float32, CPU, load_format="dummy")
+    sizes = {path: (linear.inputs, linear.outputs // (1 + linear.gated)) for path, linear in TIED.linears()}
+    with torch.inference_mode():
+        found = {path: linear(torch.ones(2, sizes[path][0])).shape[1] for path, linear in weights.linears()}
+    assert found == {path: outputs for path, (_, outputs) in sizes.items()}
 
 
 def shard(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -91,18 +150,18 @@ def shard(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def test_shards_and_their_index_must_agree(tmp_path):
     tensors = write(tmp_path)
-    whole = load_weights(SPEC, tmp_path, torch.float32)
+    whole = load_weights(SPEC, tmp_path, torch.float32, CPU)
     (tmp_path / "model.safetensors").unlink()
     places = shard(tmp_path, tensors)
-    assert torch.equal(load_weights(SPEC, tmp_path, torch.float32).embedding, whole.embedding)
+    assert torch.equal(load_weights(SPEC, tmp_path, torch.float32, CPU).embedding, whole.embedding)
     index = {"weight_map": places | {"promised.weight": "part-0.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"no file has: promised\.weight"):
-        load_weights(SPEC, tmp_path, torch.float32)
+        load_weights(SPEC, tmp_path, torch.float32, CPU)
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(load_file(tmp_path / "part-0.safetensors"), tmp_path / "part-2.safetensors")
     with pytest.raises(ModelError, match="in more than one file"):
-        load_weights(SPEC, tmp_path, torch.float32)
+        load_weights(SPEC, tmp_path, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
@@ -112,7 +171,7 @@ def test_pieces_by_several_threads_are_the_whole(stored, threads, tmp_path):
     write(tmp_path, dtype=stored)
     serial, parts = {}, {}
     with Upload(torch.device("cpu"), threads, piece_bytes=1000) as upload:
-        files = SafetensorsFiles(SPEC, tmp_path), SafetensorsFiles(SPEC, tmp_path, upload.copy)
+        files = SafetensorsFiles(tmp_path, copy), SafetensorsFiles(tmp_path, upload.copy)
         for name, shape in expected_tensors(SPEC).items():
             for source, found in zip(files, (serial, parts), strict=True):
                 found[name] = torch.full(shape, float("nan"), dtype=torch.bfloat16)
@@ -129,7 +188,7 @@ def test_a_failing_piece_is_told(tmp_path):
 def test_the_files_are_not_read_into_memory_twice(tmp_path):
     """A tensor of a file is a view of its pages, which is what makes the pieces the only copy."""
     write(tmp_path)
-    (file,) = {id(f): f for f in SafetensorsFiles(SPEC, tmp_path)._files.values()}.values()
+    (file,) = {id(f): f for f in SafetensorsFiles(tmp_path, copy)._files.values()}.values()
     at = file.get_tensor("model.norm.weight").data_ptr()
     ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
     bounds = [tuple(int(end, 16) for end in ends.split("-")) for ends in ranges]
@@ -139,15 +198,15 @@ def test_the_files_are_not_read_into_memory_twice(tmp_path):
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable"):
-        load_weights(SPEC, tmp_path, torch.float32)
+        load_weights(SPEC, tmp_path, torch.float32, CPU)
     with pytest.raises(ModelError, match="load format 'pt'"):
-        load_weights(SPEC, tmp_path, torch.float32, "pt")
+        load_weights(SPEC, tmp_path, torch.float32, CPU, load_format="pt")
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 def test_weights_are_converted_once(stored, tmp_path):
     tensors = write(tmp_path, dtype=stored)
-    weights = load_weights(SPEC, tmp_path, torch.bfloat16)
+    weights = load_weights(SPEC, tmp_path, torch.bfloat16, CPU)
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].to(torch.bfloat16))
 
 
@@ -180,18 +239,19 @@ def test_dummy_tensors_depend_on_name_and_seed_alone():
 
 def behaviour(decoder: Decoder) -> tuple[float, float, float]:
     """Attention entropy as a share of the uniform one, the logits' spread, and the share of distinct choices."""
-    entropies, dense, spec = [], dense_attention(decoder.spec), decoder.spec
+    entropies, dense, spec = [], dense_attention(decoder), decoder.spec.layers[0].attention
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        q, k = qkv[-1, : spec.num_heads], qkv[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
+        turned = qkv.clone()
+        turn(decoder, layer, turned)
+        q, k = turned[-1, : spec.num_heads], turned[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
         scores = torch.einsum("hd,thd->ht", q, k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1))
-        weight = (scores * spec.head_dim**-0.5).softmax(-1)
+        weight = (scores * spec.scale).softmax(-1)
         entropies.append(-(weight * weight.clamp(min=1e-30).log()).sum(-1).mean())
         return dense(layer, qkv)
 
-    tokens = torch.randint(spec.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        logits = decoder.logits(decoder.finish(decoder.forward(tokens, torch.arange(200), attend)))
+    tokens = torch.randint(decoder.spec.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
+    logits = logits_of(decoder, tokens, attend)
     entropy = float(torch.stack(entropies).mean() / torch.tensor(200.0).log())
     return entropy, float(logits.std(dim=-1).mean()), len(logits.argmax(-1).unique()) / 200
 
@@ -199,7 +259,7 @@ def behaviour(decoder: Decoder) -> tuple[float, float, float]:
 def test_dummy_models_are_not_degenerate():
     """Attention neither uniform nor on one token, logits spread about as a trained model's, choices that vary."""
     for spec in (SPEC, TIED, read_spec(CONFIG | {"architectures": ["Qwen3ForCausalLM"]})):
-        decoder = Decoder(spec, load_weights(spec, Path(), torch.float32, "dummy"), 256)
+        decoder = Decoder(spec, load_weights(spec, Path(), torch.float32, CPU, load_format="dummy"), 256)
         entropy, spread, distinct = behaviour(decoder)
         assert 0.5 < entropy < 0.98
         assert 0.5 < spread < 3
@@ -214,10 +274,19 @@ def test_the_check_for_degeneracy_can_fail():
             DummyTensors(0).fill(name, out)
             out.mul_(1e-3)
 
-    from preheat.model import loader as module
-
-    weights = module._Builder(SPEC, Tiny(), torch.float32, torch.device("cpu"), module.linear_on_host).build()
-    decoder = Decoder(SPEC, weights, 256)
+    decoder = Decoder(SPEC, WeightLoader(Tiny(), torch.float32, CPU).model(SPEC), 256)
     entropy, spread, _ = behaviour(decoder)
     assert entropy > 0.99
     assert spread < 0.01
+
+
+def test_each_layer_turns_by_its_own_rope():
+    """As Gemma's do: local layers have another base. Changing one layer's rope changes the logits."""
+    weights = load_weights(SPEC, Path(), torch.float32, CPU, load_format="dummy")
+    layer = SPEC.layers[1]
+    local = replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, theta=100.0)))
+    same, mixed = Decoder(SPEC, weights, 256), Decoder(replace(SPEC, layers=(SPEC.layers[0], local)), weights, 256)
+    assert same.ropes[0] is same.ropes[1]
+    assert torch.equal(mixed.ropes[0], same.ropes[0])
+    assert not torch.equal(mixed.ropes[1], same.ropes[1])
+    assert not torch.equal(logits_of(mixed, random_tokens()), logits_of(same, random_tokens()))

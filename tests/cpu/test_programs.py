@@ -7,9 +7,8 @@ import torch
 
 from preheat.backends.cpu.backend import Calls
 from preheat.backends.cuda.graph import CudaGraphs
-from preheat.execution.graphs import SampleKey
-from preheat.ops.sampling import Level
-from preheat.plan.items import SamplerKey, sampler_keys
+from preheat.core import Level
+from preheat.plan.items import SamplerItem, SamplerProgram
 
 
 class PaperGraph:
@@ -89,9 +88,8 @@ def test_without_graphs_a_program_is_called():
 
 def test_every_item_of_the_sampler_names_a_program():
     """Of the level that its setting asks for, at each number of rows."""
-    keys = [key for key in sampler_keys((0, 1, 4)) if key.rows]
-    found = {SampleKey.of(key) for key in keys}
-    assert found == {SampleKey(rows, level) for rows in (1, 4) for level in Level}
-    assert SampleKey.of(SamplerKey(4, "logprobs", False)) == SampleKey(4, Level.GREEDY)
-    assert SampleKey.of(SamplerKey(4, "min_p", True)) == SampleKey(4, Level.FILTERED)
-    assert SampleKey.of(SamplerKey(4, "min_tokens", False)) == SampleKey(4, Level.FULL)
+    found = {item.program for item in SamplerItem.of_sizes((1, 4))}
+    assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
+    assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
+    assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)
+    assert SamplerItem(4, "min_tokens", False).program == SamplerProgram(4, Level.FULL)

@@ -17,7 +17,7 @@ from msgspec.structs import fields
 from preheat import LLM, SamplingParams
 from preheat.errors import SettingsError
 from preheat.model.files import BUNDLED_PATH
-from preheat.plan.items import NOT_SAMPLED
+from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
@@ -86,7 +86,7 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
 
 def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
     """Waves of requests that arrive between steps, some of which are cancelled; how they ended."""
-    chance, door, loop = random.Random(seed), llm.frontdoor, llm.loop
+    chance, door, loop = random.Random(seed), llm.frontend, llm.loop
     ended: Counter[str] = Counter()
     tickets, sent, patient = [], 0, True
     while sent < requests or door.busy:
@@ -102,9 +102,7 @@ def run(llm: LLM, requests: int, seed: int) -> Counter[str]:
                 sent += 1
         if tickets and chance.random() < 0.02:
             door.abort(chance.choice(tickets[-8:]))
-        loop.take(0)
-        loop.step()
-        llm._receive()
+        llm.advance()
     for ticket in tickets:
         ended["error" if ticket.error is not None else "done"] += 1
     loop.take(0)
@@ -116,7 +114,7 @@ def hits(llm: LLM) -> dict[str, int]:
     """Of every item that a step can run."""
     record = Record.from_json(llm.loop.listener.report())
     items = {item.name for item in llm.loop.packer.plan.items if item.kind in ("prompt", "decode", "mixed", "sampler")}
-    zero = {item.name for item in llm.loop.packer.plan.items if item.program and item.program[:2] == ("sampler", 0)}
+    zero = {item.name for item in llm.loop.packer.plan.items if item.shape.get("rows") == 0}
     return {entry.name: entry.hits for entry in record.entries if entry.name in items - zero}
 
 

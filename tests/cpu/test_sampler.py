@@ -8,11 +8,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops import top_k_top_p as survivors
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Level
 from preheat.ops.top_k_top_p import deficits, furthest, keep_ordered
 from tests.cpu.sampling_reference import Row, answer, edited, fill
 

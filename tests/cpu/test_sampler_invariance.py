@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops import sampler as module
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Level
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, fill
 

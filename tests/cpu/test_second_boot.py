@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import mmap
+from types import SimpleNamespace
 
 import pytest
-import torch
 from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
 from preheat.plan.cost import ModelSizes
-from preheat.warmup.graphs import Budget, capture_twin, divide_memory
+from preheat.warmup.graphs import Budget, CountedGraphs, divide_memory
 from preheat.warmup.record import Record
 from preheat.warmup.steps import Steps
 
@@ -41,7 +41,7 @@ def test_a_second_boot_reuses_and_another_one_does_not(tmp_path):
     assert outcomes(second) == {"reused"}
     assert record(second).fingerprint == record(first).fingerprint != ""
     measured = {e.name: e.compile_seconds + e.touch_seconds for e in record(first).entries}
-    estimated = {item.name: item.estimated_seconds for item in second.loop.packer.plan.items if item.kind == "decode"}
+    estimated = {item.name: item.estimate.seconds for item in second.loop.packer.plan.items if item.kind == "decode"}
     assert estimated == {name: measured[name] for name in estimated}
     tokens = [llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for llm in (first, second)]
     assert tokens[0] == tokens[1]
@@ -53,7 +53,7 @@ def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         llm = boot(tmp_path)
     steps = record(llm).steps
-    names = ["Loading model weights", "Initializing cache engine", "warm-up", "Rehearsing requests"]
+    names = ["Loading model weights", "Initializing cache engine", "warm-up", "Running dummy requests"]
     assert [step.name for step in steps] == names
     assert all(step.seconds > 0 for step in steps)
     assert [step.started for step in steps] == sorted(step.started for step in steps)
@@ -79,11 +79,11 @@ def test_several_steps_in_total(caplog):
 def test_the_twin_counts_graphs_of_the_engines_own_plan(policy, caplog):
     llm = LLM(**SMALL, bucketing_policy=policy)
     plan, spec = llm.loop.packer.plan, llm.loop.packer.spec
-    sizes, block_bytes = ModelSizes.of(spec), llm.loop.executor.cache.bytes_per_block(spec, 16, torch.bfloat16)
+    sizes, block_bytes = ModelSizes.of(spec), 16 * spec.kv_bytes_per_token(2)
     free = plan.limits.num_blocks * block_bytes * 2
     split = divide_memory(llm.settings, "graphs", free, block_bytes)
     seen = Record.of(plan)
-    done = capture_twin(plan, seen, llm.settings, Budget(split, block_bytes), sizes)
+    done = CountedGraphs(SimpleNamespace(plan=plan), seen, llm.settings, Budget(split, block_bytes), sizes).capture()
     forward = [entry for entry in seen.entries if entry.kind in ("mixed", "prompt", "decode") and not entry.fallback]
     assert 0 < done.used <= done.pool
     assert sum(entry.bytes for entry in forward) == done.used

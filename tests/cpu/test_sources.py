@@ -18,13 +18,17 @@ from preheat.errors import SettingsError
 from preheat.execution.executor import Executor
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup import cold_sources as sources
-from preheat.warmup.cold_sources import SOURCES, Counted, Source, Tally, count_calls, hook_triton, sources_for
+from preheat.warmup.cold_sources import ORIGINS, ColdSources, Counted, Tally, count_calls, hook_triton
 
 PAGE = Path(__file__).parents[2] / "docs" / "cold-events.md"
 
 
-def named(name: str) -> Source:
-    return next(source for source in sources_for("cpu") if source.name == name)
+class Named:
+    """One of the sources that are watched on a CPU, with the hooks of all of them."""
+
+    def __init__(self, name: str) -> None:
+        self.all = ColdSources("cpu")
+        self.taken = self.all.sources[name].taken
 
 
 def compile_something() -> None:
@@ -35,29 +39,29 @@ def compile_something() -> None:
 
 
 def test_every_origin_says_on_every_platform_how_it_is_watched():
-    for origin in SOURCES:
+    for origin in ORIGINS:
         assert set(origin.on) == {"cpu", "cuda"}
         for watch in origin.on.values():
             assert watch.text
             assert (watch.make is None) == (watch.how == "none")
-    watched = [origin.name for origin in SOURCES if origin.on["cpu"].how != "none"]
-    assert [source.name for source in sources_for("cpu")] == watched == ["dynamo", "import"]
+    watched = [origin.name for origin in ORIGINS if origin.on["cpu"].how != "none"]
+    assert list(ColdSources("cpu").sources) == watched == ["dynamo", "import"]
 
 
 def test_the_page_shows_the_table():
-    rows = [f"| {o.name} | {o.what} | {' | '.join(f'**{w.how}**: {w.text}' for w in o.on.values())} |" for o in SOURCES]
+    rows = [f"| {o.name} | {o.what} | {' | '.join(f'**{w.how}**: {w.text}' for w in o.on.values())} |" for o in ORIGINS]
     shown = [line for line in PAGE.read_text().splitlines() if re.match(r"\| [a-z ]+ \| .*\*\*", line)]
     assert shown == rows
 
 
 def test_an_unknown_platform_is_refused():
     with pytest.raises(SettingsError, match="known are cpu, cuda"):
-        sources_for("abacus")
+        ColdSources("abacus")
 
 
 def test_a_compiled_frame_is_told_once_with_its_place():
     compile_something()  # before ready: no news
-    source = named("dynamo")
+    source = Named("dynamo")
     assert source.taken() == ()
     compile_something()
     (said,) = source.taken()
@@ -71,7 +75,7 @@ def test_a_recompilation_is_told_and_a_second_call_is_not():
 
     compiled = torch.compile(add, backend="aot_eager", dynamic=False)
     compiled(torch.ones(5))
-    source = named("dynamo")
+    source = Named("dynamo")
     compiled(torch.ones(5))
     assert source.taken() == ()
     compiled(torch.ones(6))
@@ -80,7 +84,7 @@ def test_a_recompilation_is_told_and_a_second_call_is_not():
 
 def test_counters_that_someone_cleared_still_tell():
     compile_something()
-    source = named("dynamo")
+    source = Named("dynamo")
     torch._dynamo.utils.counters.clear()
     compile_something()
     assert len(source.taken()) == 1
@@ -88,13 +92,13 @@ def test_counters_that_someone_cleared_still_tell():
 
 def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
     code = (
-        "import sys, torch; from preheat.warmup.cold_sources import sources_for\n"
-        "found = sources_for('cpu')\n"
-        "assert not any(source.taken() for source in found)\n"
+        "import sys, torch; from preheat.warmup.cold_sources import ColdSources\n"
+        "found = ColdSources('cpu')\n"
+        "assert not found.taken()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(3))\n"
-        "told = {source.name: source.taken() for source in found}\n"
-        "assert len(told['dynamo']) == 1 and told['import'] == (), told"
+        "told = [name for name, _ in found.taken()]\n"
+        "assert told == ['dynamo'], told"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -109,7 +113,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     step: dict[str, Any] = {"__name__": f"{sources.STEP[0]}scheduler"}
     exec("def run(call): call()", step)
-    source = named("import")
+    source = Named("import")
 
     def needs() -> None:
         import late_outer.part  # noqa: F401
@@ -146,13 +150,30 @@ def test_calls_of_a_method_are_counted_and_still_made():
 
     tally = Tally()
     source = Counted("graph capture", tally.read, tally.last)
-    count_calls(Mine, "capture_begin", tally, "captured")
+    end = count_calls(Mine, "capture_begin", tally, "captured")
     assert Mine().capture_begin(pool=7) == 7
     assert Mine().capture_begin(8) == 8
     assert source.taken() == ["captured", "captured"]
     assert source.taken() == ()
     Recorder().capture_begin()
     assert source.taken() == ()
+    end_again = count_calls(Mine, "capture_begin", Tally(), "captured")
+    end()
+    assert Mine().capture_begin(9) == 9
+    end_again()
+    assert source.taken() == ()
+
+
+def test_hooks_are_removed_with_their_owner():
+    before = list(sys.meta_path)
+    watched = ColdSources("cpu")
+    assert len(sys.meta_path) == len(before) + 1
+    watched.close()
+    watched.close()
+    assert sys.meta_path == before
+    watched = ColdSources("cpu")
+    del watched
+    assert sys.meta_path == before
 
 
 def test_a_hook_keeps_the_count_when_words_run_out():
@@ -189,11 +210,12 @@ def test_the_triton_hook_leaves_others_in_place():
     loads: list[Any] = []
     knobs = SimpleNamespace(
         compilation=SimpleNamespace(listener=lambda *, cache_hit, **_: heard.append(cache_hit)),
-        runtime=SimpleNamespace(kernel_load_end_hook=SimpleNamespace(add=loads.append)),
+        runtime=SimpleNamespace(kernel_load_end_hook=SimpleNamespace(add=loads.append, remove=loads.remove)),
     )
     tally = Tally()
     source = Counted("triton", tally.read, tally.last)
-    hook_triton(knobs, tally)
+    listener = knobs.compilation.listener
+    end = hook_triton(knobs, tally)
     triton_event(knobs, cache_hit=False)
     triton_event(knobs, cache_hit=True)
     loads[0](None, None, "add_kernel", {}, "hash")
@@ -203,6 +225,9 @@ def test_the_triton_hook_leaves_others_in_place():
         "add_kernel was read from the cache",
         "add_kernel was loaded",
     ]
+    end()
+    assert knobs.compilation.listener is listener
+    assert loads == []
 
 
 def test_triton_itself_calls_the_hook(tmp_path, monkeypatch):

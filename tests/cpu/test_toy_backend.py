@@ -12,7 +12,6 @@ import torch
 import tests.cpu.toy_backend
 from preheat import LLM, SamplingParams, llm, startup
 from preheat.frontend.outputs import RequestOutput
-from preheat.warmup import cold_sources
 from tests.cpu.toy_backend import ToyAttention, ToyBackend
 
 OPTIONS: dict[str, Any] = {
@@ -39,7 +38,6 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines boot on the toy backend."""
     monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=ToyBackend()))
-    monkeypatch.setattr(cold_sources, "sources_for", lambda platform: [])
 
 
 @pytest.fixture(scope="module")

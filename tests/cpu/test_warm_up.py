@@ -41,7 +41,7 @@ def llm() -> LLM:
 def test_every_item_is_accounted_for(policy, limits):
     llm = warm(bucketing_policy=policy, **limits)
     plan, entries = llm.loop.packer.plan, record(llm).entries
-    assert [entry.name for entry in entries] == [*(i.name for i in plan.items), *(d.name for d in plan.dropped)]
+    assert [entry.name for entry in entries] == [*(i.name for i in plan.items), *(str(d.bucket) for d in plan.dropped)]
     assert {entry.outcome for entry in entries[: len(plan.items)]} == {"ready"}
     assert {(entry.outcome, bool(entry.reason)) for entry in entries[len(plan.items) :]} <= {("dropped", True)}
     assert all(entry.touch_seconds > 0 for entry in entries[: len(plan.items)])

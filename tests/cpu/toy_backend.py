@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends import base
+from preheat.backends import base, cold
 from preheat.backends.base import AttentionLayer, K, R, StepInputs
-from preheat.core import TokenLogprobs
+from preheat.core import Level, TokenLogprobs
 from preheat.limits import Limits
-from preheat.ops import activation, digest, logprobs, norm, rotary
-from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Level, SamplingInput
+from preheat.ops import activation, digest, logprobs, norm, rotary, sampler, sampling
+from preheat.warmup.cold_sources import ORIGINS
 
 
 def nothing(*args: Any, **more: Any) -> None:
@@ -76,10 +75,10 @@ class ToySampler:
     clear = compile = fetch = report = nothing
 
     def __init__(self, slots: int, vocab: int, duplicates: bool) -> None:
-        self.host, self.last_token = HostSampler(slots, vocab, duplicates), torch.zeros(slots + 1, dtype=torch.int32)
-        self.tokens, self.forget = np.empty(0, np.int64), self.host.forget
+        self.host, self.tokens = sampler.HostSampler(slots, vocab, duplicates), np.empty(0, np.int64)
+        self.last_token, self.forget = torch.zeros(slots + 1, dtype=torch.int32), self.host.forget
 
-    def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
+    def describe(self, turn: int, step: sampling.SamplingInput, slots: np.ndarray) -> None:
         self.step = step
 
     def sample(self, level: Level, logits: Tensor) -> None:
@@ -118,6 +117,7 @@ class ToyBackend:
     )  # fmt: skip
     device, fingerprint = torch.device("cpu"), "toy"
 
+    cold_sources = staticmethod(lambda: dict.fromkeys(ORIGINS, cold.Watched("none", "it is a toy")))
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
 

@@ -10,11 +10,10 @@ import torch
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.sampler import CudaSampler, Cut
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Level
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close

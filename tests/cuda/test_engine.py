@@ -21,9 +21,10 @@ from msgspec import structs
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.work import SPLIT
+from preheat.core import Level
+from preheat.errors import PreheatError
 from preheat.execution.buffers import Layout
 from preheat.execution.input_batch import Packer
-from preheat.ops.sampling import Level
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
 from preheat.warmup.cold_sources import sources_for
@@ -115,7 +116,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPar
 
 def forget(llm: LLM) -> None:
     """Empty the prefix cache."""
-    llm.loop.scheduler.lose_cache("")
+    llm.loop.scheduler.lose_cache(PreheatError(""))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def boot(**options):
     transport = InlineTransport()
     loop = boot_engine(Settings.load(OPTIONS | options), transport)
     ready = next(message for message in transport.receive() if isinstance(message, Ready))
-    return Record.from_json(ready.record), loop, ready.held
+    return Record.from_json(ready.record), loop, ready.blocked_reason
 
 
 def captured(record: Record) -> set[str]:

@@ -38,7 +38,7 @@ def checks(record: Record) -> dict[str, tuple[str, str]]:
 
 def test_every_path_agrees_and_two_boots_have_one_digest():
     ready, record = boot(boot_check="full")
-    assert not ready.held
+    assert not ready.blocked_reason
     assert "eager" in checks(record)
     assert set(checks(record).values()) == {("ready", "")}
     assert boot()[1].proof.digest == record.proof.digest
@@ -90,7 +90,7 @@ def test_a_planted_kernel_is_named(plant, dtype, monkeypatch):
     ready, record = boot(dtype=dtype)
     failed = {name: reason for name, (outcome, reason) in checks(record).items() if outcome == "failed"}
     assert "decode" in failed or "chunked" in failed
-    assert "the first layer that differs is layer 0" in ready.held
+    assert "the first layer that differs is layer 0" in ready.blocked_reason
 
 
 def test_a_graph_that_differs_from_eager_is_named(monkeypatch):

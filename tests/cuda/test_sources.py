@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from preheat.warmup.cold_sources import SELDOM, SOURCES, sources_for
+from preheat.warmup.cold_sources import ORIGINS, SELDOM, ColdSources
 
 
 @pytest.fixture
@@ -15,20 +15,23 @@ def device():
 
 def news(found):
     """What each source that has something to tell says, within so many steps that even the seldom asked do."""
-    told = {source.name: [said for _ in range(SELDOM) for said in source.taken()] for source in found}
-    return {name: said for name, said in told.items() if said}
+    told: dict[str, list[str]] = {}
+    for _ in range(SELDOM):
+        for name, said in found.taken():
+            told.setdefault(name, []).append(said)
+    return told
 
 
 def test_everything_that_has_a_hook_or_a_counter_is_watched(device):
-    watched = [origin.name for origin in SOURCES if origin.on["cuda"].how != "none"]
-    assert [source.name for source in sources_for("cuda")] == watched
+    watched = [origin.name for origin in ORIGINS if origin.on["cuda"].how != "none"]
+    assert list(ColdSources("cuda").sources) == watched
 
 
 def test_a_graph_capture_is_told_once(device):
     static = torch.ones(64, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         static + 1
-    found = sources_for("cuda")
+    found = ColdSources("cuda")
     assert news(found) == {}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -41,7 +44,7 @@ def test_a_graph_capture_is_told_once(device):
 
 
 def test_growth_of_the_pool_is_told_and_reuse_is_not(device):
-    found = sources_for("cuda")
+    found = ColdSources("cuda")
     kept = torch.empty(96 << 20, dtype=torch.uint8, device=device)
     assert "the allocator asked CUDA for memory" in news(found)["allocator"][0]
     del kept
@@ -63,7 +66,7 @@ def test_a_triton_kernel_is_told_when_it_is_compiled_and_loaded(device, tmp_path
         tl.store(x + at, tl.load(x + at, at < n) * 2, at < n)
 
     x = torch.ones(128, device=device)
-    found = sources_for("cuda")
+    found = ColdSources("cuda")
     double[(1,)](x, 128, 128)
     said = news(found)["triton"]
     assert said == ["double was compiled", "double was loaded"]
@@ -78,6 +81,6 @@ def test_a_compiled_function_is_told(device):
     def triple(x):
         return x * 3
 
-    found = sources_for("cuda")
+    found = ColdSources("cuda")
     torch.compile(triple, dynamic=False)(torch.ones(7, device=device))
     assert any("triple" in said for said in news(found)["dynamo"])

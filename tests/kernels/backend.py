@@ -27,6 +27,7 @@ class InterpretedCuda(CudaBackend):
     host_copy = CpuBackend.host_copy
     compiling = CpuBackend.compiling
     settle = CpuBackend.settle
+    cold_sources = CpuBackend.cold_sources
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -49,7 +49,6 @@ LENGTHS = {"greedy": 5, "seeded": 1, "penalised": 18, "prompt": 6}
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines boot on the interpreted backend."""
     monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
-    monkeypatch.setattr("preheat.warmup.cold_sources.sources_for", lambda platform: [])  # they ask the GPU
 
 
 @pytest.fixture(scope="module")

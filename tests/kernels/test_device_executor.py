@@ -7,15 +7,15 @@ import torch
 from preheat.backends.cuda.graph import CudaGraphs
 from preheat.backends.cuda.sampler_layout import SamplerLayout
 from preheat.core import Request, SamplingParams
+from preheat.execution.build import LoadedModel, build
 from preheat.execution.executor import Executor
 from preheat.limits import Limits
 from preheat.model.decoder import Attended
+from preheat.model.families import read_spec
 from preheat.model.loader import load_weights
-from preheat.model.specs import read_spec
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.runner import LoadedModel, build
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -50,7 +50,7 @@ def engine(made, **options):
 def attended(made, shape, **options):
     """Attention's output and the residual stream, side by side."""
     packer, executor, feed = engine(made, **options)
-    with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
+    with feed.work(rows_of(made[0].dispatcher.example(shape), LIMITS)) as schedule:
         return torch.cat(executor.forward(packer.pack(schedule)), dim=1)
 
 
@@ -159,7 +159,7 @@ def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
     assert not executor.is_captured(shape)
     executor.capture(shape)
     assert executor.is_captured(shape) and not executor.is_captured(Bucket.decode(1))
-    with feed.work(rows_of(made[0].table.example(shape), LIMITS)) as schedule:
+    with feed.work(rows_of(made[0].dispatcher.example(shape), LIMITS)) as schedule:
         batch = packer.pack(schedule)
         executor.forward(batch)
         executor.forward(batch, eager=True)

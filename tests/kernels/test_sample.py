@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.philox import gumbel_at
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Level, Penalties
+from preheat.ops.sampling import Penalties
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row

@@ -18,8 +18,9 @@ BASE = {"core", "settings", "limits", "errors", "metrics", "utils"}
 # "backends.base"; "backends" are the platforms themselves, which the boot picks from.
 RULE = {
     "ops": "",
-    "backends.base": "ops",
-    "backends": "backends.base ops",
+    "backends.cold": "",
+    "backends.base": "ops backends.cold",
+    "backends": "backends.base backends.cold ops",
     "plan": "backends.base",
     "model": "ops backends.base",
     "schedule": "plan",
@@ -27,14 +28,12 @@ RULE = {
     "frontend": "",
     "execution": "plan schedule model ops backends.base",
     "engine": "plan schedule execution frontend backends.base transport",
-    "warmup": "plan schedule execution model ops backends backends.base engine",
+    "warmup": "plan schedule execution model ops backends backends.base engine frontend transport",
     "verify": "plan schedule execution model ops backends.base engine frontend warmup transport",
-    "sizing": "model ops backends.base",
-    "runner": "plan schedule execution model ops backends.base",
-    "startup": "runner sizing plan schedule execution model ops backends backends.base engine frontend transport "
-    "warmup verify",
+    "boot": "plan schedule execution model ops backends backends.base engine transport warmup verify",
+    "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup engine frontend transport warmup",
-    "llm": "startup engine frontend transport",
+    "llm": "startup engine frontend transport warmup",
     "cli": "startup engine llm server plan warmup verify frontend transport",
     "__init__": "llm frontend",
     "__main__": "cli",
@@ -50,6 +49,7 @@ WITHOUT_TORCH = (
     "server.", "frontend.", "schedule.", "plan.", "transport.",
     "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts", "backends.cuda.early",
     "engine.progress", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
+    "warmup.dummy_requests",
     "verify.names", "verify.identity", "verify.prompts", "verify.compare", "verify.against", "verify.command",
     *(f"{name}." for name in sorted(BASE)), "cli",
 )  # fmt: skip

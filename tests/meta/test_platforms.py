@@ -10,7 +10,7 @@ PLATFORMS = {"cpu", "cuda", "hpu"}
 
 MODULES_OF_PLATFORMS = tuple(f"{package}.{name}" for package in ("torch", "preheat.backends") for name in PLATFORMS)
 
-LEFT = {"settings", "warmup.cold_sources", "warmup.steps", "warmup.tune"}
+LEFT = {"settings", "warmup.steps", "warmup.tune"}
 """What still has to move behind the Backend protocol."""
 
 

@@ -24,7 +24,7 @@ from benchmarks.suite import command
 from benchmarks.suite.first import SETTINGS, ratio_row
 from preheat import cli
 from preheat.cli import main
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 from preheat.settings import Settings
 
 

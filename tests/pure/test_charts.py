@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from preheat.warmup.charts import EDGE, HIT_LEVELS, WIDTH, format_seconds, grids, hit_level, short, timeline
-from preheat.warmup.record import BootStep, Entry, Record
+from preheat.warmup.record import BootStep, ItemRecord, Record
 from tests import records
 
 PLANS = {
@@ -77,7 +77,7 @@ def test_nothing_that_ran_no_timeline():
 
 
 def test_compiling_comes_before_the_run():
-    entry = Entry("x", "decode", {"rows": 1}, outcome="ready", started=1.0, compile_seconds=2.0, touch_seconds=1.0)
+    entry = ItemRecord("x", "decode", {"rows": 1}, outcome="ready", started=1.0, compile_seconds=2.0, touch_seconds=1.0)
     drawn = timeline(Record(entries=[entry], steps=[BootStep("warm-up", 6.0, 4.0)]))
     compiled, touched = drawn.lanes[1].bars
     scale = (WIDTH - EDGE - drawn.left) / 10

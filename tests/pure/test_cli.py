@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat import __version__
-from preheat.cli import SAMPLING_HELP, _bias, _parser, _read_prompts, curl, main, served
-from preheat.core import SamplingParams
+from preheat.cli import _bias, _parser, _read_prompts, curl, main, served
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import SettingsError
 from preheat.settings import Settings
 
 
 def test_every_sampling_parameter_has_a_flag():
     fields = [field.name for field in msgspec.structs.fields(SamplingParams)]
-    assert fields == list(SAMPLING_HELP)
+    assert fields == list(SAMPLING_FIELDS)
     words = "--n 2 --temperature 0.5 --top_p .9 --stop a b --stop-token-ids 1 2 --ignore-eos --no-skip-special-tokens"
     args = _parser().parse_args(["generate", *words.replace("_", "-").split(), "--logit-bias", '{"7": -1}'])
-    values = {name: value for name, value in vars(args).items() if name in SAMPLING_HELP}
+    values = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
     assert SamplingParams(**values) == SamplingParams(
         n=2,
         temperature=0.5,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from preheat.core import Swaps
+from preheat.errors import PreheatError
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import fragmentation
 from preheat.schedule.running import RunningSequences
@@ -76,7 +77,7 @@ class Moving(RuleBasedStateMachine):
 
     @rule()
     def lose(self) -> None:
-        self.harness._hear(self.scheduler.lose_cache("out of paper"))
+        self.harness._hear(self.scheduler.lose_cache(PreheatError("out of paper")))
         assert self.pool.num_used == 0
         assert not self.pool._block_of
         self.harness.device.cache.clear()
@@ -216,7 +217,7 @@ def test_blocks_given_out_after_it_are_the_lowest() -> None:
 def test_only_between_steps() -> None:
     harness = scattered(0)
     harness.schedule()
-    for forbidden in (harness.scheduler.compact, lambda: harness.scheduler.lose_cache("")):
+    for forbidden in (harness.scheduler.compact, lambda: harness.scheduler.lose_cache(PreheatError(""))):
         with pytest.raises(RuntimeError, match="in flight"):
             forbidden()
 
@@ -239,10 +240,10 @@ def test_after_the_cache_is_lost_nothing_is_found_in_it() -> None:
     harness.add(request(0, [1] * 9), request(1, [1] * 9, 20))
     for _ in range(10):
         harness.step()
-    harness._hear(harness.scheduler.lose_cache("broken"))
+    harness._hear(harness.scheduler.lose_cache(PreheatError("broken")))
     finish = harness.outcomes[1].finish
     assert finish is not None
-    assert (finish.reason, finish.message) == ("error", "broken")
+    assert (finish.reason, finish.error.message) == ("error", "broken")
     harness.device.cache.clear()
     harness.add(request(2, [1] * 9))
     harness.run()

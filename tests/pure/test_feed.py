@@ -8,10 +8,11 @@ from preheat.core import Request, SamplingParams
 from preheat.errors import SettingsError
 from preheat.execution.step_size import step_size_of
 from preheat.limits import Limits
+from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.slots import Slots
-from preheat.warmup.dummy_batch import GREEDY, DummyBatches, Row, rows_of
+from preheat.warmup.dummy_batch import GREEDY, DummyBatches, DummyRow, rows_of
 from tests.pure.test_plan_laws import options
 
 limits = st.builds(
@@ -34,13 +35,13 @@ def test_work_for_a_shape_runs_in_that_shape(at, chosen):
         return  # ranges that make no sense
     slots = Slots(at.max_num_seqs, at.max_model_len, at.block_size)
     feed = DummyBatches(slots, at, vocab_size=50)
-    for shape in plan.table.shapes:
-        rows = rows_of(plan.table.example(shape), at)
+    for shape in plan.dispatcher.buckets:
+        rows = rows_of(plan.dispatcher.example(shape), at)
         assert all(0 < row.cached + row.extend <= at.max_model_len for row in rows)
         with feed.work(rows) as schedule:
             assert schedule.rows <= at.max_num_seqs
             assert schedule.tokens <= at.max_num_batched_tokens
-            assert plan.fit(step_size_of(schedule, slots, chosen.bucketing_policy)) == shape
+            assert plan.fit(step_size_of(schedule, slots, plan.policy)) == shape
         assert slots.num_free == at.max_num_seqs
     assert not slots.block_table.any()
 
@@ -55,8 +56,8 @@ def test_other_work_runs_in_another_shape():
         num_blocks=17,
     )
     plan, slots = make_plan(at, PlanOptions()), Slots(4, 64, 16)
-    with DummyBatches(slots, at, 50).work([Row(0, 1, decoding=True)] * 3) as schedule:
-        assert plan.fit(step_size_of(schedule, slots, "unified")) != plan.largest
+    with DummyBatches(slots, at, 50).work([DummyRow(0, 1, decoding=True)] * 3) as schedule:
+        assert plan.fit(step_size_of(schedule, slots, plan.policy)) != Bucket.mixed(64, 4)
 
 
 @given(

@@ -11,10 +11,19 @@ from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 from preheat.plan.budget import MemorySplit, graph_pool, split_memory
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.items import SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
-from preheat.warmup.graphs import Budget, Twin, capture, capture_programs, capture_twin, divide_memory, graph_bytes
+from preheat.warmup.graphs import (
+    Budget,
+    CountedGraphs,
+    CountedMemory,
+    DeviceGraphs,
+    capture,
+    divide_memory,
+    graph_bytes,
+)
 from preheat.warmup.record import Record
 
 GIB, MIB = 2**30, 2**20
@@ -79,7 +88,7 @@ def test_the_logged_run_at_its_ratio(caplog):
     assert said[-2].endswith("(2, 512), (2, 640), (4, 128), (4, 256)]")
     assert said[-1].startswith("Graph/Decode captured:48 (100.0%) used_mem:161.9 MiB buckets:[(1, 128), ")
     assert record.memory == {"graph_pool": done.pool, "graphs": done.used}
-    assert done.left == done.pool - done.used > 0
+    assert done.pool > done.used > 0
 
 
 def test_the_logged_interleaving_at_equal_shares(caplog):
@@ -114,7 +123,7 @@ def test_the_record_says_what_runs_without_a_graph_and_why():
     assert all(reason.startswith("runs without a graph: ") for reason in without.values())
     assert "are expected" in without["(prompt, 4, 1024)"]
     (note,) = record.notes
-    assert note.startswith("9 of 24 prompt shapes run without a graph: --graph-reserved-mem makes room for more")
+    assert note.startswith("9 of 24 prompt buckets run without a graph: --graph-reserved-mem makes room for more")
     assert [entry for entry in record.entries if entry.graph and entry.kind not in ("prompt", "decode")] == []
 
 
@@ -160,7 +169,7 @@ def test_what_is_beyond_the_ladders_is_not_captured():
     beyond = [entry for entry in record.entries if entry.fallback]
     assert [entry.name for entry in beyond] == ["(mixed, 8192, 4)", "(decode, 4, 2048)"]
     assert not any(entry.graph for entry in beyond)
-    assert all("beyond the ladders" in entry.reason for entry in beyond)
+    assert all("beyond the bucket sizes" in entry.reason for entry in beyond)
     assert done.phases["decode"].total == 24
 
 
@@ -177,7 +186,7 @@ def test_out_of_memory_is_written_down_and_the_rest_go_on():
     entry = next(entry for entry in record.entries if entry.name == "(decode, 4, 128)")
     assert entry.reason == "runs without a graph: out of memory: no room"
     assert len(done.phases["decode"].captured) == 47
-    assert record.notes[0].startswith("1 of 48 decode shapes")
+    assert record.notes[0].startswith("1 of 48 decode buckets")
 
 
 def test_a_share_that_is_exceeded_is_in_the_notes():
@@ -205,8 +214,8 @@ def test_layers_in_a_graph_without_graphs(caplog):
     with caplog.at_level(logging.WARNING):
         split = divide_memory(settings, "eager", FREE, BLOCK)
         plan = make_plan(LIMITS, PlanOptions(), COSTS)
-        capture_twin(plan, Record.of(plan), settings, Budget(split, BLOCK), SIZES)
-        capture_twin(plan, Record.of(plan), Settings(), Budget(split, BLOCK), SIZES)
+        CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), settings, Budget(split, BLOCK), SIZES).capture()
+        CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), Settings(), Budget(split, BLOCK), SIZES).capture()
     assert len(caplog.messages) == 2
     assert all(message.endswith("--config-hidden-layers without effect") for message in caplog.messages)
 
@@ -228,7 +237,7 @@ def test_the_twin_counts_what_a_graph_would_keep():
     assert graph_bytes(Bucket.decode(3), tiny, 5) == 3 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
     assert graph_bytes(Bucket.mixed(12, 3), tiny, 5) == 12 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
     assert graph_bytes(Bucket.decode(2, blocks=5), tiny, 9) == 2 * (32 + 8 + 64) + 2 * (12 + 8 + 40)
-    twin = Twin(tiny, 5, 1000)
+    twin = CountedMemory(tiny, 5, 1000)
     assert twin.capture_one(Bucket.decode(3)) == 516
     assert twin.free() == 484
     with pytest.raises(MemoryError, match=r"\(decode, 3\) needs 516 bytes and 484 are free"):
@@ -241,7 +250,7 @@ def test_the_twin_accounts_for_every_shape(pool, ratio):
     sizes = ModelSizes(hidden=256, intermediate=768, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=4096)
     plan = make_plan(LIMITS, LOGGED, Costs(sizes, MACHINES["cpu"], 128))
     record = Record.of(plan)
-    twin = Twin(sizes, LIMITS.max_blocks_per_seq, pool)
+    twin = CountedMemory(sizes, LIMITS.max_blocks_per_seq, pool)
     done = capture(plan, record, settings, pool=pool, capture_one=twin.capture_one, free=twin.free)
     forward = [entry for entry in record.entries if entry.kind in ("prompt", "decode")]
     assert all(entry.graph != bool(entry.reason) for entry in forward)
@@ -257,22 +266,22 @@ def test_what_the_sampler_took_before_counts_against_the_pool(early):
     plan = make_plan(LIMITS, LOGGED, COSTS)
     record, free, captured = Record.of(plan), [round(55.43 * GIB)], []
     reserved = graph_pool(split, BLOCK, free[0])
-    items = [item for item in plan.items if item.kind == "sampler" and item.key.rows]
+    items = [item for item in plan.items if isinstance(item, SamplerItem) and item.rows]
     entries = {entry.name: entry for entry in record.entries}
     for entry in record.entries:
         entry.outcome = "ready"
     entries[items[0].name].bytes = early
     free[0] -= early
 
-    def capture_sampling(key):
+    def capture_sampling(program):
         if not captured:
             free[0] -= 4 * MIB - early
-        captured.append(key)
+        captured.append(program)
 
     executor = SimpleNamespace(
         is_captured=lambda shape: True, capture_sampling=capture_sampling, sampler=SimpleNamespace(forget=lambda: None)
     )
-    warm = SimpleNamespace(plan=plan, record=record, platform=SimpleNamespace(free_memory=lambda: free[0]))
-    done = capture_programs(warm, executor, SETTINGS, Budget(split, BLOCK))
+    steps = SimpleNamespace(plan=plan, executor=executor)
+    done = DeviceGraphs(steps, record, SETTINGS, Budget(split, BLOCK), lambda: free[0]).capture()
     assert len(captured) == len(items)
     assert done.pool == reserved - 4 * MIB

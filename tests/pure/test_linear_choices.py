@@ -23,8 +23,7 @@ from preheat.backends.cuda.tuning import (
     shipped,
     tile_rule,
 )
-from preheat.model.layout import head_layout
-from preheat.model.specs import read_spec
+from preheat.model.families import read_spec
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
@@ -150,8 +149,9 @@ def test_the_tuner_measures_the_maps_of_the_model(model_config):
 
     spec = read_spec(model_config)
     layers, head = shapes(spec, torch.bfloat16)
-    assert LinearShape(2 * spec.intermediate_size, spec.hidden_size, True, torch.bfloat16, spec.mlp_bias) in layers
-    assert head == LinearShape(spec.vocab_size, head_layout(spec).columns)
+    inner = spec.layers[0].mlp.down.inputs
+    assert LinearShape(2 * inner, spec.hidden_size, True, torch.bfloat16, False) in layers
+    assert head == LinearShape(spec.vocab_size, spec.hidden_size)
     assert len(layers) == len(set(layers))
     before, new = table((16, NARROW), (64, NARROW)), table((16, WIDE))
     other = table((16, NARROW), shape=LinearShape(8, 8))

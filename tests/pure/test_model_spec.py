@@ -1,8 +1,10 @@
-"""Reading config.json: both of its dialects, every difference between the families, and what is refused by name."""
+"""Reading config.json: both of its dialects, every difference between the families, and what is rejected by name."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.errors import ModelError
+from preheat.model.config import resolve_dtype
+from preheat.model.families import FAMILIES, read_spec
 from preheat.model.files import (
     find_checkpoint,
     indexed_names,
@@ -18,9 +22,8 @@ from preheat.model.files import (
     read_generation_defaults,
     weight_files,
 )
-from preheat.model.layout import expected_tensors, layer_layout, num_parameters
-from preheat.model.registry import FAMILIES
-from preheat.model.specs import ModelSpec, RopeSpec, read_spec, resolve_dtype
+from preheat.model.formats import expected_tensors
+from preheat.model.specs import EmbeddingSpec, KVSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, RopeSpec, leaves
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,20 +46,38 @@ def spec_of(family: str = "Llama", **changes: Any) -> ModelSpec:
 
 def test_a_plain_config():
     spec = spec_of()
-    assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps, spec.dtype) == (16, 2, 1e-6, "bfloat16")
+    assert (spec.head_dim, spec.num_kv_heads, spec.final_norm.eps, spec.dtype) == (16, 2, 1e-6, "bfloat16")
     assert (spec.eos_ids, spec.bos_id) == ((7, 8), 1)
-    assert spec.rope == RopeSpec(kind="default", theta=10000.0, original_length=512)
+    assert spec.layers[0].attention.rope == RopeSpec(kind="default", theta=10000.0, original_length=512)
     assert spec.layer_windows == (None,) * 4
-    assert {spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm, spec.tie_word_embeddings} == {False}
-    assert (spec.q_size, spec.kv_size) == (128, 32)
+    assert not any(linear.bias for _, linear in spec.linears())
+    assert (spec.layers[3].attention.qk_norm, spec.tied) == (None, False)
+    assert spec.layers[0].kv == KVSpec(num_kv_heads=2, head_dim=16)
+    assert spec.kv_bytes_per_token(2) == 4 * 2 * 2 * 16 * 2
+    assert spec.layers[0].attention.scale == 0.25
+
+
+def test_a_layer_names_its_tensors():
+    """The whole tree of one layer, by hand."""
+    layer = spec_of("Qwen3", head_dim=16, attention_bias=True).layers[2]
+    at, eps = "model.layers.2", 1e-6
+    parts = tuple((f"{at}.self_attn.{name}_proj", size) for name, size in (("q", 128), ("k", 32), ("v", 32)))
+    assert layer.attention.qkv == LinearSpec(parts=parts, inputs=128, bias=True)
+    assert layer.attention.qk_norm == tuple(NormSpec(f"{at}.self_attn.{name}_norm", 16, eps) for name in "qk")
+    assert layer.mlp.gate_up == LinearSpec(
+        parts=((f"{at}.mlp.gate_proj", 300), (f"{at}.mlp.up_proj", 300)), inputs=128, activation="silu_and_mul"
+    )
+    assert layer.mlp.down == LinearSpec(parts=((f"{at}.mlp.down_proj", 128),), inputs=300)
+    assert layer.input_norm == NormSpec(f"{at}.input_layernorm", 128, eps)
+    assert layer.post_norm == NormSpec(f"{at}.post_attention_layernorm", 128, eps)
 
 
 def test_published_llama_3_1_8b():
     """The published config.json, older dialect."""
     spec = read_spec(read_config(Path(__file__).parents[1] / "models" / "llama-3.1-8b"))
-    assert spec.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
+    assert spec.layers[0].attention.rope == RopeSpec(kind="llama3", theta=5e5, factor=8, original_length=8192)
     assert spec.max_position_embeddings == 131072
-    assert num_parameters(spec) == 8_030_261_248
+    assert spec.num_params == 8_030_261_248
 
 
 def test_both_dialects_say_the_same():
@@ -64,7 +85,7 @@ def test_both_dialects_say_the_same():
     old = spec_of("Qwen3", rope_theta=1e6, rope_scaling={"type": "yarn", **scaling})
     new = spec_of("Qwen3", rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **scaling}, dtype="bfloat16")
     assert old == new
-    assert old.rope.kind == "yarn"
+    assert old.layers[0].attention.rope.kind == "yarn"
 
 
 def test_the_longest_sequence_counts_scaling_once():
@@ -87,13 +108,27 @@ def test_windows():
 
 
 def test_biases_and_norms_by_family():
-    assert spec_of("Llama", attention_bias=True, mlp_bias=True).mlp_bias
-    qwen2, qwen3 = spec_of("Qwen2"), spec_of("Qwen3")
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+    def biases(layer: LayerSpec) -> list[bool]:
+        return [leaf.bias for _, leaf in leaves(layer) if isinstance(leaf, LinearSpec)]
+
+    assert biases(spec_of("Llama", attention_bias=True, mlp_bias=True).layers[0]) == [True] * 4
+    qwen2, qwen3 = spec_of("Qwen2").layers[0], spec_of("Qwen3").layers[0]
+    assert biases(qwen2) == [True, False, False, False]
+    assert biases(qwen3) == [False] * 4
+    assert (qwen2.attention.qk_norm is None, qwen3.attention.qk_norm is None) == (True, False)
+    assert qwen3.attention.head_dim == 128
 
 
-REFUSED = {
+def test_what_differs_between_layers_is_not_taken_for_one_value():
+    spec = spec_of()
+    other = replace(spec.layers[1], attention=replace(spec.layers[1].attention, kv=KVSpec(4, 16)))
+    mixed = replace(spec, layers=(spec.layers[0], other))
+    assert [layer.kv.num_kv_heads for layer in mixed.layers] == [2, 4]
+    with pytest.raises(ModelError, match="num_key_value_heads that differ between layers"):
+        assert mixed.num_kv_heads
+
+
+REJECTED = {
     "architecture MptForCausalLM": {"architectures": ["MptForCausalLM"]},
     "none named": {"architectures": None},
     "hidden_act 'gelu'": {"hidden_act": "gelu"},
@@ -109,17 +144,23 @@ REFUSED = {
     "cannot share 3": {"num_key_value_heads": 3},
     "head_dim must be even": {"head_dim": 15},
     "dtype 'float64'": {"torch_dtype": "float64"},
+    "rms_norm_eps must be a positive number, got 0": {"rms_norm_eps": 0},
+    "rms_norm_eps must be a positive number, got -1e-05": {"rms_norm_eps": -1e-5},
+    "rms_norm_eps must be a positive number, got nan": {"rms_norm_eps": float("nan")},
+    "rms_norm_eps must be a positive number, got 'small'": {"rms_norm_eps": "small"},
+    "rope_theta must be a positive number, got -1.0": {"rope_theta": -1.0},
+    "rope_theta must be a positive number, got 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused_by_name(message):
+@pytest.mark.parametrize("message", REJECTED)
+def test_rejected_by_name(message):
     with pytest.raises(ModelError) as error:
-        read_spec(BASE | REFUSED[message])
+        read_spec(BASE | REJECTED[message])
     assert message in str(error.value)
 
 
-def test_refused_layer_types():
+def test_rejected_layer_types():
     switch = {"use_sliding_window": True}
     with pytest.raises(ModelError, match="3 entries for 4 layers"):
         spec_of("Qwen2", **switch, layer_types=["full_attention"] * 3)
@@ -152,6 +193,13 @@ def test_unknown_dtype():
         resolve_dtype("int8", "bfloat16", True)
 
 
+def tensors_of(leaf: LinearSpec | NormSpec | EmbeddingSpec) -> list[str]:
+    if isinstance(leaf, LinearSpec):
+        kinds = ("weight", "bias") if leaf.bias else ("weight",)
+        return [f"{name}.{kind}" for name, _ in leaf.parts for kind in kinds]
+    return [f"{leaf.name}.weight"]
+
+
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.integers(1, 6),
@@ -160,20 +208,24 @@ def test_unknown_dtype():
     st.booleans(),
 )
 def test_every_tensor_has_one_place(architecture, layers, kv_heads, group, tied):
-    """The checkpoint's tensors and the parts of the joined matrices are the same set, and none occurs twice."""
+    """The checkpoint's tensors and those of the tree's leaves are the same set, and none occurs twice."""
     spec = read_spec(
         BASE
         | {"architectures": [architecture], "num_hidden_layers": layers, "num_key_value_heads": kv_heads}
         | {"num_attention_heads": kv_heads * group, "head_dim": 4, "tie_word_embeddings": tied}
     )
     shapes = expected_tensors(spec)
-    for index in range(layers):
-        layout = layer_layout(spec, index)
-        names = [name for matrix in layout.matrices for name in matrix.tensors()]
-        assert len(set(names)) == len(names)
-        assert set(names) <= {name for name in shapes if name.startswith(f"model.layers.{index}.")}
-        assert layout.qkv.rows == (group + 2) * kv_heads * 4
-    assert ("lm_head.weight" in shapes) != tied
+    names = [name for path, leaf in leaves(spec) if path != "head" for name in tensors_of(leaf)]
+    assert len(set(names)) == len(names)
+    assert shapes.keys() - set(names) == (set() if tied else {"lm_head.weight"})
+    assert spec.num_params == sum(math.prod(shape) for shape in shapes.values())
+    paths = [path for path, _ in spec.linears()]
+    assert len(set(paths)) == len(paths) == 4 * layers + 1
+    assert paths[-1] == "head"
+    for layer in spec.layers:
+        assert layer.attention.qkv.outputs == (group + 2) * kv_heads * 4
+        assert layer.attention.o.inputs == group * kv_heads * 4
+        assert layer.mlp.down.inputs * 2 == layer.mlp.gate_up.outputs
 
 
 def write(folder: Path, **files: Any) -> Path:

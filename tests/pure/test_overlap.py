@@ -241,7 +241,7 @@ def test_a_step_that_fails_with_another_in_flight(at) -> None:
     harness.verify()
     reasons = {number: outcome.finish and outcome.finish.reason for number, outcome in harness.outcomes.items()}
     assert reasons == {0: "error", 1: "error", 7: "length"}
-    assert harness.outcomes[0].finish.message == "RuntimeError: boom"
+    assert harness.outcomes[0].finish.error.message == "RuntimeError: boom"
     told = [token for outcome in harness.outcomes.values() for token in outcome.tokens]
     assert JUNK not in told
     assert harness.scheduler.stats().generation_tokens == len(told)
@@ -254,7 +254,7 @@ def test_a_swap_that_fails_ends_what_runs(monkeypatch) -> None:
     harness.run()
     finish = harness.outcomes[1].finish
     assert finish is not None
-    assert (finish.reason, finish.message) == ("error", "ZeroDivisionError: division by zero")
+    assert (finish.reason, finish.error.message) == ("error", "ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize("part", ["pack", "launch", "step"])

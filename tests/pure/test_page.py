@@ -6,7 +6,7 @@ import pytest
 
 from preheat.core import Progress
 from preheat.warmup.page import MOST_DROPPED, render, render_progress
-from preheat.warmup.record import Entry, Record
+from preheat.warmup.record import ItemRecord, Record
 from preheat.warmup.report import describe
 from tests import records
 
@@ -67,8 +67,8 @@ def test_an_empty_record_has_a_page():
 
 def test_a_table_stays_readable():
     """A plan may drop more candidates than a browser shows well; all others are always there."""
-    entries = [Entry(f"(decode, {i})", "decode", {"rows": i}, outcome="dropped") for i in range(MOST_DROPPED + 7)]
-    record = Record(entries=[*entries, Entry("(decode, 9999)", "decode", {"rows": 9999}, outcome="failed")])
+    entries = [ItemRecord(f"(decode, {i})", "decode", {"rows": i}, outcome="dropped") for i in range(MOST_DROPPED + 7)]
+    record = Record(entries=[*entries, ItemRecord("(decode, 9999)", "decode", {"rows": 9999}, outcome="failed")])
     page = render(record)
     assert page.count("<tr id=") == MOST_DROPPED + 1
     assert "7 more that were dropped" in page

@@ -74,7 +74,7 @@ def test_the_logged_sets_are_captured(ratio):
         "Warmup finished in 49 secs, allocated 14.19 GiB of device memory"
     )
     assert not prompt.notes
-    assert [skipped.shape for skipped in prompt.skipped] == QUEUES["prompt"][15:]
+    assert [skipped.bucket for skipped in prompt.skipped] == QUEUES["prompt"][15:]
     assert "are expected" in prompt.skipped[0].reason
 
 
@@ -146,7 +146,7 @@ def test_out_of_memory_passes_one_over_and_is_not_tried_again():
     expected = {shape: true_bytes(phase, shape) for phase, queue in QUEUES.items() for shape in queue}
     done, order = run(60 * GIB, cost=cost, expected=expected, prompt_ratio=0.9)
     assert [shape for _, _, shape in order].count(Bucket.prompt(2, 128)) == 1
-    assert [(skipped.shape.dims, skipped.reason) for skipped in done["prompt"].skipped if skipped.failed] == [
+    assert [(skipped.bucket.dims, skipped.reason) for skipped in done["prompt"].skipped if skipped.failed] == [
         ((2, 128), "out of memory: no 2 GiB in one piece")
     ]
     assert done["decode"].complete
@@ -162,7 +162,7 @@ def test_every_shape_is_captured_or_skipped_once_and_overshoot_is_told(pool, rat
     assert len(order) == len({shape for _, _, shape in order})
     for phase, queue in QUEUES.items():
         part = done[phase]
-        assert sorted([*part.captured, *(skipped.shape for skipped in part.skipped)]) == sorted(queue)
+        assert sorted([*part.captured, *(skipped.bucket for skipped in part.skipped)]) == sorted(queue)
     total = done["prompt"].used + done["decode"].used
     assert total <= pool or done["prompt"].notes or done["decode"].notes
 

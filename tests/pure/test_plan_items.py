@@ -3,21 +3,20 @@ import dataclasses
 import msgspec
 import pytest
 
-from preheat.core import SamplingParams
+from preheat.core import Level, SamplingParams
+from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
-from preheat.plan.items import (
-    BRANCH_SETTINGS,
-    GAUDI_SETTINGS,
-    NOT_SAMPLED,
-    SAMPLER_SETTINGS,
-    SamplerKey,
-    level,
-    sampler_keys,
-    sampler_sizes,
-)
+from preheat.plan.cost import MACHINES, Cost, Costs, ModelSizes
+from preheat.plan.items import Item, SamplerItem
+from preheat.plan.options import PlanOptions
+from preheat.plan.plan import KINDS, make_plan
+from preheat.plan.programs import SamplerProgram, SwapProgram
+from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
+from preheat.warmup.record import Record
 
 DEFAULTS = SamplingParams()
+SIZES = ModelSizes(hidden=64, intermediate=64, layers=1, heads=1, kv_heads=1, head_dim=64, vocab=100)
 
 
 def uncovered(settings) -> set[str]:
@@ -44,8 +43,8 @@ def test_nothing_is_declared_out_of_scope_that_does_not_exist():
 
 
 def test_the_twelve_settings_are_logged_in_order():
-    keys = [key for key in sampler_keys([138]) if key.setting in GAUDI_SETTINGS]
-    text = lines.sampler_start([0, 1, 138], [(key.setting, key.batch_changed) for key in keys])
+    items = [item for item in SamplerItem.of_sizes([138]) if item.setting in GAUDI_SETTINGS]
+    text = lines.sampler_start([0, 1, 138], [(item.setting, item.batch_changed) for item in items])
     assert text == [
         "Warming up sampler with batch sizes: [0, 1, 138] and following configs:",
         "temp=0.0, top_p=1.0, top_k=0, batch_changed=True",
@@ -65,24 +64,28 @@ def test_the_twelve_settings_are_logged_in_order():
     assert lines.sampler_finished() == "Sampler warmup completed successfully"
 
 
-def test_sizes_are_zero_one_and_the_decode_batches():
-    shapes = [Bucket.decode(138), Bucket.decode(1), Bucket.decode(138, blocks=9)]
-    assert sampler_sizes(shapes, 138) == (0, 1, 138)
-    assert sampler_sizes(shapes, 140) == (0, 1, 138, 140)
-
-
 def test_each_size_runs_each_setting_changed_and_unchanged():
-    keys = sampler_keys([0, 4])
-    assert len(keys) == len(set(keys)) == 2 * 2 * len(SAMPLER_SETTINGS)
-    assert keys[:12] == [SamplerKey(0, name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
-    assert keys[12:14] == [SamplerKey(0, name, True) for name in list(BRANCH_SETTINGS)[:2]]
+    items = list(SamplerItem.of_sizes([0, 4]))
+    assert len(items) == len(set(items)) == 2 * 2 * len(SAMPLER_SETTINGS)
+    assert items[:12] == [SamplerItem(0, name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
+    assert items[12:14] == [SamplerItem(0, name, True) for name in list(BRANCH_SETTINGS)[:2]]
+
+
+def test_every_item_of_the_sampler_names_a_program():
+    """Of the level that its setting asks for, at each number of rows."""
+    found = {item.program for item in SamplerItem.of_sizes([1, 4])}
+    assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
+    assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
+    assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)
+    assert SamplerItem(4, "min_tokens", False).program == SamplerProgram(4, Level.FULL)
+    assert str(SamplerProgram(4, Level.FULL)) == "(sampler, 4, full)"
 
 
 def test_levels():
-    assert level(SAMPLER_SETTINGS["temp=0.0, top_p=1.0, top_k=0"]) == "greedy"
-    assert level(SAMPLER_SETTINGS["min_p"]) == level(SAMPLER_SETTINGS["seed"]) == "filtered"
-    assert {level(BRANCH_SETTINGS[name]) for name in ("penalties", "logit_bias", "min_tokens", "everything")} == {
-        "full"
+    assert Level.of(SAMPLER_SETTINGS["temp=0.0, top_p=1.0, top_k=0"]) is Level.GREEDY
+    assert Level.of(SAMPLER_SETTINGS["min_p"]) is Level.of(SAMPLER_SETTINGS["seed"]) is Level.FILTERED
+    assert {Level.of(BRANCH_SETTINGS[name]) for name in ("penalties", "logit_bias", "min_tokens", "everything")} == {
+        Level.FULL
     }
 
 
@@ -132,3 +135,62 @@ def test_settings_cannot_be_changed():
         SAMPLER_SETTINGS["more"] = DEFAULTS
     with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
         SAMPLER_SETTINGS["min_p"].min_p = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EchoItem(Item):
+    """A kind of its own: a program that runs twice."""
+
+    KIND = "echo"
+    times: int
+
+    @classmethod
+    def of_plan(cls, plan):
+        return [cls(rows) for rows in plan.sampler_sizes if rows]
+
+    @property
+    def shape(self):
+        return {"times": self.times}
+
+    @property
+    def program(self):
+        return SwapProgram(-self.times)
+
+    def cost(self, costs):
+        return Cost(0.25, 7)
+
+    def run(self, warm):
+        for _ in range(self.times):
+            warm.swap(self.times)
+
+
+class Echoes:
+    """As much of a warm-up as the kind needs."""
+
+    def __init__(self):
+        self.heard = []
+
+    def swap(self, pairs):
+        self.heard.append(pairs)
+
+
+def test_a_kind_of_item_is_one_class_and_one_line(monkeypatch):
+    """It is planned with its cost, recorded, and run."""
+    monkeypatch.setattr("preheat.plan.plan.KINDS", (*KINDS, EchoItem))
+    limits = Limits(
+        max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
+        num_blocks=9,
+    )  # fmt: skip
+    plan = make_plan(limits, PlanOptions(), Costs(SIZES, MACHINES["cpu"], 16))
+    echoes = [item for item in plan.items if item.kind == "echo"]
+    assert [(item.name, item.estimate, item.stage) for item in echoes] == [
+        ("(echo, 1)", (0.25, 7), "after_cache"),
+        ("(echo, 2)", (0.25, 7), "after_cache"),
+    ]
+    record = Record.of(plan)
+    assert [entry.name for entry in record.entries if entry.kind == "echo"] == ["(echo, 1)", "(echo, 2)"]
+    warm = Echoes()
+    assert EchoItem.run_kind(echoes, lambda item: item.run(warm), warm) == 2
+    assert warm.heard == [1, 2, 2]
+    assert plan.programs == len({item.program for item in plan.items if item.program})
+    assert SwapProgram(-2) in {item.program for item in plan.items}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.plan.bucket_file import parse_bucket_file
-from preheat.plan.bucket_sizes import STRATEGIES, ladder
+from preheat.plan.bucket_sizes import STRATEGIES, bucket_sizes
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from preheat.plan.bucket_sizes import STRATEGIES, ladder
     ],
 )
 def test_linear_doubles_up_to_the_step_then_adds_it_and_ends_at_the_maximum(span, values):
-    assert ladder("linear", *span) == values
+    assert bucket_sizes("linear", *span) == values
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_linear_doubles_up_to_the_step_then_adds_it_and_ends_at_the_maximum(span
     ],
 )
 def test_exponential_rounds_points_of_equal_ratio_up_to_the_step(span, count, values):
-    assert ladder("exponential", *span, count=count) == values
+    assert bucket_sizes("exponential", *span, count=count) == values
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_exponential_rounds_points_of_equal_ratio_up_to_the_step(span, count, va
     ],
 )
 def test_exponential_may_cut_each_doubling_into_equal_parts(span, parts, values):
-    assert ladder("exponential", *span, per_doubling=parts) == values
+    assert bucket_sizes("exponential", *span, per_doubling=parts) == values
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_exponential_may_cut_each_doubling_into_equal_parts(span, parts, values)
     ],
 )
 def test_padding_aware_leaves_out_what_pads_little(span, pad_max, pad_percent, values):
-    assert ladder("padding_aware", *span, pad_max=pad_max, pad_percent=pad_percent) == values
+    assert bucket_sizes("padding_aware", *span, pad_max=pad_max, pad_percent=pad_percent) == values
 
 
 spans = st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(1, 5000)).filter(
@@ -78,7 +78,7 @@ spans = st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(1, 5000)
 @given(st.sampled_from(STRATEGIES), spans)
 def test_the_maximum_is_always_there_and_nothing_is_outside(strategy, span):
     low, step, high = span
-    values = ladder(strategy, low, step, high)
+    values = bucket_sizes(strategy, low, step, high)
     assert values[-1] == high
     assert all(low <= value <= high for value in values)
     assert list(values) == sorted(set(values))
@@ -87,7 +87,7 @@ def test_the_maximum_is_always_there_and_nothing_is_outside(strategy, span):
 @given(spans, st.integers(0, 50), st.integers(1, 5000))
 def test_padding_aware_keeps_its_promise_above_the_step(span, percent, pad_max):
     low, step, high = span
-    values = ladder("padding_aware", low, step, high, pad_max=pad_max, pad_percent=percent)
+    values = bucket_sizes("padding_aware", low, step, high, pad_max=pad_max, pad_percent=percent)
     for below, value in itertools.pairwise(values):
         if below > step and value - below > step:  # neighbours in the step have nothing between them to keep
             assert value - below - 1 <= max(pad_max, step)
@@ -96,13 +96,13 @@ def test_padding_aware_keeps_its_promise_above_the_step(span, percent, pad_max):
 
 @given(spans, st.integers(2, 60))
 def test_exponential_has_at_most_the_points_asked_for_and_the_smallest(span, count):
-    assert len(ladder("exponential", *span, count=count)) <= count + 1
+    assert len(bucket_sizes("exponential", *span, count=count)) <= count + 1
 
 
 @given(spans, st.integers(1, 12))
 def test_a_doubling_in_parts_holds_the_doublings_and_pads_by_less_than_a_part(span, parts):
     low, step, high = span
-    values = ladder("exponential", *span, per_doubling=parts)
+    values = bucket_sizes("exponential", *span, per_doubling=parts)
     start = low if low > 1 else min(step, high)
     doublings = {start << number for number in range(high.bit_length()) if start << number < high}
     assert {-(-doubling // step) * step for doubling in doublings if -(-doubling // step) * step < high} <= set(values)
@@ -123,7 +123,7 @@ def test_a_doubling_in_parts_holds_the_doublings_and_pads_by_less_than_a_part(sp
 )
 def test_ranges_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(SettingsError, match=message):
-        ladder(*arguments)
+        bucket_sizes(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_ranges_that_make_no_sense_are_refused(arguments, message):
 )
 def test_arguments_of_another_strategy_are_refused_not_ignored(strategy, more, message):
     with pytest.raises(SettingsError, match=message):
-        ladder(strategy, 1, 1, 8, **more)
+        bucket_sizes(strategy, 1, 1, 8, **more)
 
 
 def test_a_bucket_file_stands_for_products():

@@ -1,15 +1,17 @@
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from preheat.errors import SettingsError
-from preheat.limits import Limits
+from preheat.limits import Limits, resolve_limits
 from preheat.plan import commands
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.items import SwapItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
@@ -52,12 +54,16 @@ def settings(**more):
     return SimpleNamespace(**{**vars(PlanOptions()), **ENGINE, **more})
 
 
+def by_name(plan):
+    return {item.name: item for item in plan.items}
+
+
 def test_the_default_plan_of_an_8b_model_pads_little():
     plan = make_plan(LIMITS, PlanOptions(), COSTS)
     assert plan.padding["decode"].mean <= 0.10
     assert plan.padding["mixed"].mean <= 0.10
     assert plan.programs < 250
-    assert plan.largest == Bucket.mixed(8192, 256)
+    assert plan.items[0].program == Bucket.mixed(8192, 256)
 
 
 def test_padding_is_what_it_says():
@@ -77,28 +83,29 @@ def test_estimates_follow_the_models_sizes():
     assert SIZES.layer_params == pytest.approx(6.98e9, rel=0.01)
     assert SIZES.kv_bytes_per_token == 131072
     plan = make_plan(LIMITS, PlanOptions(), COSTS)
-    small, large = plan.by_name["(mixed, 8, 256)"], plan.by_name["(mixed, 8192, 256)"]
-    assert large.estimated_seconds > 5 * small.estimated_seconds > 0
-    assert large.estimated_bytes > 100 * small.estimated_bytes > 0
+    small, large = (by_name(plan)[name].estimate for name in ("(mixed, 8, 256)", "(mixed, 8192, 256)"))
+    assert large.seconds > 5 * small.seconds > 0
+    assert large.bytes > 100 * small.bytes > 0
 
 
 def test_measured_costs_replace_estimates():
     measured = {"(decode, 256)": 1.5, "(swap, 8)": 2.5}
     before = make_plan(LIMITS, PlanOptions(), COSTS)
     plan = make_plan(LIMITS, PlanOptions(), Costs(SIZES, MACHINES["cuda"], 64, measured))
-    assert plan.by_name["(decode, 256)"].estimated_seconds == 1.5
-    assert plan.by_name["(swap, 8)"].estimated_seconds == 2.5
-    assert plan.by_name["(decode, 256)"].estimated_bytes == before.by_name["(decode, 256)"].estimated_bytes
-    assert plan.by_name["(decode, 1)"] == before.by_name["(decode, 1)"]
+    items, others = by_name(plan), by_name(before)
+    assert items["(decode, 256)"].estimate.seconds == 1.5
+    assert items["(swap, 8)"].estimate.seconds == 2.5
+    assert items["(decode, 256)"].estimate.bytes == others["(decode, 256)"].estimate.bytes
+    assert items["(decode, 1)"] == others["(decode, 1)"]
 
 
 def test_items_come_in_stages_and_kinds_in_order():
     plan = make_plan(LIMITS, PlanOptions(), COSTS, checks=["alone vs co-batched"])
     kinds = list(dict.fromkeys(item.kind for item in plan.items))
     assert kinds == ["mixed", "decode", "sampler", "swap", "determinism", "check"]
-    assert [item.key for item in plan.items if item.kind == "swap"] == [8, 16, 32, 64, 128, 256, 512]
+    assert [item.pairs for item in plan.items if isinstance(item, SwapItem)] == [8, 16, 32, 64, 128, 256, 512]
     assert [item.stage for item in plan.items if item.kind in ("determinism", "check")] == ["last"] * 4
-    assert plan.items[0].key == plan.largest
+    assert plan.items[0].program == max(plan.dispatcher.buckets, key=lambda bucket: bucket.tokens)
 
 
 def test_swaps_belong_to_unified_and_determinism_to_invariance():
@@ -159,19 +166,31 @@ def test_the_plan_as_json():
 
 def test_the_plan_for_people():
     text = commands.plan(settings(), LLAMA_8B, 8192, device="cuda")
-    assert "unified policy, exponential ladders" in text
+    assert "unified policy, exponential bucket sizes" in text
     assert "padding of decode: 8.2%" in text
     assert "(decode, 1) ... (decode, 256)" in text
     assert "fallback (mixed, 8192, 256)" in commands.plan(settings(bucketing_policy="split"), LLAMA_8B, 8192)
 
 
 def test_limits_asked_for():
-    assert commands.asked_limits(settings(), SIZES, 8192) == LIMITS
-    asked = commands.asked_limits(settings(max_model_len=None, kv_cache_memory_bytes=1 << 30), SIZES, 8192)
+    block = 64 * SIZES.kv_bytes_per_token
+    assert resolve_limits(settings(), 8192, block) == LIMITS
+    asked = resolve_limits(settings(max_model_len=None, kv_cache_memory_bytes=1 << 30), 8192, block)
     assert (asked.max_model_len, asked.num_blocks) == (8192, 128)
-    assert commands.asked_limits(settings(num_gpu_blocks_override=7), SIZES, 8192).num_blocks == 7
+    assert resolve_limits(settings(num_gpu_blocks_override=7), 8192, block).num_blocks == 7
     with pytest.raises(SettingsError, match="exceeds the 2048 positions"):
-        commands.asked_limits(settings(), SIZES, 2048)
+        resolve_limits(settings(), 2048, block)
+
+
+def test_limits_follow_the_memory_that_is_there():
+    usable = partial(resolve_limits, max_positions=8192, block_bytes=1000)
+    assert usable(settings(), usable=500_500).num_blocks == 500
+    assert usable(settings(), usable=500_500, cache_bytes=9_000).num_blocks == 9
+    assert usable(settings(kv_cache_memory_bytes=400_000), usable=500_500, cache_bytes=9_000).num_blocks == 400
+    assert usable(settings(), usable=1 << 60).num_blocks == LIMITS.num_blocks
+    assert usable(settings(num_gpu_blocks_override=7), usable=500_500).num_blocks == 7
+    with pytest.raises(SettingsError, match="kv_cache_memory_bytes 600000 is more than the 500500 bytes"):
+        usable(settings(kv_cache_memory_bytes=600_000, gpu_memory_utilization=0.9), usable=500_500)
 
 
 def test_a_cache_of_the_pad_block_alone_is_refused():

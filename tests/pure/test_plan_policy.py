@@ -6,9 +6,9 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.candidates import candidates
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
-from preheat.plan.policy import candidates
 
 # The logged example: 4 sequences of up to 2,048 tokens, blocks of 128.
 LIMITS = Limits(
@@ -46,8 +46,9 @@ def test_the_logged_buckets_come_out_line_by_line():
         lines.bucket_config(decode)
         == "Decode bucket config (min, step, max_warmup) bs:[1, 128, 4], seq:[128, 128, 2048]"
     )
-    assert lines.generated("prompt", plan.table.phases["prompt"].shapes) == f"Generated 24 prompt buckets: {PROMPTS}"
-    assert lines.generated("decode", plan.table.phases["decode"].shapes) == f"Generated 48 decode buckets: {DECODES}"
+    prompt, decode = (plan.dispatcher.phases[phase].buckets for phase in ("prompt", "decode"))
+    assert lines.generated("prompt", prompt) == f"Generated 24 prompt buckets: {PROMPTS}"
+    assert lines.generated("decode", decode) == f"Generated 48 decode buckets: {DECODES}"
     assert not plan.dropped
 
 
@@ -63,7 +64,7 @@ def test_the_story_of_three_sequences():
 def test_warm_up_runs_the_largest_first_as_logged():
     plan = make_plan(LIMITS, LOGGED)
     for phase in ("prompt", "decode"):
-        shapes = [item.key for item in plan.items if item.kind == phase]
+        shapes = [item.program for item in plan.items if item.kind == phase]
         text = [lines.running(phase, s, i, len(shapes), 59517685432) for i, s in enumerate(shapes, 1)]
         if phase == "prompt":
             assert text[:3] == [
@@ -112,13 +113,13 @@ def test_no_bucket_is_above_what_a_step_can_need():
     )
     split = {"bucketing_policy": "split", "bucketing_strategy": "linear"}
     plan = make_plan(small, PlanOptions(**split, enable_prefix_caching=False))
-    prompts, decodes = plan.table.phases["prompt"].shapes, plan.table.phases["decode"].shapes
+    prompts, decodes = plan.dispatcher.phases["prompt"].buckets, plan.dispatcher.phases["decode"].buckets
     assert max(shape.rows for shape in prompts) == 2
     assert max(shape.tokens for shape in prompts) <= 200
     assert max(shape.blocks for shape in decodes) == 50
-    assert plan.table.phases["decode"].fallback is None
-    shared = make_plan(small, PlanOptions(**split)).table.phases["decode"]
-    assert max(shape.blocks for shape in shared.shapes) == 8 * 19  # a shared block counts once for each row
+    assert plan.dispatcher.phases["decode"].fallback is None
+    shared = make_plan(small, PlanOptions(**split)).dispatcher.phases["decode"]
+    assert max(shape.blocks for shape in shared.buckets) == 8 * 19  # a shared block counts once for each row
     assert shared.fallback is None
 
 
@@ -143,21 +144,21 @@ def test_beyond_the_ladders_a_named_fallback_is_planned():
     plan = make_plan(LIMITS, LOGGED)
     shape = plan.fit(StepSize("prompt", 3, 3600, 1200))
     assert shape == Bucket.mixed(8192, 4)
-    assert plan.by_name[str(shape)].fallback
+    assert [item.fallback for item in plan.items if item.program == shape] == [True]
     low = PlanOptions(decode_bs_bucket_max=2)
     assert make_plan(LIMITS, low).fit(StepSize("decode", 3, 3)) == Bucket.decode(4)
 
 
 def test_unified_has_one_key_for_all_contexts():
     plan = make_plan(LIMITS, PlanOptions())
-    assert set(plan.table.phases) == {"mixed", "decode"}
+    assert set(plan.dispatcher.phases) == {"mixed", "decode"}
     assert (
         plan.fit(StepSize("decode", 3, 3, longest=2000))
         == plan.fit(StepSize("decode", 3, 3, longest=4))
         == Bucket.decode(4)
     )
     assert plan.fit(StepSize("mixed", 2, 20)) == Bucket.mixed(24, 4)
-    assert all(part.fallback is None for part in plan.table.phases.values())
+    assert all(part.fallback is None for part in plan.dispatcher.phases.values())
 
 
 @pytest.mark.parametrize("seqs", [1, 2, 3, 32, 100, 255, 256, 1000])
@@ -197,8 +198,8 @@ def test_a_file_replaces_both_ladders(tmp_path):
     )
     options = PlanOptions(bucketing_policy="split", bucketing_strategy="file", bucketing_from_file=str(path))
     plan = make_plan(LIMITS, options)
-    assert plan.table.phases["prompt"].shapes == (Bucket.prompt(1, 256), Bucket.prompt(2, 256))
-    assert [shape.blocks for shape in plan.table.phases["decode"].shapes] == [16, 32, 48, 64]
+    assert plan.dispatcher.phases["prompt"].buckets == (Bucket.prompt(1, 256), Bucket.prompt(2, 256))
+    assert [shape.blocks for shape in plan.dispatcher.phases["decode"].buckets] == [16, 32, 48, 64]
     assert [entry.reason for entry in plan.dropped] == ["over budget: 9 rows exceed --max-num-seqs 4"]
     assert plan.fit(StepSize("decode", 4, 4, blocks=60)).blocks == 64
     path.write_text("(4, [64, 512])\n([2, 4], 1)\n")

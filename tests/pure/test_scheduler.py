@@ -302,7 +302,7 @@ def test_a_failing_step_fails_its_requests_alone() -> None:
     finishes = [harness.outcomes[number].finish for number in range(3)]
     assert [finish.reason for finish in finishes if finish] == ["error", "error", "length"]
     assert finishes[0] is not None
-    assert finishes[0].message == "RuntimeError: boom"
+    assert finishes[0].error.message == "RuntimeError: boom"
 
 
 @pytest.mark.parametrize("more", [[], [90, 91, 92, 93, 94]])
@@ -332,9 +332,9 @@ def test_steps_are_settled_once_in_the_order_they_run() -> None:
         scheduler.process_results(second, StepResult(np.zeros(1, np.int32)))
     with pytest.raises(ValueError, match="tokens"):
         scheduler.process_results(first, StepResult(np.zeros(2, np.int32)))
-    scheduler.fail(first, "wrong result")
+    scheduler.fail(first, ValueError("wrong result"))
     with pytest.raises(RuntimeError, match="not the oldest"):
-        scheduler.fail(first, "again")
+        scheduler.fail(first, ValueError("again"))
     assert not scheduler.idle
     assert scheduler.process_results(second, StepResult(np.zeros(1, np.int32))).tokens == []
     assert scheduler.idle

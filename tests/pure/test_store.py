@@ -19,7 +19,7 @@ from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
 from preheat.warmup import store as store_module
-from preheat.warmup.record import Entry, Record
+from preheat.warmup.record import ItemRecord, Record
 from preheat.warmup.store import RECORD, Store, boot_parts, cache_root, file_part, fingerprint
 
 LIMITS = Limits(
@@ -39,9 +39,10 @@ def parts(made=None, folder=BUNDLED_PATH, **changes):
 
 
 def record(seconds=1.0):
-    done = Entry("(decode, 8)", "decode", {"rows": 8}, outcome="ready", compile_seconds=seconds, touch_seconds=0.25)
-    warm = Entry("(decode, 4)", "decode", {"rows": 4}, outcome="reused", touch_seconds=0.5)
-    bad = Entry("(decode, 2)", "decode", {"rows": 2}, outcome="failed", reason="no", touch_seconds=9.0)
+    spent = {"compile_seconds": seconds, "touch_seconds": 0.25}
+    done = ItemRecord("(decode, 8)", "decode", {"rows": 8}, outcome="ready", **spent)
+    warm = ItemRecord("(decode, 4)", "decode", {"rows": 4}, outcome="reused", touch_seconds=0.5)
+    bad = ItemRecord("(decode, 2)", "decode", {"rows": 2}, outcome="failed", reason="no", touch_seconds=9.0)
     return Record(model="m", entries=[done, warm, bad], created=1.0)
 
 
@@ -227,10 +228,10 @@ def test_a_full_disk_keeps_the_old_record_and_leaves_no_rest(tmp_path, caplog, m
 SAVER = """
 import sys
 from pathlib import Path
-from preheat.warmup.record import Entry, Record
+from preheat.warmup.record import ItemRecord, Record
 from preheat.warmup.store import Store
 me = int(sys.argv[2])
-entries = [Entry(f"item {i}", "swap", {"size": me}, outcome="ready", touch_seconds=me) for i in range(300)]
+entries = [ItemRecord(f"item {i}", "swap", {"size": me}, outcome="ready", touch_seconds=me) for i in range(300)]
 for _ in range(40):
     store = Store(Path(sys.argv[1]), "f")
     last = store.load()

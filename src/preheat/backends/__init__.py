@@ -12,7 +12,6 @@ from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.errors import SettingsError
-from preheat.settings import OPTIONS, Settings
 
 if TYPE_CHECKING:
     from preheat.backends.base import Backend, Facts
@@ -26,19 +25,6 @@ FACTS: Mapping[str, Facts] = {facts.name: facts for facts in (CPU, CUDA, HPU)}
 def facts_of(device: str) -> Facts:
     """What a plan is made for before anybody has looked at the machine: ``auto`` counts as a CPU."""
     return FACTS.get(device, CPU)
-
-
-def check_settings(settings: Settings, facts: Facts) -> None:
-    """Raise SettingsError, with the reason, for an option that must stay at its default on this backend."""
-    for name, reason in facts.rejected.items():
-        value, default = getattr(settings, name), OPTIONS[name].default
-        if value != default and (value or default):  # false is as good as unset
-            shown = str(default).lower() if default is not None else "unset"
-            raise SettingsError(
-                f"{name} cannot be {str(value).lower()} on {facts.name}: {reason}; leave it {shown}", param=name
-            )
-    if not settings.batch_invariant:
-        logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
 
 
 def wake(device: str) -> None:

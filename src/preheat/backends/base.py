@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from preheat.core import TokenLogprobs
-    from preheat.ops.sampling import Level, SamplingInput
+    from preheat.backends.cold import Watched
+    from preheat.core import Level, TokenLogprobs
+    from preheat.ops.sampling import SamplingInput
 
 HOST_COPIES = 2
 """Copies on the host of what travels to the device: one is written while the device may still read the other."""
@@ -335,3 +336,6 @@ class Backend(Operations, Protocol):
     def sampler(
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool
     ) -> Sampler: ...
+
+    def cold_sources(self) -> Mapping[str, Watched]:
+        """How each of :data:`preheat.warmup.cold_sources.ORIGINS` is watched."""

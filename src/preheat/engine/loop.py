@@ -32,7 +32,7 @@ from preheat.core import (
     ToEngine,
 )
 from preheat.engine.launch_timer import LaunchTimer
-from preheat.errors import PreheatError
+from preheat.errors import PreheatError, WireError
 from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
 
@@ -85,6 +85,16 @@ class StepListener(Protocol):
 
     def report(self) -> bytes:
         """What it has seen, for a Report."""
+
+
+class SilentListener:
+    """A listener that nothing interests: for dummy requests."""
+
+    def step(self, event: InputBatch | Swaps) -> None:
+        """Ignored."""
+
+    def report(self) -> bytes:
+        return b""
 
 
 @dataclass(slots=True)
@@ -177,7 +187,7 @@ class Loop:
             result = step.result()
         except Exception as error:  # a failing step fails its requests; everyone else goes on
             logger.error("A step of %d rows failed", step.schedule.rows, exc_info=error)
-            return self.scheduler.fail(step.schedule, f"{type(error).__name__}: {error}")
+            return self.scheduler.fail(step.schedule, error)
         delta = self.call("process_results", self.scheduler.process_results, step.schedule, result)
         delta.stats = self.scheduler.stats()
         return delta
@@ -195,7 +205,7 @@ class Loop:
             self.listener.step(swaps)
         except Exception as error:  # the contents of the cache are unknown: it must not be read
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
-            self.transport.put(self.scheduler.lose_cache(f"{type(error).__name__}: {error}"))
+            self.transport.put(self.scheduler.lose_cache(error))
 
     def take(self, timeout: float | None) -> None:
         """Handle what arrived through the transport."""
@@ -219,4 +229,4 @@ class Loop:
         try:
             self.scheduler.add(request)
         except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
-            self.transport.put(Delta(finished={request.id: Finish("error", message=error.message)}))
+            self.transport.put(Delta(finished={request.id: Finish("error", error=WireError.of(error))}))

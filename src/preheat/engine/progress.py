@@ -1,4 +1,4 @@
-"""A progress bar of the engine's start, for whoever waits for it at a terminal."""
+"""A progress bar of the engine's start, for a terminal."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from preheat.backends.base import AttentionLayer, Backend, Sampler
 from preheat.core import StepResult, Swaps, TokenLogprobs
 from preheat.execution.buffers import StepBuffers
-from preheat.execution.graphs import Part, SampleKey
+from preheat.execution.graphs import Part
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import SamplerKey
 from preheat.plan.plan import Plan
+from preheat.plan.programs import SamplerProgram
 from preheat.schedule.defrag import pad_pairs
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
@@ -69,11 +69,11 @@ class Executor:
         self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._normed = torch.zeros_like(self._residual)
         self._logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, dtype=decoder.dtype, device=device)
-        self._layers = layers = range(spec.num_layers)
+        self._layers = layers = range(len(spec.layers))
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
         self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
-        self._attended = torch.zeros(tokens, spec.q_size, dtype=decoder.dtype, device=device)
+        self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part)
@@ -123,9 +123,9 @@ class Executor:
             self._send(batch)
             self._states = self._forward(batch.bucket, self._layers, tap)
             self._hidden(batch.sampling_size, tap)
-        logits = self._sample_rows(batch, eager=eager)
+        logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
-        return logits[: len(batch.sampled_rows)].float()
+        return self._logits[:0].float() if logits is None else logits[: len(batch.sampled_rows)].float()
 
     @torch.inference_mode()
     def swap(self, swaps: Swaps) -> None:
@@ -140,11 +140,11 @@ class Executor:
         if building is None:
             return
         with building:
-            for key in dict.fromkeys(_program(item.key) for item in plan.items):
-                if isinstance(key, Bucket):
-                    self._forward(key, self._kinds)
-                elif isinstance(key, SampleKey) and key.size:
-                    self._sample(key)
+            for program in dict.fromkeys(item.program for item in plan.items):
+                if isinstance(program, Bucket):
+                    self._forward(program, self._kinds)
+                elif isinstance(program, SamplerProgram) and program.rows:
+                    self._sample(program)
             self.sampler.compile(self._logits)
 
     @torch.inference_mode()
@@ -171,9 +171,8 @@ class Executor:
             raise
 
     @torch.inference_mode()
-    def capture_sampling(self, key: SamplerKey) -> None:
-        """Make a graph, if there is none, of the program that ``key`` runs, and run it on padding."""
-        program = SampleKey.of(key)
+    def capture_sampling(self, program: SamplerProgram) -> None:
+        """Make a graph of ``program``, if there is none, and run it on padding."""
         if program not in self.samples:
             self.samples.capture(program)
             self.buffers.clear()
@@ -195,7 +194,7 @@ class Executor:
     def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
         """Draw for the sampling rows; the logits [sampling_size, vocab] that they are drawn from."""
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
-        logits = self.samples.run(SampleKey(batch.sampling_size, batch.sampling.level), eager=eager)
+        logits = self.samples.run(SamplerProgram(batch.sampling_size, batch.sampling.level), eager=eager)
         if self._watch is not None:
             self._watch(logits[: len(batch.sampled_rows)].float(), batch)
         return logits
@@ -240,10 +239,10 @@ class Executor:
         normed.copy_(after)
         return Attended(out, residual)
 
-    def _sample(self, key: SampleKey) -> Tensor:
+    def _sample(self, program: SamplerProgram) -> Tensor:
         """Draws, and returns the logits that it drew from."""
-        logits = self._head(key.size)
-        self.sampler.sample(key.level, logits)
+        logits = self._head(program.rows)
+        self.sampler.sample(program.level, logits)
         return logits
 
     def _head(self, size: int) -> Tensor:
@@ -257,24 +256,19 @@ class Executor:
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
 
 
-def _program(key: object) -> object:
-    """What an item of the plan runs: many of the sampler's run the same."""
-    return SampleKey.of(key) if isinstance(key, SamplerKey) else key
-
-
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
     """What each layer's attention works with."""
-    spec = decoder.spec
+    layers = zip(decoder.spec.layers, cache.layers, decoder.ropes, decoder.weights.layers, strict=True)
     return [
         AttentionLayer(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=window,
+            num_heads=spec.attention.num_heads,
+            num_kv_heads=spec.kv.num_kv_heads,
+            head_dim=spec.kv.head_dim,
+            scale=spec.attention.scale,
+            window=spec.attention.window,
             cache=layer_cache,
-            rope=decoder.rope,
-            qk_norm=layer.qk_norm,
+            rope=rope,
+            qk_norm=weights.attention.qk_norm,
         )
-        for window, layer_cache, layer in zip(spec.layer_windows, cache.layers, decoder.weights.layers, strict=True)
+        for spec, layer_cache, rope, weights in layers
     ]

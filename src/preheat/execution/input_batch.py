@@ -109,7 +109,7 @@ class Packer:
     def pack(self, schedule: Schedule) -> InputBatch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots = self.slots
-        bucket = self.plan.fit(step_size_of(schedule, slots, self.plan.options.bucketing_policy))
+        bucket = self.plan.fit(step_size_of(schedule, slots, self.plan.policy))
         layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
         rows = self._rows = self._rows_of(schedule)
         work = self._work = self._work_of(schedule, rows, bucket, layout)

@@ -23,11 +23,6 @@ class KVCache:
         self.layers = list(self.data.unbind(0))
         self._blocks = [layer.view(num_blocks, -1).view(torch.int64) for layer in self.layers]  # moved in whole words
 
-    @staticmethod
-    def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes over all layers."""
-        return spec.num_layers * block_size * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-
     def swap(self, pairs: Tensor) -> None:
         """The contents of each of the ``pairs`` of blocks, int64 [n, 2], change places, in one layer after the other.
 

@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
 
 
 class SilentDetokenizer:
-    """For sequences whose text nobody wants."""
+    """For requests with ``detokenize`` off: there is no text."""
 
     def push(self, token: int) -> str:
         return ""

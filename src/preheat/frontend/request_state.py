@@ -1,4 +1,4 @@
-"""One client's request while it is served: its choices, what they have said, and what was handed over already."""
+"""One client's request while it is served: its choices, their text so far, and what was handed over already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from preheat.core import Finish, SamplingParams, TokenLogprobs
+from preheat.core import SamplingParams, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
@@ -15,13 +15,13 @@ from preheat.frontend.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class News:
-    """What became known of a choice since the last time it was asked; ``begins``: it was never asked before."""
+class OutputDelta:
+    """What is new of a choice since the last :meth:`Choice.take_delta`; ``first``: there was none before."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    begins: bool
+    first: bool
 
 
 class Choice:
@@ -29,15 +29,17 @@ class Choice:
 
     __slots__ = (
         "_detokenizer", "_given", "_given_parts", "_stop", "finish_reason", "id", "index", "last_token_at",
-        "logprobs", "parts", "started", "stop_reason", "ticket", "token_ids", "told", "told_end",
+        "logprobs", "parts", "started", "state", "stop_reason", "token_ids", "told", "told_end",
     )  # fmt: skip
 
-    def __init__(self, ticket: Ticket, index: int, id: int, detokenizer: Detokenizer, stop: StopChecker | None) -> None:
-        self.ticket, self.index, self.id = ticket, index, id
+    def __init__(
+        self, state: RequestState, index: int, id: int, detokenizer: Detokenizer, stop: StopChecker | None
+    ) -> None:
+        self.state, self.index, self.id = state, index, id
         self._detokenizer, self._stop = detokenizer, stop
         self.token_ids: list[int] = []
         self.parts: list[str] = []
-        self.logprobs: list[TokenLogprobs] | None = None if ticket.params.logprobs is None else []
+        self.logprobs: list[TokenLogprobs] | None = None if state.params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.started = False
@@ -73,13 +75,13 @@ class Choice:
         return self._stop.found if self._stop else None
 
     @property
-    def has_news(self) -> bool:
-        """There is text to hand over (tokens, where no text is made), or the end; an error is the ticket's to tell.
+    def has_delta(self) -> bool:
+        """There is text to hand over (tokens, where no text is made), or the end; an error is in ``state.error``.
 
-        Where the prompt's logprobs are asked for, they come first: nothing is news before them.
+        Where the prompt's logprobs are asked for, nothing is handed over before them.
         """
-        ticket = self.ticket
-        if self.told_end or (ticket.params.prompt_logprobs is not None and not ticket.prompt_logprobs):
+        state = self.state
+        if self.told_end or (state.params.prompt_logprobs is not None and not state.prompt_logprobs):
             return False
         if self.finish_reason is not None:
             return self.finish_reason != "error"
@@ -87,29 +89,29 @@ class Choice:
             return len(self.token_ids) > self._given
         return len(self.parts) > self._given_parts
 
-    def news(self) -> News:
+    def take_delta(self) -> OutputDelta:
         """What was not handed over yet; the caller hands it over now."""
         parts, ids, first = self.parts[self._given_parts :], self.token_ids[self._given :], self._given
         self._given_parts, self._given = len(self.parts), len(self.token_ids)
-        begins, self.told = not self.told, True
+        is_first, self.told = not self.told, True
         self.told_end = self.finish_reason is not None
         text = parts[0] if len(parts) == 1 else "".join(parts)
-        return News(text, ids, None if self.logprobs is None else self.logprobs[first:], begins)
+        return OutputDelta(text, ids, None if self.logprobs is None else self.logprobs[first:], is_first)
 
     def _show(self, text: str) -> bool:
         if self._stop is not None:
-            text = self._stop.push(text, armed=len(self.token_ids) > self.ticket.params.min_tokens)
+            text = self._stop.push(text, armed=len(self.token_ids) > self.state.params.min_tokens)
         if text:
             self.parts.append(text)
         return self._stop is not None and self._stop.found is not None
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """What a front door gives for a request. ``error`` is set when it failed; then nothing more will come.
+class RequestState:
+    """A client's request, from :meth:`Frontend.prepare` on. ``error`` is set when it failed; then nothing more comes.
 
     ``on_change`` is called after each step that brought something: in a ``stream`` any text, else only the end.
-    ``max_tokens`` is what each choice may generate.
+    ``max_tokens`` is what each choice may generate; ``unfinished`` counts the choices that may still grow.
     """
 
     request_id: str
@@ -122,7 +124,7 @@ class Ticket:
     cache_salt: str = ""
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
-    running: int = 0
+    unfinished: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
@@ -130,7 +132,7 @@ class Ticket:
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or (self.running == 0 and bool(self.choices))
+        return self.error is not None or (self.unfinished == 0 and bool(self.choices))
 
     @property
     def completion_tokens(self) -> int:
@@ -142,7 +144,7 @@ class Ticket:
         return self.tokenizer.decode(self.prompt_ids) if self.prompt is None else self.prompt
 
     def output(self) -> RequestOutput:
-        """Everything that is known so far."""
+        """The result so far."""
         wanted = self.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
@@ -173,8 +175,3 @@ class Ticket:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
-
-
-def stop_reason(ticket: Ticket, end: Finish) -> int | None:
-    """A stop token that the request named is told to its client; the model's own end of sequence is not."""
-    return end.stop_id if end.stop_id in (ticket.params.stop_token_ids or ()) else None

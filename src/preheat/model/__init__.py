@@ -1,1 +1,1 @@
-"""Models: what a checkpoint says, where its tensors lie, and the decoder that runs them."""
+"""Models: specs read from a checkpoint's config, weights loaded by them, and the decoder that runs them."""

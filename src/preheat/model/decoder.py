@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from preheat.backends.base import Attend, Norm, Region
-from preheat.model.loader import LayerWeights, Weights
+from preheat.model.layers import Layer, Weights
 from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
 
@@ -26,26 +26,26 @@ class Attended(NamedTuple):
     residual: Tensor
 
 
-def project(normed: Tensor, layer: LayerWeights, dim: int) -> Tensor:
+def project(normed: Tensor, layer: Layer, dim: int) -> Tensor:
     """Queries, keys and values of ``normed`` [tokens, hidden], as [tokens, all heads, dim]."""
-    return layer.qkv(normed).view(len(normed), -1, dim)
+    return layer.attention.qkv(normed).view(len(normed), -1, dim)
 
 
-def after_attention(attended: Tensor, residual: Tensor, layer: LayerWeights, norm: Norm) -> Tensor:
+def after_attention(attended: Tensor, residual: Tensor, layer: Layer, norm: Norm) -> Tensor:
     """The rest of a layer, from ``attended`` [tokens, heads * dim].
 
     Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, with which the next layer begins.
     """
-    normed = layer.post_norm.add(layer.o(attended), residual)
-    return norm.add(layer.down(layer.gate_up(normed)), residual)
+    normed = layer.post_norm.add(layer.attention.o(attended), residual)
+    return norm.add(layer.mlp(normed), residual)
 
 
 class Decoder:
     """Runs ``weights`` as ``spec`` says, for positions below ``max_model_len``. Call it under inference mode.
 
-    A layer is two regions around attention, each as ``build`` makes it. ``rope`` [max_model_len, 2, 1, dim] are the
-    cosines and sines of each position, for attention. The rest of the last layer is run by :meth:`finish`, only for
-    tokens that are sampled: of a prompt that is one.
+    A layer is two regions around attention, each as ``build`` makes it. ``ropes[layer]`` [max_model_len, 2, 1, dim] are
+    the cosines and sines of each position, for attention; layers of the same kind share them. The rest of the last
+    layer is run by :meth:`finish`, only for tokens that are sampled: of a prompt that is one.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class Decoder:
     ) -> None:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype
-        self.rope = rope_table(spec.rope, spec.head_dim, max_model_len, self.dtype).to(weights.embedding.device)
+        kinds = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
+        device = weights.embedding.device
+        tables = {kind: rope_table(*kind, max_model_len, self.dtype).to(device) for kind in set(kinds)}
+        self.ropes = [tables[kind] for kind in kinds]
         self._last = len(weights.layers) - 1
         self._eager = project, after_attention
         self._built = build(project), build(after_attention)
@@ -83,7 +86,7 @@ class Decoder:
         if normed is None:
             normed = weights[0].input_norm(residual)
         for index in range(len(weights)) if only is None else only:
-            attended = attend(index, before(normed, weights[index], self.spec.head_dim))
+            attended = attend(index, before(normed, weights[index], self.spec.layers[index].attention.head_dim))
             if index == self._last:
                 return attended
             normed = after(attended, residual, weights[index], weights[index + 1].input_norm)

@@ -1,4 +1,4 @@
-"""A checkpoint's files: where they are, and what the small ones say. No torch here: the front door reads them too."""
+"""A checkpoint's files: finding them, and reading the JSON ones. No torch here: the HTTP process reads them too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError
-from preheat.model.specs import token_ids
+from preheat.model.config import token_ids
 
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
@@ -60,12 +60,12 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, for :func:`preheat.model.specs.read_spec`."""
+    """``config.json``, for :func:`preheat.model.families.read_spec`."""
     return read_json(directory, "config.json")
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """``generation_config.json``, with the end-of-sequence ids of ``config.json`` where it names none."""
+    """``generation_config.json``, with the end-of-sequence ids of ``config.json`` where it has none."""
     generation = read_json(directory, "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:

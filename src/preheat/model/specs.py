@@ -1,23 +1,89 @@
-"""ModelSpec: everything that preheat knows of a model, and the only reader of a Hugging Face ``config.json``.
+"""What a model is made of, as a tree: ModelSpec, LayerSpec, AttentionSpec and DenseSpec, LinearSpec and NormSpec.
 
-No torch here: planning needs a model's sizes long before its weights.
+A family builds the tree from a ``config.json`` (:mod:`preheat.model.families`), with the names that tensors have in a
+checkpoint. Loader, cost model and tuner walk it. No torch here: planning needs a model's sizes long before its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Literal, TypeVar
 
 from preheat.errors import ModelError
-from preheat.model.registry import FAMILIES, Family, Flag
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-RunDtype = Literal["float32", "bfloat16"]
+Activation = Literal["silu_and_mul"]
+T = TypeVar("T")
 
-_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
-_DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """A linear layer y = x W^T + b: the checkpoint's ``parts`` (module name, outputs), stacked from top to bottom.
+
+    ``format`` names how these modules are stored (:mod:`preheat.model.formats`). Activation "silu_and_mul": the first
+    half of the outputs is the gate of the second, and SwiGLU of both is what the layer gives.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    inputs: int
+    bias: bool = False
+    activation: Activation | None = None
+    format: str = "plain"
+
+    @property
+    def outputs(self) -> int:
+        """Rows of W."""
+        return sum(outputs for _, outputs in self.parts)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "silu_and_mul"
+
+    @property
+    def weights(self) -> int:
+        """How many numbers W has."""
+        return self.outputs * self.inputs
+
+    @property
+    def params(self) -> int:
+        """How many numbers W and b have."""
+        return self.weights + self.bias * self.outputs
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A root-mean-square norm of rows of ``size`` numbers; ``name`` is the checkpoint's module."""
+
+    name: str
+    size: int
+    eps: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    @property
+    def params(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """The table of token embeddings, [vocab_size, size]; ``name`` is the checkpoint's module."""
+
+    name: str
+    vocab_size: int
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.vocab_size, self.size
+
+    @property
+    def params(self) -> int:
+        return self.vocab_size * self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,196 +106,177 @@ class RopeSpec:
     truncate: bool = True
 
 
+@dataclass(frozen=True)
+class KVSpec:
+    """What a layer keeps of each token in the KV cache: a key and a value of ``head_dim`` numbers for each head."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def values(self) -> int:
+        """Numbers a token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Causal attention of one layer.
+
+    ``window`` is the sliding window in tokens, None for full attention. ``qk_norm`` are the norms of each query head
+    and of each key head. ``qkv`` gives queries, keys and values in this order. ``scale`` multiplies the scores.
+    """
+
+    num_heads: int
+    kv: KVSpec
+    window: int | None
+    rope: RopeSpec
+    qk_norm: tuple[NormSpec, NormSpec] | None
+    qkv: LinearSpec
+    o: LinearSpec
+    scale: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv.head_dim
+
+    @property
+    def activations(self) -> int:
+        """Numbers that a token has inside: queries, keys, values and what attention gives."""
+        return self.qkv.outputs + self.o.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSpec:
+    """A feed-forward block: ``gate_up``, which ends in its activation, then ``down``."""
+
+    gate_up: LinearSpec
+    down: LinearSpec
+
+    @property
+    def activations(self) -> int:
+        """Numbers that a token has inside: gate, up, and what the activation gives."""
+        return self.gate_up.outputs + self.down.inputs
+
+
+MlpSpec = DenseSpec
+"""The feed-forward block of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: norm, attention, residual addition, norm, feed-forward block, residual addition."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    input_norm: NormSpec
+    post_norm: NormSpec
+
+    @property
+    def step_params(self) -> int:
+        """Numbers that a step reads and multiplies each token with; biases and norms of heads are too few to count."""
+        linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+        return linears + self.input_norm.size + self.post_norm.size
+
+    @property
+    def activations(self) -> int:
+        """Numbers that a token has at the layer's widest moment, beside residual and normed input."""
+        return max(self.attention.activations, self.mlp.activations)
+
+    @property
+    def kv(self) -> KVSpec:
+        return self.attention.kv
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer. ``layer_windows[i]`` is layer i's sliding window in tokens, None for full attention.
+    """A decoder-only transformer.
 
+    ``head`` gives the logits; where embeddings are tied its only part is the embedding's module.
     ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
     ``eos_ids`` end a sequence; ``bos_id`` begins one where the tokenizer says so.
     """
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: RopeSpec
-    layer_windows: tuple[int | None, ...]
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tie_word_embeddings: bool
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    head: LinearSpec
     max_position_embeddings: int
     eos_ids: tuple[int, ...]
     bos_id: int | None
     dtype: Dtype
 
     @property
-    def q_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_heads * self.head_dim
+    def vocab_size(self) -> int:
+        return self.embedding.vocab_size
 
     @property
-    def kv_size(self) -> int:
-        """Width of all key heads together, which is that of all value heads."""
-        return self.num_kv_heads * self.head_dim
+    def hidden_size(self) -> int:
+        return self.embedding.size
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the table of embeddings."""
+        return self.head.parts[0][0] == self.embedding.name
+
+    @property
+    def num_params(self) -> int:
+        """How many numbers the checkpoint has."""
+        return sum(leaf.params for path, leaf in leaves(self) if not (self.tied and path == "head"))
+
+    def linears(self) -> Iterator[tuple[str, LinearSpec]]:
+        """Every linear layer with its path, such as "layers.0.attention.qkv"; the last one is "head"."""
+        return ((path, leaf) for path, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of KV cache that a token takes over all layers, in a dtype of ``itemsize`` bytes."""
+        return sum(layer.kv.values for layer in self.layers) * itemsize
+
+    # What follows is for code that knows a single kind of layer; it goes when that code reads ``layers``.
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return _one("num_key_value_heads", [layer.kv.num_kv_heads for layer in self.layers])
+
+    @property
+    def head_dim(self) -> int:
+        return _one("head_dim", [layer.kv.head_dim for layer in self.layers])
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.attention.window for layer in self.layers)
 
 
-def read_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a parsed ``config.json``; raises ModelError naming what is missing or not supported."""
-    architecture = _architecture(config)
-    family = FAMILIES[architecture]
-    fields = {**family.defaults, **{name: value for name, value in config.items() if value is not None}}
-    if "sliding_window" in config:  # an explicit null means "none", an absent field means the default
-        fields["sliding_window"] = config["sliding_window"]
-    _refuse_unsupported(fields)
-    num_layers, num_heads = _size(fields, "num_hidden_layers"), _size(fields, "num_attention_heads")
-    hidden_size = _size(fields, "hidden_size")
-    rope = _rope(fields)
-    spec = ModelSpec(
-        architecture=architecture,
-        vocab_size=_size(fields, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_size(fields, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_size(fields, "num_key_value_heads", num_heads),
-        head_dim=_size(fields, "head_dim", hidden_size // num_heads),
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope=rope,
-        layer_windows=_layer_windows(family, fields, num_layers),
-        qkv_bias=_flag(family.qkv_bias, fields),
-        o_bias=_flag(family.o_bias, fields),
-        mlp_bias=_flag(family.mlp_bias, fields),
-        qk_norm=family.qk_norm,
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        max_position_embeddings=_longest(rope, _size(fields, "max_position_embeddings")),
-        eos_ids=token_ids(fields.get("eos_token_id")),
-        bos_id=next(iter(token_ids(fields.get("bos_token_id"))), None),
-        dtype=_dtype(fields),
-    )
-    _check(spec)
-    return spec
+Leaf = LinearSpec | NormSpec | EmbeddingSpec
+"""What has tensors of its own."""
 
 
-def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[RunDtype, str | None]:
-    """The dtype to compute in for ``--dtype asked``, and a sentence to log where it is not simply what was asked.
-
-    ``auto`` is the checkpoint's dtype, except that float32 replaces bfloat16 where the device has no native bfloat16.
-    """
-    if asked not in ("auto", *_DTYPES):
-        raise ModelError(f"dtype {asked!r} is not supported; use auto, bfloat16 or float32", param="dtype")
-    wanted = checkpoint if asked == "auto" else asked
-    if wanted == "float32":
-        return "float32", None
-    if asked == "auto" and not native_bfloat16:
-        return "float32", f"the checkpoint is {wanted}, but this device has no native bfloat16: running as float32"
-    if wanted == "float16":
-        return "bfloat16", "float16 runs as bfloat16, which has the same size and a wider range"
-    return "bfloat16", None
+def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Every leaf below ``node`` with its path, in the order of the fields."""
+    if isinstance(node, Leaf):
+        yield path, node
+        return
+    children: Iterable[tuple[object, object]] = ()
+    if isinstance(node, tuple):
+        children = enumerate(node)
+    elif is_dataclass(node):
+        children = ((field.name, getattr(node, field.name)) for field in fields(node))
+    for name, child in children:
+        yield from leaves(child, f"{path}.{name}" if path else str(name))
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """A config's token id field, which may be one id, a list or null, as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
-    for name in names:
-        if name in FAMILIES:
-            return str(name)
-    found = ", ".join(names) if names else f"none named (model_type {config.get('model_type')!r})"
-    raise ModelError(f"architecture {found} is not supported; supported are {', '.join(FAMILIES)}")
-
-
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    if fields.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {fields['hidden_act']!r} is not supported, only 'silu' is")
-    if "quantization_config" in fields:
-        method = fields["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"quantized checkpoints ({method}) are not supported; use the unquantized model")
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1 is not supported")
-
-
-def _size(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name, default)
-    if value is None:
-        raise ModelError(f"config.json has no {name}")
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _flag(flag: Flag, fields: Mapping[str, Any]) -> bool:
-    return bool(fields.get(flag, False)) if isinstance(flag, str) else flag
-
-
-def _rope(fields: Mapping[str, Any]) -> RopeSpec:
-    """Both forms: ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling`` beside it."""
-    params: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    kind = params.get("rope_type", params.get("type", "default"))
-    if any(isinstance(value, Mapping) for value in params.values()):
-        raise ModelError("rope parameters that differ between layers are not supported")
-    if kind not in _ROPE_KINDS:
-        raise ModelError(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1 is not supported")
-    if params.get("mscale") or params.get("mscale_all_dim"):
-        raise ModelError("rope parameters mscale and mscale_all_dim are not supported")
-    needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    for name in needed.get(kind, ()):
-        if params.get(name) is None:
-            raise ModelError(f"rope type {kind!r} needs {name} in config.json")
-    given = {name: params[name] for name in RopeSpec.__dataclass_fields__ if params.get(name) is not None}
-    given |= {"kind": kind, "theta": float(params.get("rope_theta", fields.get("rope_theta", 10000.0)))}
-    length = params.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-    return RopeSpec(**given, original_length=length or _size(fields, "max_position_embeddings"))
-
-
-def _longest(rope: RopeSpec, stated: int) -> int:
-    """The longest sequence: configs state the length before linear or yarn scaling, or the one after it."""
-    if rope.kind in ("linear", "yarn"):
-        return max(stated, int(rope.original_length * rope.factor))
-    return stated
-
-
-def _layer_windows(family: Family, fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window: by ``layer_types`` where the config has it, else by the family's own rule."""
-    window = fields.get("sliding_window") if family.sliding_window else None
-    if family.window_switch and not fields.get(family.window_switch, False):
-        window = None
-    kinds = fields.get("layer_types")
-    if kinds is None or not family.sliding_window:
-        first = fields[family.window_first_layer] if family.window_first_layer else 0
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
-    if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        raise ModelError(f"layer type {unknown[0]!r} is not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _dtype(fields: Mapping[str, Any]) -> Dtype:
-    name = str(fields.get("dtype", fields.get("torch_dtype", "float32"))).removeprefix("torch.")
-    for dtype in _DTYPES:
-        if name == dtype:
-            return dtype
-    raise ModelError(f"checkpoint dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
-
-
-def _check(spec: ModelSpec) -> None:
-    if spec.num_heads % spec.num_kv_heads:
-        raise ModelError(f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads evenly")
-    if spec.head_dim % 2:
-        raise ModelError(f"head_dim must be even for rotary embedding, got {spec.head_dim}")
-    if any(window is not None and window < 1 for window in spec.layer_windows):
-        raise ModelError("config.json: sliding_window must be at least 1")
+def _one(name: str, values: Iterable[T]) -> T:
+    """The value that all layers share."""
+    first, *others = dict.fromkeys(values)
+    if others:
+        raise ModelError(f"{name} that differ between layers are not supported")
+    return first

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.core import Level
 from preheat.ops.order import mend, row_chunks
 from preheat.ops.philox import MAX_SPREAD, gumbel_at, gumbel_rows
-from preheat.ops.sampling import Edits, Level, Penalties, SamplingInput
+from preheat.ops.sampling import Edits, Penalties, SamplingInput
 from preheat.ops.top_k_top_p import KeptTokens, SamplingMetadata, deficits, furthest, keep_ordered
 
 _NO_OWNER = -1

@@ -6,20 +6,12 @@ Order of the stages: penalties, edits (logit_bias, then bans), temperature, min_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Self
 
 import numpy as np
 
+from preheat.core import Level
 from preheat.ops.top_k_top_p import SamplingMetadata
-
-
-class Level(IntEnum):
-    """How much of the sampler a step runs. A row gets the same token at every level that it may run at."""
-
-    GREEDY = 0  # argmax alone
-    FILTERED = 1  # some row draws at random
-    FULL = 2  # some row has its logits changed first: penalties, logit_bias, min_tokens
 
 
 @dataclass(slots=True)

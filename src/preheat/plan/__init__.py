@@ -1,1 +1,1 @@
-"""What may ever run: needs, shapes, ladders, items, their cost and their memory. Pure Python and numpy."""
+"""What may ever run: bucket sizes, buckets, items, their cost and their memory. Pure Python and numpy."""

@@ -1,7 +1,7 @@
-"""Ladders: the values that one dimension is padded to.
+"""Bucket sizes: the values that one dimension is padded to.
 
-Source: the bucketing strategies of vLLM on Gaudi, with one change everywhere: the maximum is always in the ladder, so
-a ladder is never empty and everything up to its maximum fits.
+Source: the bucketing strategies of vLLM on Gaudi, with one change everywhere: the maximum is always one of the sizes,
+so that there is at least one and everything up to the maximum fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAD_PERCENT = 25
 MAX_VALUES = 1_000_000
 
 
-def ladder(
+def bucket_sizes(
     strategy: str,
     min: int,  # noqa: A002 - the names of the settings
     step: int,
@@ -57,7 +57,7 @@ def ladder(
 
 
 def default_count(high: int) -> int:
-    """Points of an exponential ladder when none are asked for: one for each doubling up to ``high``."""
+    """Exponential sizes where no count is asked for: one for each doubling up to ``high``."""
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 

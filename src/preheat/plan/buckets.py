@@ -1,4 +1,4 @@
-"""What a step needs, and the shape that it is padded to: the key of one runnable program."""
+"""The size of a step, and the bucket that it is padded to: the key of one forward program."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Bucket(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The numbers that identify the shape within its phase, in the order of the log lines."""
+        """The numbers that identify the bucket within its phase, in the order of the log lines."""
         if self.phase == "mixed":
             return (self.tokens, self.rows)
         second = self.longest or self.blocks
@@ -64,30 +64,30 @@ class Bucket(NamedTuple):
         named = {"rows": self.rows, "longest": self.longest, "blocks": self.blocks}
         return {name: value for name, value in named.items() if value}
 
-    def holds(self, need: StepSize) -> bool:
-        """Whether a step of ``need`` can run in this shape. A flat shape holds any phase's step; padding to a
-        rectangle (``prompt``) or to one token a row (``decode``) only fits its own phase.
+    def holds(self, size: StepSize) -> bool:
+        """Whether a step of ``size`` can run in this bucket. A flat bucket holds steps of any phase; a rectangle
+        (``prompt``) or one token a row (``decode``) only those of its own phase.
         """
-        if need.rows > self.rows or need.tokens > self.tokens:
+        if size.rows > self.rows or size.tokens > self.tokens:
             return False
         if self.phase == "mixed":
             return True
-        if need.phase != self.phase or (self.blocks and need.blocks > self.blocks):
+        if size.phase != self.phase or (self.blocks and size.blocks > self.blocks):
             return False
-        return not self.longest or need.longest <= self.longest
+        return not self.longest or size.longest <= self.longest
 
     def __str__(self) -> str:
         return _describe(self.phase, self.rows, self.tokens, self.longest, self.blocks)
 
 
-def padded_work(shape: Bucket) -> int:
-    """How much a shape costs beside others of its phase, in tokens of work; used when nothing was measured.
+def padded_work(bucket: Bucket) -> int:
+    """How much a bucket costs beside others of its phase, in tokens of work.
 
     A decode step reads its context: by length it is a rectangle, by blocks a sum.
     """
-    if shape.phase == "decode":
-        return shape.rows * shape.longest if shape.longest else shape.rows + shape.blocks
-    return shape.tokens
+    if bucket.phase == "decode":
+        return bucket.rows * bucket.longest if bucket.longest else bucket.rows + bucket.blocks
+    return bucket.tokens
 
 
 def _describe(phase: Phase, rows: int, tokens: int, longest: int, blocks: int) -> str:

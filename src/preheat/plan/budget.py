@@ -4,7 +4,7 @@ Source: vLLM on Gaudi. A share of the usable memory is kept from the cache for g
 prefills and decode. Each phase's queue is gone through in order: what is expected to fit is captured, its memory is
 measured, and what does not fit is passed over. What one completed phase leaves goes to the other.
 
-Nothing here touches a device: ``capture`` is called for each shape and says how many bytes it took.
+Nothing here touches a device: ``capture`` is called for each bucket and says how many bytes it took.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from preheat.plan.buckets import Bucket, Phase
 
 Strategy = Literal["min_tokens", "max_bs"]
 Capture = Callable[[Phase, Bucket, int], int]
-"""Captures a shape, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError passes it over."""
+"""Captures a bucket, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError skips it."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def graph_pool(split: MemorySplit, block_bytes: int, free: int) -> int:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A shape that was not captured and runs without a graph; ``failed``: it was tried."""
+    """A bucket that was not captured and runs without a graph; ``failed``: it was tried."""
 
-    shape: Bucket
+    bucket: Bucket
     reason: str
     failed: bool = False
 
@@ -82,15 +82,15 @@ class PhaseCaptures:
 
     @property
     def complete(self) -> bool:
-        """Whether more memory would be of no use: every shape was tried."""
+        """Whether more memory would be of no use: every bucket was tried."""
         return len(self.captured) + sum(skipped.failed for skipped in self.skipped) == self.total
 
 
-def capture_order(shapes: Sequence[Bucket], strategy: Strategy) -> list[Bucket]:
+def capture_order(buckets: Sequence[Bucket], strategy: Strategy) -> list[Bucket]:
     """``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer."""
     if strategy == "min_tokens":
-        return sorted(shapes, key=lambda shape: (_area(shape), _length(shape), shape.rows))
-    return sorted(shapes, key=lambda shape: (-shape.rows, _length(shape)))
+        return sorted(buckets, key=lambda bucket: (_area(bucket), _length(bucket), bucket.rows))
+    return sorted(buckets, key=lambda bucket: (-bucket.rows, _length(bucket)))
 
 
 def graph_shares(pool: int, prefill: Phase, decode: Phase, prompt_ratio: float = 0.3) -> dict[Phase, int]:
@@ -129,37 +129,37 @@ def capture_graphs(
 def _run(
     done: PhaseCaptures, queue: Sequence[Bucket], available: int, capture: Capture, expected: Mapping[Bucket, int]
 ) -> None:
-    """One pass over a queue with ``available`` bytes; shapes that were tried already are passed by."""
-    tried = {*done.captured, *(skipped.shape for skipped in done.skipped)}
-    for number, shape in enumerate(queue, 1):
-        if shape in tried:
+    """One pass over a queue with ``available`` bytes; buckets that were tried already are passed by."""
+    tried = {*done.captured, *(skipped.bucket for skipped in done.skipped)}
+    for number, bucket in enumerate(queue, 1):
+        if bucket in tried:
             continue
-        estimate = _estimate(done, shape, expected)
+        estimate = _estimate(done, bucket, expected)
         if estimate >= available:
-            done.skipped.append(Skipped(shape, f"{estimate:,} bytes are expected, {max(available, 0):,} are left"))
+            done.skipped.append(Skipped(bucket, f"{estimate:,} bytes are expected, {max(available, 0):,} are left"))
             continue
         try:
-            used = capture(done.phase, shape, number)
+            used = capture(done.phase, bucket, number)
         except MemoryError as error:
-            done.skipped.append(Skipped(shape, f"out of memory: {error}", failed=True))
+            done.skipped.append(Skipped(bucket, f"out of memory: {error}", failed=True))
             continue
-        done.captured[shape] = used
+        done.captured[bucket] = used
         available -= used
         if available < 0:
             done.notes.append(
-                f"{shape} took {used:,} bytes where {estimate:,} were expected: {-available:,} over the share"
+                f"{bucket} took {used:,} bytes where {estimate:,} were expected: {-available:,} over the share"
             )
 
 
-def _estimate(done: PhaseCaptures, shape: Bucket, expected: Mapping[Bucket, int]) -> int:
+def _estimate(done: PhaseCaptures, bucket: Bucket, expected: Mapping[Bucket, int]) -> int:
     """Measured bytes in proportion to weight; the plan's estimate while nothing was measured."""
     weight = sum(captured.tokens for captured in done.captured)
-    return shape.tokens * done.used // weight if done.used else expected[shape]
+    return bucket.tokens * done.used // weight if done.used else expected[bucket]
 
 
-def _area(shape: Bucket) -> int:
-    return shape.rows * _length(shape) if shape.phase == "decode" else shape.tokens
+def _area(bucket: Bucket) -> int:
+    return bucket.rows * _length(bucket) if bucket.phase == "decode" else bucket.tokens
 
 
-def _length(shape: Bucket) -> int:
-    return shape.longest or shape.blocks or (shape.tokens if shape.phase == "mixed" else 1)
+def _length(bucket: Bucket) -> int:
+    return bucket.longest or bucket.blocks or (bucket.tokens if bucket.phase == "mixed" else 1)

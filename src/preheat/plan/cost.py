@@ -4,7 +4,7 @@ machine's rough speed, or measured, where an earlier boot's record has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -19,67 +19,75 @@ class Cost(NamedTuple):
     bytes: int
 
 
+class _Cache(Protocol):
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
+class _Layer(Protocol):
+    @property
+    def step_params(self) -> int: ...
+    @property
+    def activations(self) -> int: ...
+    @property
+    def kv(self) -> _Cache: ...
+
+
+class _Head(Protocol):
+    @property
+    def weights(self) -> int: ...
+
+
 class SpecLike(Protocol):
     """What is read of a model's spec."""
 
     @property
     def hidden_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
     def vocab_size(self) -> int: ...
+    @property
+    def layers(self) -> Sequence[_Layer]: ...
+    @property
+    def head(self) -> _Head: ...
+    def kv_bytes_per_token(self, itemsize: int) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that decide what a step costs. ``dtype_bytes`` is for weights, activations and cache."""
+    """The sizes of a decoder that decide what a step costs. ``dtype_bytes`` is for weights, activations and cache.
+
+    ``layer_params`` are the weights of all layers and ``head_params`` those of the output head, without embeddings.
+    ``kv_heads`` are the most that a layer has.
+    """
 
     hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
-    dtype_bytes: int = 2
+    layers: int
+    kv_heads: int
+    layer_params: int
+    head_params: int
+    kv_bytes_per_token: int
+    activation_bytes_per_token: int
+    dtype_bytes: int
 
     @classmethod
     def of(cls, spec: SpecLike, dtype_bytes: int = 2) -> ModelSizes:
-        """The sizes of a model with this spec."""
+        """The sizes of a model with this spec.
+
+        Activations are those of the widest moment of a layer: residual and normed input beside what the layer has.
+        """
         return cls(
             hidden=spec.hidden_size,
-            intermediate=spec.intermediate_size,
-            layers=spec.num_layers,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
             vocab=spec.vocab_size,
+            layers=len(spec.layers),
+            kv_heads=max(layer.kv.num_kv_heads for layer in spec.layers),
+            layer_params=sum(layer.step_params for layer in spec.layers),
+            head_params=spec.head.weights,
+            kv_bytes_per_token=spec.kv_bytes_per_token(dtype_bytes),
+            activation_bytes_per_token=dtype_bytes
+            * (2 * spec.hidden_size + max(layer.activations for layer in spec.layers)),
             dtype_bytes=dtype_bytes,
         )
-
-    @property
-    def layer_params(self) -> int:
-        """Weights of all layers, without embeddings."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate + 2 * self.hidden)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
-
-    @property
-    def activation_bytes_per_token(self) -> int:
-        """The widest moment of a layer: residual and normed input beside either q, k, v and output, or the MLP."""
-        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return (2 * self.hidden + max(attention, 3 * self.intermediate)) * self.dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -93,22 +101,21 @@ class Costs:
     block_size: int
     measured: Mapping[str, float] = field(default_factory=dict)
 
-    def forward(self, name: str, shape: Bucket) -> Cost:
+    def forward(self, name: str, bucket: Bucket) -> Cost:
         """One forward step: the slower of its arithmetic and of reading weights and context, logits not included."""
         sizes = self.sizes
-        context = shape.blocks * self.block_size or (shape.rows * shape.longest if shape.phase == "decode" else 0)
-        flops = 2.0 * sizes.layer_params * shape.tokens
+        context = bucket.blocks * self.block_size or (bucket.rows * bucket.longest if bucket.phase == "decode" else 0)
+        flops = 2.0 * sizes.layer_params * bucket.tokens
         moved = sizes.layer_params * sizes.dtype_bytes + context * sizes.kv_bytes_per_token
-        work = shape.tokens * sizes.activation_bytes_per_token
+        work = bucket.tokens * sizes.activation_bytes_per_token
         return self._known(name, flops, moved + work, work, self.machine.step_overhead)
 
     def sampling(self, name: str, rows: int) -> Cost:
         """Logits of ``rows`` positions, in float32, and one token from each."""
         sizes = self.sizes
-        head = sizes.vocab * sizes.hidden
         logits = rows * sizes.vocab * 4
-        moved = (head * sizes.dtype_bytes if rows else 0) + 4 * logits
-        return self._known(name, 2.0 * head * rows, moved, 2 * logits, self.machine.call_overhead)
+        moved = (sizes.head_params * sizes.dtype_bytes if rows else 0) + 4 * logits
+        return self._known(name, 2.0 * sizes.head_params * rows, moved, 2 * logits, self.machine.call_overhead)
 
     def swap(self, name: str, pairs: int) -> Cost:
         """``pairs`` pairs of blocks exchanged in every layer, by way of copies of one layer's."""

@@ -1,16 +1,28 @@
-"""The items of a plan: everything that may ever run, each on one line."""
+"""The items of a plan: everything that may ever run, one class for each kind.
+
+An item says what it is (``kind``, ``name``, ``program``), what it costs, and how warm-up runs it. A new kind is one
+class here and one line in `preheat.plan.plan.KINDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, Self
 
-from preheat.core import SamplingParams
-from preheat.plan.buckets import Bucket
+from preheat.core import Level, SamplingParams
+from preheat.plan import lines
+from preheat.plan.base import PlanBase
+from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.cost import Cost, Costs
+from preheat.plan.programs import Program, SamplerProgram, SwapProgram
+from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, SAMPLER_SETTINGS
 
-Kind = Literal["prompt", "decode", "mixed", "sampler", "swap", "determinism", "check"]
+logger = logging.getLogger(__name__)
+
 Stage = Literal["before_cache", "after_cache", "last"]
 
 SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -19,171 +31,302 @@ SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
 MAX_DETERMINISM_TOKENS = 128
 
 
-class SamplerKey(NamedTuple):
-    """``rows`` of logits, sampled under a setting of `SAMPLER_SETTINGS`; ``batch_changed``: the rows are new ones."""
-
-    rows: int
-    setting: str
-    batch_changed: bool
+class NothingToRun(Exception):
+    """An item has no work within the limits; the message is the reason."""
 
 
-def _setting(temperature: float, top_p: float, top_k: int) -> tuple[str, SamplingParams]:
-    name = f"temp={temperature}, top_p={top_p}, top_k={top_k}"
-    return name, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+class ItemRunner(Protocol):
+    """What the warm-up offers to items (:class:`preheat.warmup.run.WarmUp`)."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
 
-GAUDI_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
-    dict(
-        (
-            _setting(0.0, 1.0, 0),
-            _setting(1.0, 1.0, 0),
-            _setting(0.7, 0.9, 50),
-            _setting(0.3, 0.95, 20),
-            _setting(1.2, 0.8, 100),
-            _setting(0.8, 0.85, 0),
-        )
-    )
-)
-"""The settings of the sampler warm-up of vLLM on Gaudi, by their log text, in its order."""
+    def first_run(self, bucket: Bucket) -> None:
+        """Run a step padded to ``bucket`` for the first time: all of it, or what its graph needs to be captured."""
 
-BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
-    {
-        "min_p": SamplingParams(min_p=0.1),
-        "penalties": SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2),
-        "logit_bias": SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
-        "min_tokens": SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[0]),
-        "seed": SamplingParams(seed=1),
-        "logprobs": SamplingParams(temperature=0.0, logprobs=5),
-        "prompt_logprobs": SamplingParams(temperature=0.0, prompt_logprobs=5),
-        "everything": SamplingParams(
-            temperature=0.9,
-            top_p=0.9,
-            top_k=40,
-            min_p=0.05,
-            presence_penalty=0.5,
-            frequency_penalty=0.5,
-            repetition_penalty=1.2,
-            logit_bias={0: 1.0},
-            min_tokens=2,
-            stop_token_ids=[0],
-            seed=1,
-            logprobs=5,
-        ),
-    }
-)
-"""The branches of the sampler that those settings do not reach, each alone and all at once."""
+    def forward(self, bucket: Bucket) -> None:
+        """Run a step padded to ``bucket``."""
 
-SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
+    def sample(self, program: SamplerProgram, params: SamplingParams, times: int) -> None:
+        """Sample as many rows as ``program`` has, all with ``params``, ``times`` times in a row."""
 
-NOT_SAMPLED: Mapping[str, str] = MappingProxyType(
-    {
-        "n": "becomes n sequences before the engine sees it",
-        "stop": "strings are found in the text, by the front door",
-        "include_stop_str_in_output": "concerns the text alone",
-        "skip_special_tokens": "concerns the text alone",
-        "detokenize": "concerns the text alone",
-        "ignore_eos": "decides which stop ids a request carries",
-        "max_tokens": "ends a sequence when its step is settled",
-    }
-)
-"""Fields of SamplingParams that no sampling code looks at, with the reason. Every other field is in a setting."""
+    def swap(self, pairs: int) -> None:
+        """Run the program that swaps ``pairs`` pairs of blocks, on blocks 0 and 1, which change places."""
 
+    def determinism_passes(self, run: Callable[[], None], count: int) -> None:
+        """Call ``run`` ``count`` times, with the log of the determinism warm-up; a failing pass is logged."""
 
-def level(params: SamplingParams) -> str:
-    """How much of the sampler ``params`` need: each level at each size is one program."""
-    penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    if penalised or params.logit_bias or params.min_tokens:
-        return "full"
-    return "greedy" if params.greedy else "filtered"
+    def run_check(self, name: str) -> None:
+        """Run a cross-check; raises NotInvariant or NothingToRun."""
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One thing that may run. ``key`` is a Shape, a SamplerKey, the pairs of a swap, the number of a determinism pass
-    or the name of a check. A ``fallback`` is what needs beyond the ladders run in.
+class Item(ABC):
+    """One thing that may run. ``estimate`` is its expected cost, zero where nothing was estimated; a ``fallback`` is
+    what steps beyond the bucket sizes run in. Items of the last stage run once graphs are captured.
     """
 
-    kind: Kind
-    key: Bucket | SamplerKey | int | str
-    stage: Stage
-    estimated_seconds: float = 0.0
-    estimated_bytes: int = 0
-    fallback: bool = False
+    KIND: ClassVar[str] = ""
+    STAGE: ClassVar[Stage] = "after_cache"
+
+    estimate: Cost = field(default=Cost(0.0, 0), kw_only=True)
+    fallback: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    @abstractmethod
+    def of_plan(cls, plan: PlanBase) -> Iterable[Item]:
+        """All items of this class, in the order in which they run."""
+
+    @classmethod
+    def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
+        """Run all items of one kind. ``run_one`` records and logs what becomes of an item and raises what it raised.
+
+        Returns how many ran without an error.
+        """
+        done = 0
+        for item in items:
+            with suppress(Exception):
+                run_one(item)
+                done += 1
+        return done
+
+    @property
+    def kind(self) -> str:
+        return self.KIND
+
+    @property
+    def stage(self) -> Stage:
+        return self.STAGE
+
+    @property
+    @abstractmethod
+    def shape(self) -> dict[str, Any]:
+        """What tells it from others of its kind, for JSON."""
 
     @property
     def name(self) -> str:
-        """Unique within a plan and the same on every boot: what records are kept by."""
-        return item_name(self.kind, self.key)
+        """Unique within a plan and the same on every boot: records are kept by it."""
+        return f"({', '.join(map(str, [self.kind, *self.shape.values()]))})"
 
     @property
-    def program(self) -> tuple[object, ...] | None:
-        """The runnable program that the item stands for; None for those that only run others' programs again."""
-        if isinstance(self.key, SamplerKey):
-            return ("sampler", self.key.rows, level(SAMPLER_SETTINGS[self.key.setting]))
-        return (self.kind, self.key) if self.kind not in ("determinism", "check") else None
+    def program(self) -> Program | None:
+        """The runnable program that the item stands for; None if it only runs programs of others again."""
+        return None
+
+    def cost(self, costs: Costs) -> Cost:
+        """The expected cost of running it once."""
+        return Cost(0.0, 0)
+
+    @abstractmethod
+    def run(self, warm: ItemRunner) -> None:
+        """Run it once."""
+
+    def log_line(self, number: int, total: int, free: int) -> str:
+        """What is logged before it runs, the n-th of ``total`` of its kind, with ``free`` bytes of memory."""
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "kind": self.kind,
             "name": self.name,
-            "shape": key_dict(self.key),
+            "shape": self.shape,
             "stage": self.stage,
             "fallback": self.fallback,
-            "estimated_seconds": round(self.estimated_seconds, 6),
-            "estimated_bytes": self.estimated_bytes,
+            "estimated_seconds": round(self.estimate.seconds, 6),
+            "estimated_bytes": self.estimate.bytes,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardItem(Item):
+    """The forward program of a bucket; its kind is the phase."""
+
+    bucket: Bucket
+
+    @classmethod
+    def of_plan(cls, plan: PlanBase) -> Iterable[ForwardItem]:
+        """Phase by phase, largest first; the fallback, which is larger than all, before them."""
+        for phase in plan.dispatcher.phases.values():
+            if phase.fallback:
+                yield cls(phase.fallback, fallback=True)
+            yield from (cls(bucket) for bucket in reversed(phase.buckets))
+
+    @property
+    def kind(self) -> str:
+        return self.bucket.phase
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return dict(self.bucket.named_dims())
+
+    @property
+    def program(self) -> Bucket:
+        return self.bucket
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.forward(self.name, self.bucket)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.first_run(self.bucket)
+
+    def log_line(self, number: int, total: int, free: int) -> str:
+        return lines.running(self.bucket.phase, self.bucket, number, total, free)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerItem(Item):
+    """``rows`` rows of logits, sampled with one of `SAMPLER_SETTINGS`; with ``batch_changed`` the rows are new."""
+
+    KIND = "sampler"
+    rows: int
+    setting: str
+    batch_changed: bool
+
+    @classmethod
+    def of_plan(cls, plan: PlanBase) -> Iterable[SamplerItem]:
+        return cls.of_sizes(plan.sampler_sizes)
+
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int]) -> Iterable[SamplerItem]:
+        """For each size all settings with a changed batch, then all with an unchanged one, `GAUDI_SETTINGS` first."""
+        for rows in sizes:
+            for settings in (GAUDI_SETTINGS, BRANCH_SETTINGS):
+                yield from (cls(rows, setting, changed) for changed in (True, False) for setting in settings)
+
+    @classmethod
+    def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
+        logged = [(name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
+        for line in lines.sampler_start(sorted({item.rows for item in items}), logged):
+            logger.info("%s", line)
+        done = Item.run_kind(items, run_one, warm)
+        logger.info("%s", lines.sampler_finished())
+        return done
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"rows": self.rows, "setting": self.setting, "batch_changed": self.batch_changed}
+
+    @property
+    def name(self) -> str:
+        return f"(sampler, {self.rows}, {self.setting}, batch_changed={self.batch_changed})"
+
+    @property
+    def program(self) -> SamplerProgram:
+        return SamplerProgram(self.rows, Level.of(SAMPLER_SETTINGS[self.setting]))
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.sampling(self.name, self.rows)
+
+    def run(self, warm: ItemRunner) -> None:
+        """The second time, what the sampler keeps of the rows is theirs already."""
+        warm.sample(self.program, SAMPLER_SETTINGS[self.setting], 1 if self.batch_changed else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapItem(Item):
+    """A padded size of the defragmenter. Source: its warm-up in vLLM on Gaudi, which swaps blocks 0 and 1 at each size.
+
+    An even number of swaps leaves the cache as it was.
+    """
+
+    KIND = "swap"
+    pairs: int
+
+    @classmethod
+    def of_plan(cls, plan: PlanBase) -> Iterable[SwapItem]:
+        return (cls(pairs) for pairs in SWAP_SIZES if plan.policy.compacts)
+
+    @classmethod
+    def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
+        """All sizes, and after an odd number of swaps the first one again."""
+        sizes = [item.pairs for item in items]
+        logger.info("%s", lines.defragmenter_start(sizes))
+        if warm.num_blocks < 2:
+            logger.warning("%s", lines.defragmenter_skipped(warm.num_blocks))
+            return 0
+        done = Item.run_kind(items, run_one, warm)
+        if done % 2:
+            warm.swap(sizes[0])
+        logger.info("%s", lines.defragmenter_finished())
+        return done
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"size": self.pairs}
+
+    @property
+    def program(self) -> SwapProgram:
+        return SwapProgram(self.pairs)
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.swap(self.name, self.pairs)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.swap(self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class DeterminismItem(Item):
+    """A pass of the determinism warm-up: ``bucket``, which serves, is run again."""
+
+    KIND, STAGE = "determinism", "last"
+    number: int
+    bucket: Bucket
+
+    @classmethod
+    def of_plan(cls, plan: PlanBase) -> Iterable[DeterminismItem]:
+        """Passes over a decoding step of as many rows as a usual batch has; none without batch invariance."""
+        rows = min(plan.limits.max_rows, MAX_DETERMINISM_TOKENS)
+        bucket = plan.dispatcher.peek(StepSize("decode", rows, rows, longest=1, blocks=rows))
+        passes = plan.options.determinism_warmup_iterations if plan.options.batch_invariant else 0
+        return (cls(number + 1, bucket) for number in range(passes))
+
+    @classmethod
+    def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
+        passes = iter(items)
+        warm.determinism_passes(lambda: run_one(next(passes)), len(items))
+        return len(items)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"size": self.number}
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.forward(str(self.bucket), self.bucket)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.forward(self.bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckItem(Item):
+    """A cross-check of the boot, by its name in :mod:`preheat.verify.names`."""
+
+    KIND, STAGE = "check", "last"
+    check: str
+
+    @classmethod
+    def of_plan(cls, plan: PlanBase) -> Iterable[CheckItem]:
+        return map(cls, plan.checks)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"name": self.check}
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.run_check(self.check)
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """A candidate that will not run, and why."""
 
-    kind: Kind
-    key: Bucket
+    bucket: Bucket
     reason: str
-
-    @property
-    def name(self) -> str:
-        return item_name(self.kind, self.key)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"kind": self.kind, "name": self.name, "shape": key_dict(self.key), "reason": self.reason}
-
-
-def item_name(kind: Kind, key: Bucket | SamplerKey | int | str) -> str:
-    """See `Item.name`."""
-    if isinstance(key, Bucket):
-        return str(key)
-    if isinstance(key, SamplerKey):
-        return f"(sampler, {key.rows}, {key.setting}, batch_changed={key.batch_changed})"
-    return f"({kind}, {key})"
-
-
-def key_dict(key: Bucket | SamplerKey | int | str) -> dict[str, Any]:
-    """The parts of a key by name."""
-    if isinstance(key, Bucket):
-        return key.named_dims()
-    if isinstance(key, SamplerKey):
-        return key._asdict()
-    return {"name": key} if isinstance(key, str) else {"size": key}
-
-
-def sampler_sizes(decode: Iterable[Bucket], most: int) -> tuple[int, ...]:
-    """Batch sizes that the sampler runs at: 0 and 1, then the distinct ones of the decode shapes, ascending.
-
-    ``most``, the rows that any step may sample from, is there too.
-    """
-    return tuple(sorted({0, 1, most, *(shape.rows for shape in decode)}))
-
-
-def sampler_keys(sizes: Iterable[int]) -> list[SamplerKey]:
-    """For each size all settings with a changed batch, then all with an unchanged one, `GAUDI_SETTINGS` first."""
-    return [
-        SamplerKey(rows, setting, changed)
-        for rows in sizes
-        for settings in (GAUDI_SETTINGS, BRANCH_SETTINGS)
-        for changed in (True, False)
-        for setting in settings
-    ]
+        bucket = self.bucket
+        return {"kind": bucket.phase, "name": str(bucket), "shape": bucket.named_dims(), "reason": self.reason}

@@ -1,6 +1,6 @@
 """What warm-up and planning log, line by line, as vLLM on Gaudi words it; device names are left out.
 
-Functions that return text: who logs it, and when, is decided elsewhere.
+Functions that return text; the callers log it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit
-from preheat.plan.policy import Candidates
+from preheat.plan.candidates import Candidates
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -28,29 +28,31 @@ def bucket_config(phase: Candidates) -> str:
     return f"{phase.phase.capitalize()} bucket config (min, step, max_warmup) {ranges or 'from file'}"
 
 
-def generated(phase: Phase, shapes: Iterable[Bucket]) -> str:
-    """The shapes of a phase, in ascending order."""
-    buckets = _buckets(shapes)
-    return f"Generated {len(buckets)} {phase} buckets: {buckets}"
+def generated(phase: Phase, buckets: Iterable[Bucket]) -> str:
+    """The buckets of a phase, in ascending order."""
+    dims = _dims(buckets)
+    return f"Generated {len(dims)} {phase} buckets: {dims}"
 
 
-def running(phase: Phase, shape: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
-    """One shape's turn, ``number`` of ``total``; ``free`` bytes of device memory before it."""
+def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
+    """One bucket's turn, ``number`` of ``total``; ``free`` bytes of device memory before it."""
     label = ("Graph/" if graph else "") + phase.capitalize()
-    if shape.phase == "mixed":
-        dims = f"num_tokens:{shape.tokens} batch_size:{shape.rows}"
+    if bucket.phase == "mixed":
+        dims = f"num_tokens:{bucket.tokens} batch_size:{bucket.rows}"
     else:
-        second = f" num_blocks:{shape.blocks}" if shape.blocks else f" seq_len:{shape.longest}" if shape.longest else ""
-        dims = f"batch_size:{shape.rows}{second}"
+        second = (
+            f" num_blocks:{bucket.blocks}" if bucket.blocks else f" seq_len:{bucket.longest}" if bucket.longest else ""
+        )
+        dims = f"batch_size:{bucket.rows}{second}"
     return f"[Warmup][{label}][{number}/{total}] {dims} free_mem:{format_bytes(free)}"
 
 
-def captured(phase: Phase, shapes: Sequence[Bucket], total: int, used: int) -> str:
+def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int) -> str:
     """What became of a phase's captures."""
-    share = 100 * len(shapes) / total if total else 100.0
+    share = 100 * len(buckets) / total if total else 100.0
     return (
-        f"Graph/{phase.capitalize()} captured:{len(shapes)} ({share:.1f}%) used_mem:{format_bytes(used)} "
-        f"buckets:{_buckets(shapes)}"
+        f"Graph/{phase.capitalize()} captured:{len(buckets)} ({share:.1f}%) used_mem:{format_bytes(used)} "
+        f"buckets:{_dims(buckets)}"
     )
 
 
@@ -121,5 +123,5 @@ def defragmenter_skipped(num_blocks: int) -> str:
     return f"Skipping defragmenter warmup, insufficient blocks ({num_blocks})"
 
 
-def _buckets(shapes: Iterable[Bucket]) -> list[tuple[int, ...]]:
-    return sorted(shape.dims for shape in shapes)
+def _dims(buckets: Iterable[Bucket]) -> list[tuple[int, ...]]:
+    return sorted(bucket.dims for bucket in buckets)

@@ -1,4 +1,4 @@
-"""What of the settings shapes the plan, under the same names."""
+"""The settings that decide what is in the plan, under the same names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """``bucketing_policy`` is unified or split, ``bucketing_strategy`` one of the ladders or file. A part of a bucket
-    range that is None takes the policy's default.
+    """``bucketing_policy`` is unified or split, ``bucketing_strategy`` linear, exponential, padding_aware or file. A
+    part of a bucket range that is None takes the policy's default.
     """
 
     bucketing_policy: str = "unified"
@@ -46,3 +46,7 @@ class PlanOptions:
         """The (min, step, max) asked for a dimension such as "prompt_bs"."""
         low, step, high = (getattr(self, f"{name}_bucket_{part}") for part in ("min", "step", "max"))
         return low, step, high
+
+    def is_asked(self, name: str) -> bool:
+        """Whether any part of the range of a dimension is set."""
+        return any(part is not None for part in self.asked(name))

@@ -1,4 +1,4 @@
-"""How much a plan pads, over the needs that traffic brings: rows evenly, lengths evenly on a logarithmic scale."""
+"""How much a plan pads, over the steps that traffic brings: rows evenly, lengths evenly on a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Padding:
-    """Work added by padding, in proportion to what the needs ask for: the mean and the worst of ``needs`` samples."""
+    """Work added by padding, relative to the work without padding: the mean and the worst of ``needs`` samples."""
 
     mean: float
     worst: float
@@ -38,35 +38,35 @@ class Padding:
         }
 
 
-def padding_by_phase(table: Dispatcher) -> dict[str, Padding]:
-    """The padding of each phase of ``table``, fallbacks included."""
+def padding_by_phase(dispatcher: Dispatcher) -> dict[str, Padding]:
+    """The padding of each phase, fallbacks included."""
     found: dict[str, Padding] = {}
-    for phase, part in table.phases.items():
-        needs, spread = _needs(part.region)
-        found[phase] = _measure(table, needs, spread)
+    for phase, part in dispatcher.phases.items():
+        sizes, spread = _sampled(part.region)
+        found[phase] = _measure(dispatcher, sizes, spread)
     return found
 
 
-def _measure(table: Dispatcher, needs: Iterable[StepSize], spread: str) -> Padding:
+def _measure(dispatcher: Dispatcher, sizes: Iterable[StepSize], spread: str) -> Padding:
     extra, worst, worst_need, count = 0.0, -1.0, "", 0
-    for need in needs:
-        asked = padded_work(_exact(need))
-        added = padded_work(table.peek(need)) / asked - 1
+    for size in sizes:
+        asked = padded_work(_exact(size))
+        added = padded_work(dispatcher.peek(size)) / asked - 1
         extra, count = extra + added, count + 1
         if added > worst:
-            worst, worst_need = added, str(need)
+            worst, worst_need = added, str(size)
     return Padding(extra / count, worst, worst_need, count, spread)
 
 
-def _exact(need: StepSize) -> Bucket:
-    if need.phase == "prompt":
-        return Bucket.prompt(need.rows, need.longest)
-    if need.phase == "mixed":
-        return Bucket.mixed(need.tokens, need.rows)
-    return Bucket.decode(need.rows, longest=need.longest, blocks=need.blocks)
+def _exact(size: StepSize) -> Bucket:
+    if size.phase == "prompt":
+        return Bucket.prompt(size.rows, size.longest)
+    if size.phase == "mixed":
+        return Bucket.mixed(size.tokens, size.rows)
+    return Bucket.decode(size.rows, longest=size.longest, blocks=size.blocks)
 
 
-def _needs(region: Region) -> tuple[Iterator[StepSize], str]:
+def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
     a, b = region.bounds
     if region.phase == "mixed":
         lengths = _log_spaced(SHORTEST, a)
@@ -75,19 +75,19 @@ def _needs(region: Region) -> tuple[Iterator[StepSize], str]:
         ), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     if region.phase == "prompt":
         lengths = _log_spaced(SHORTEST, b)
-        return (region.need(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+        return (region.step_size(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     rows_evenly = sorted({int(row) for row in np.linspace(1, a, min(a, SAMPLES))})
     if isinstance(region, DecodeByBlocks | DecodeByLength):
-        return _decode_needs(region, rows_evenly), f"rows uniform over 1-{a}, contexts log-uniform"
-    return (region.need(row, 0) for row in rows_evenly), f"rows uniform over 1-{a}"
+        return _sampled_decodes(region, rows_evenly), f"rows uniform over 1-{a}, contexts log-uniform"
+    return (region.step_size(row, 0) for row in rows_evenly), f"rows uniform over 1-{a}"
 
 
-def _decode_needs(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[StepSize]:
+def _sampled_decodes(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[StepSize]:
     for row in rows[:: max(1, len(rows) // 128)]:
         top = int(region.top(np.asarray(row)))
         low = row if isinstance(region, DecodeByBlocks) else SHORTEST
         for value in _log_spaced(low, top, 16):
-            yield region.need(row, value)
+            yield region.step_size(row, value)
 
 
 def _log_spaced(low: int, high: int, samples: int = SAMPLES) -> list[int]:

@@ -1,34 +1,52 @@
-"""Which needs can arise within the limits, phase by phase.
+"""Which steps can arise within the limits, phase by phase.
 
-A phase's needs are points (a, b) on two axes, for example the rows and the longest row of a prompt step. Each region
-here says which points the scheduler may ever produce; the table is built for exactly those, and the laws are tested
-on them.
+The sizes of a phase's steps are points (a, b) on two axes, for example the rows and the longest row of a prompt step.
+Each region says which points the scheduler can produce; the dispatcher is built for exactly those, and the laws are
+tested on them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from preheat.plan.buckets import Phase, StepSize
+from preheat.plan.buckets import Bucket, Phase, StepSize
 
 UNBOUNDED = 2**62
-"""The second axis of a phase that has only one: every need is below it."""
+"""The second axis of a phase that has only one: every step is below it."""
 
 Ints = npt.NDArray[np.int64]
 
 
+class Dimension(NamedTuple):
+    """A dimension that has bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log."""
+
+    name: str
+    label: str
+
+
+PROMPT_ROWS, PROMPT_LENGTH = Dimension("prompt_bs", "bs"), Dimension("prompt_seq", "seq")
+MIXED_TOKENS = Dimension("prompt_seq", "tokens")
+DECODE_ROWS = Dimension("decode_bs", "bs")
+DECODE_BLOCKS, DECODE_LENGTH = Dimension("decode_block", "block"), Dimension("decode_seq", "seq")
+
+
 class Region(Protocol):
-    """The points (a, b), at least 1 each, that a phase's needs take. ``axes`` are the fields of Need that they are."""
+    """The points (a, b), at least 1 each, that a phase's steps take. ``axes`` are the fields of StepSize that a and b
+    are, ``dimensions`` those of them that have bucket sizes.
+    """
 
     @property
     def phase(self) -> Phase: ...
 
     @property
     def axes(self) -> tuple[str, str]: ...
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]: ...
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -40,12 +58,15 @@ class Region(Protocol):
     def top(self, a: Ints) -> Ints:
         """The largest b that occurs with each a."""
 
-    def need(self, a: int, b: int) -> StepSize:
-        """The heaviest need at a point."""
+    def step_size(self, a: int, b: int) -> StepSize:
+        """The heaviest step at a point."""
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        """The bucket of a size on each axis."""
 
 
 @dataclass(frozen=True)
-class PromptNeeds:
+class PromptRegion:
     """Rows (a) and longest row (b) of a prompt step. Other rows may be short, so only a + b - 1 tokens are sure."""
 
     max_rows: int
@@ -53,6 +74,7 @@ class PromptNeeds:
     budget: int
     phase: Phase = "prompt"
     axes: tuple[str, str] = ("rows", "longest")
+    dimensions: tuple[Dimension, ...] = (PROMPT_ROWS, PROMPT_LENGTH)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -66,17 +88,21 @@ class PromptNeeds:
         largest: Ints = np.minimum(self.max_len, self.budget + 1 - a)
         return largest
 
-    def need(self, a: int, b: int) -> StepSize:
+    def step_size(self, a: int, b: int) -> StepSize:
         return StepSize("prompt", a, min(a * b, self.budget), b)
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        return Bucket.prompt(a, b)
 
 
 @dataclass(frozen=True)
-class DecodeNeeds:
+class DecodeRegion:
     """Rows (a) alone: the context's length is no part of the program."""
 
     max_rows: int
     phase: Phase = "decode"
     axes: tuple[str, str] = ("rows", "blocks")
+    dimensions: tuple[Dimension, ...] = (DECODE_ROWS,)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -88,8 +114,11 @@ class DecodeNeeds:
     def top(self, a: Ints) -> Ints:
         return np.full_like(a, UNBOUNDED)
 
-    def need(self, a: int, b: int) -> StepSize:
+    def step_size(self, a: int, b: int) -> StepSize:
         return StepSize("decode", a, a)
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        return Bucket.decode(a)
 
 
 @dataclass(frozen=True)
@@ -103,6 +132,7 @@ class DecodeByBlocks:
     num_blocks: int
     phase: Phase = "decode"
     axes: tuple[str, str] = ("rows", "blocks")
+    dimensions: tuple[Dimension, ...] = (DECODE_ROWS, DECODE_BLOCKS)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -116,8 +146,11 @@ class DecodeByBlocks:
         largest: Ints = np.minimum(a * self.blocks_per_row, self.num_blocks)
         return largest
 
-    def need(self, a: int, b: int) -> StepSize:
+    def step_size(self, a: int, b: int) -> StepSize:
         return StepSize("decode", a, a, blocks=b)
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        return Bucket.decode(a, blocks=b)
 
 
 @dataclass(frozen=True)
@@ -130,6 +163,7 @@ class DecodeByLength:
     num_blocks: int
     phase: Phase = "decode"
     axes: tuple[str, str] = ("rows", "longest")
+    dimensions: tuple[Dimension, ...] = (DECODE_ROWS, DECODE_LENGTH)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -143,12 +177,15 @@ class DecodeByLength:
         largest: Ints = np.minimum(self.max_len, (self.num_blocks + 1 - a) * self.block_size)
         return largest
 
-    def need(self, a: int, b: int) -> StepSize:
+    def step_size(self, a: int, b: int) -> StepSize:
         return StepSize("decode", a, a, longest=b)
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        return Bucket.decode(a, longest=b)
 
 
 @dataclass(frozen=True)
-class MixedNeeds:
+class MixedRegion:
     """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row."""
 
     max_tokens: int
@@ -156,6 +193,7 @@ class MixedNeeds:
     max_len: int
     phase: Phase = "mixed"
     axes: tuple[str, str] = ("tokens", "rows")
+    dimensions: tuple[Dimension, ...] = (MIXED_TOKENS, PROMPT_ROWS)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -170,5 +208,8 @@ class MixedNeeds:
         largest: Ints = np.minimum(self.bounds[1], a)
         return largest
 
-    def need(self, a: int, b: int) -> StepSize:
+    def step_size(self, a: int, b: int) -> StepSize:
         return StepSize("mixed", b, a)
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        return Bucket.mixed(a, b)

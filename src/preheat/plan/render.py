@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from preheat.plan.buckets import Bucket
-from preheat.plan.items import Item
+from preheat.plan.items import ForwardItem, Item, SamplerItem
 from preheat.plan.lines import format_bytes
 from preheat.plan.plan import Plan
 
@@ -19,13 +18,13 @@ def render(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     limits = plan.limits
-    seconds = sum(item.estimated_seconds for item in plan.items)
+    seconds = sum(item.estimate.seconds for item in plan.items)
     size = f"{limits.max_num_seqs} sequences x {limits.max_model_len:,} tokens"
     step = f"{limits.max_num_batched_tokens:,} tokens a step, blocks of {limits.block_size}"
-    ladders = f"{plan.options.bucketing_policy} policy, {plan.options.bucketing_strategy} ladders"
+    how = f"{plan.policy.name} policy, {plan.options.bucketing_strategy} bucket sizes"
     return [
         f"{size}, {step}",
-        f"{ladders}: {len(plan.items):,} items, {plan.programs:,} programs, about {seconds:.1f} s",
+        f"{how}: {len(plan.items):,} items, {plan.programs:,} programs, about {seconds:.1f} s",
     ]
 
 
@@ -35,21 +34,20 @@ def _items(plan: Plan) -> list[str]:
         groups[item.kind].append(item)
     lines = [f"{'kind':<12}{'items':>7}  {'seconds':>8}  {'most memory':>12}  sizes"]
     for kind, items in groups.items():
-        seconds = sum(item.estimated_seconds for item in items)
-        memory = format_bytes(max(item.estimated_bytes for item in items))
+        seconds = sum(item.estimate.seconds for item in items)
+        memory = format_bytes(max(item.estimate.bytes for item in items))
         lines.append(f"{kind:<12}{len(items):>7,}  {seconds:>8.2f}  {memory:>12}  {_sizes(plan, items)}")
     return lines
 
 
 def _sizes(plan: Plan, items: list[Item]) -> str:
-    shapes = [item.key for item in items if isinstance(item.key, Bucket)]
-    if shapes:
-        text = f"{shapes[-1]} ... {shapes[0]}"
+    if isinstance(items[0], ForwardItem):
+        text = f"{items[-1].name} ... {items[0].name}"
         return text + "".join(f", fallback {item.name}" for item in items if item.fallback)
-    if items[0].kind == "sampler":
+    if isinstance(items[0], SamplerItem):
         sizes = plan.sampler_sizes
         return f"{len(sizes)} batch sizes x {len(items) // len(sizes)} settings"
-    return ", ".join(str(item.key) for item in items)
+    return ", ".join(str(value) for item in items for value in item.shape.values())
 
 
 def _padding(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from preheat.core import Delta, Finish, Schedule, Stats, StepResult, TokenLogprobs
+from preheat.errors import WireError
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -66,20 +67,20 @@ def process_results(
     return delta
 
 
-def fail(running: RunningSequences, schedule: Schedule, message: str) -> Delta:
+def fail(running: RunningSequences, schedule: Schedule, error: Exception) -> Delta:
     """The step failed: its sequences end with an error and give back what they hold."""
     live = _live(running, schedule)
     running.stop(schedule.slots[live].tolist())
-    finish = Finish("error", message=message)
+    finish = Finish("error", error=WireError.of(error))
     return Delta(finished=dict.fromkeys(schedule.ids[live].tolist(), finish), started=schedule.started)
 
 
-def lose_cache(running: RunningSequences, message: str) -> Delta:
+def lose_cache(running: RunningSequences, error: Exception) -> Delta:
     """All running sequences end with an error, and nothing that the cache holds is ever read again."""
     ids = running.ids[running.order].tolist()
     running.stop(running.order.tolist())
     running.pool.forget_contents()
-    return Delta(finished=dict.fromkeys(ids, Finish("error", message=message)))
+    return Delta(finished=dict.fromkeys(ids, Finish("error", error=WireError.of(error))))
 
 
 def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:

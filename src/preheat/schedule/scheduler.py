@@ -18,6 +18,7 @@ row are accepted decides its next step, so that row waits for its results.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from copy import copy
@@ -146,10 +147,10 @@ class Scheduler:
             self._totals.blocks_moved += len(swaps.pairs)
         return swaps
 
-    def lose_cache(self, message: str) -> Delta:
+    def lose_cache(self, error: Exception) -> Delta:
         """The cache's contents are unknown: end all running requests with an error, keep nothing for later prompts."""
         self._nothing_in_flight()
-        return results.lose_cache(self.running, message)
+        return results.lose_cache(self.running, error)
 
     def schedule(self) -> Schedule | None:
         """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
@@ -175,14 +176,14 @@ class Scheduler:
         self._in_flight.popleft()
         return delta
 
-    def fail(self, schedule: Schedule, message: str) -> Delta:
+    def fail(self, schedule: Schedule, error: Exception) -> Delta:
         """The step failed: end its requests with an error and free what they hold; the others go on.
 
         Rows of the same requests in later steps are dropped when those steps' results are processed.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
-        return results.fail(self.running, schedule, message)
+        return results.fail(self.running, schedule, error)
 
     def stats(self) -> Stats:
         """Counters since the start and gauges of this moment, a new object each time.
@@ -386,6 +387,12 @@ class Scheduler:
             step.preempted = True
             self._totals.preemptions += 1
         return slots
+
+    @property
+    def max_prompt_len(self) -> int:
+        """The longest prompt that :meth:`add` accepts."""
+        possible = range(1, self.limits.max_model_len)
+        return len(possible) if self.chunked else bisect_left(possible, True, key=lambda n: not self._fits_alone(n))
 
     def _fits_alone(self, tokens: int) -> bool:
         return self.padded(1, tokens, tokens) <= self.limits.max_num_batched_tokens

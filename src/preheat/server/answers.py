@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
+
+encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(Struct):
@@ -116,7 +119,7 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Model(Struct):
+class ModelCard(Struct):
     """``max_model_len`` is null until the engine is ready."""
 
     id: str
@@ -129,7 +132,7 @@ class Model(Struct):
 
 
 class ModelList(Struct):
-    data: list[Model]
+    data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
@@ -150,7 +153,7 @@ class Status(Struct):
 
 
 class Starting(Struct):
-    """How far the warm-up is: ``done`` items of ``total``; ``eta_s`` is null while nobody can tell."""
+    """How far the warm-up is: ``done`` items of ``total``; ``eta_s`` is null while it cannot be estimated."""
 
     done: int
     total: int
@@ -159,15 +162,15 @@ class Starting(Struct):
 
 
 class WarmingUp(Struct):
-    """What there is in place of the record until the engine is ready."""
+    """In place of the record until the engine is ready."""
 
     progress: Starting
     state: Literal["starting"] = "starting"
 
 
-class Ready(Struct):
-    """The warm-up's record in short: items by outcome, the digest of the cross-check's logits, and what was cold or
-    missed since.
+class ReadyStatus(Struct):
+    """The warm-up's record in short: items by outcome, the digest of the cross-check's logits, and the cold events and
+    plan misses since.
     """
 
     items: dict[str, int]

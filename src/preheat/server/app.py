@@ -1,8 +1,8 @@
-"""The server: routes and middleware, and the process that serves them.
+"""The server: routes, middleware, and the process that runs them.
 
 The port opens at once, for /health, /ready, /warmup and /metrics; requests are refused with 503 until the engine is
 ready. The first SIGTERM or SIGINT drains: new requests are refused, running ones finish, then the server stops. A
-second one stops now. When the engine dies, what runs ends with an error and the server leaves with status 1.
+second one stops now. When the engine dies, running requests end with an error and the server exits with status 1.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from functools import partial
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
-from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.errors import SettingsError
 from preheat.metrics import set_up_logging
 from preheat.server import chat, completions, openapi, status
-from preheat.server.auth import Guard, error_response
-from preheat.server.frontend_warmup import rehearse
-from preheat.server.process import ENGINE
+from preheat.server.errors import HANDLERS
+from preheat.server.frontend_warmup import warm_up_server
+from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, RequestIdMiddleware
+from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.service import Service
+from preheat.server.supervisor import Supervisor
 from preheat.settings import Settings
 from preheat.utils.gc import settle
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_GOODBYE_SECONDS = 0.5  # for streams to carry the news of a dead engine, and for /health to tell it
+_GOODBYE_SECONDS = 0.5  # for streams to carry the error of a dead engine, and for /health to report it
 _CLOSE_SECONDS = 2  # for clients to read their last bytes once nothing runs any more
 _LAST_SECONDS = 4.5  # after the engine's death, the process is gone by then whatever hangs
 
@@ -62,7 +63,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
         bar.show(message)
         if isinstance(message, Ready):
             settle()
-            if not message.held and on_ready is not None:
+            if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -70,7 +71,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Routes, and around them: keys and limits, and the headers that browsers ask for."""
+    """The routes, and around them: request ids, API keys, a limit on concurrency, and the headers for browsers."""
     routes = [
         Route("/v1/completions", completions.completions, methods=["POST"]),
         Route("/v1/chat/completions", chat.chat, methods=["POST"]),
@@ -85,13 +86,13 @@ def build_app(service: Service) -> ASGIApp:
         Route("/metrics", status.metrics),
         Route("/openapi.json", _openapi),
     ]
-    handlers = {PreheatError: _refused, HTTPException: _not_found, ClientDisconnect: _gone, Exception: _failed}
-    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    settings = service.settings
+    app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
-    guarded = Guard(app, service)
+    limited = ConcurrencyLimit(app, settings.max_concurrent_requests)
     return CORSMiddleware(
-        guarded,
-        allow_origins=service.settings.allowed_origins,
+        RequestIdMiddleware(AuthMiddleware(limited, settings.api_key)),
+        allow_origins=settings.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id"],
@@ -100,28 +101,6 @@ def build_app(service: Service) -> ASGIApp:
 
 async def _openapi(_: Request) -> Response:
     return Response(openapi.document(), media_type="application/json")
-
-
-async def _refused(_: Request, error: PreheatError) -> Response:
-    return error_response(error)
-
-
-async def _not_found(request: Request, error: HTTPException) -> Response:
-    """No such path, or not with this method."""
-    refusal = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
-    refusal.status = error.status_code
-    response = error_response(refusal)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _gone(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=400)  # nobody reads it
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    """A bug of ours: the server logs it; the client learns no more than that."""
-    return error_response(PreheatError("The server failed to handle this request; its log says more"))
 
 
 class _Server(uvicorn.Server):
@@ -146,9 +125,8 @@ def _listener(settings: Settings) -> socket.socket:
 async def _serve(
     settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None]
 ) -> int:
-    service = Service(settings, entry)
-    service.on_message = on_message
-    service.rehearsal = partial(rehearse, service, build_app)
+    engine = EngineProcess(settings, entry)
+    service = Service(settings, engine.transport.send)
     server = _Server(
         uvicorn.Config(
             build_app(service),
@@ -167,7 +145,6 @@ async def _serve(
         )
     )
     loop = asyncio.get_running_loop()
-    tasks = {loop.create_task(service.run())}
 
     def on_signal() -> None:
         if service.draining:
@@ -182,14 +159,16 @@ async def _serve(
         last.daemon = True
         last.start()
 
-    service.on_dead = on_dead
+    supervisor = Supervisor(service, engine, on_message=on_message, on_dead=on_dead)
+    warm_up = None if settings.skip_warmup else partial(warm_up_server, settings, build_app, loop)
+    tasks = {loop.create_task(supervisor.run(warm_up))}
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     logger.info("Listening on %s:%d", *listener.getsockname()[:2])
     await server.serve(sockets=[listener])
     for task in tasks:
         task.cancel()
-    await service.stop(now=server.force_exit)
+    await supervisor.stop(now=server.force_exit)
     return 0 if service.dead is None else 1
 
 

@@ -11,58 +11,59 @@ from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
-from preheat.frontend.frontdoor import FrontDoor
-from preheat.frontend.request_state import Choice, News, Ticket
-from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
-from preheat.server.auth import read_body, request_id
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import Choice, OutputDelta, RequestState
+from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, encode
+from preheat.server.body import read_body
+from preheat.server.middleware import request_id
 from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling, wants_usage
 from preheat.server.schema import CompletionRequest, decode
 from preheat.server.service import Service
-from preheat.server.stream import Answer, Events, encode, usage_of
+from preheat.server.stream import EventStream, FullResponse, usage_of
 
 MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> ASGIApp:
-    """The route."""
+    """The endpoint."""
     service: Service = request.app.state.service
     body = decode(await read_body(request), CompletionRequest)
     service.check_model(body.model)
-    door, id = service.door, request_id(request)
-    params = _params(door, body)
-    tickets = [
-        door.prepare(ids, params, request_id=id, text=text, cache_salt=body.cache_salt or "")
-        for text, ids in await _prompts(door, body)
+    frontend, id = service.frontend, request_id(request)
+    params = _params(frontend, body)
+    states = [
+        frontend.prepare(ids, params, request_id=id, text=text, cache_salt=body.cache_salt or "")
+        for text, ids in await _prompts(frontend, body)
     ]
-    writer = _Writer(body, tickets, f"cmpl-{id}", body.model or service.names[0])
+    writer = _CompletionWriter(body, states, f"cmpl-{id}", body.model or service.names[0])
     if body.stream:
-        return Events(service.door, tickets, writer.event, writer.last_event)
-    return Answer(service.door, tickets, writer.whole)
+        return EventStream(frontend, states, writer.event, writer.last_event)
+    return FullResponse(frontend, states, writer.whole)
 
 
-def _params(door: FrontDoor, body: CompletionRequest) -> SamplingParams:
+def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo:
-        door.check_text("echo", "leave it out, and ask for return_token_ids")
+        frontend.input.check_text("echo", "leave it out, and ask for return_token_ids")
         if prompt_logprobs is None:
             prompt_logprobs = body.logprobs
         if body.logprobs not in {None, prompt_logprobs}:
             raise InvalidRequest("prompt_logprobs must equal logprobs when echo is set", param="prompt_logprobs")
         max_tokens = max_tokens or 1  # to score a prompt: one token is drawn and not shown
-    return sampling(door, body, max_tokens, body.logprobs, prompt_logprobs)
+    return sampling(frontend, body, max_tokens, body.logprobs, prompt_logprobs)
 
 
-async def _prompts(door: FrontDoor, body: CompletionRequest) -> list[tuple[str | None, list[int]]]:
+async def _prompts(frontend: Frontend, body: CompletionRequest) -> list[tuple[str | None, list[int]]]:
     """Each prompt's text, where it came as text, and its token ids."""
     prompts = _listed(body.prompt)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise InvalidRequest(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
     special = body.add_special_tokens is not False
-    return [(p, await encoded(door, p, special)) if isinstance(p, str) else (None, p) for p in prompts]
+    return [(p, await encoded(frontend, p, special)) if isinstance(p, str) else (None, p) for p in prompts]
 
 
 def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -77,11 +78,11 @@ def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return [ids]
 
 
-class _Writer:
+class _CompletionWriter:
     """Writes the answer to one body, as a whole or event by event."""
 
-    def __init__(self, body: CompletionRequest, tickets: Sequence[Ticket], id: str, model: str) -> None:
-        self._body, self._tickets, self._id, self._model = body, tickets, id, model
+    def __init__(self, body: CompletionRequest, states: Sequence[RequestState], id: str, model: str) -> None:
+        self._body, self._states, self._id, self._model = body, states, id, model
         self._created = int(time.time())
         self._usage = wants_usage(body)
         self._offsets: dict[int, int] = {}  # choice -> characters that its logprobs have covered
@@ -91,14 +92,14 @@ class _Writer:
 
     def whole(self) -> Completion:
         choices = [
-            self._choice(place * ticket.params.n, choice)
-            for place, ticket in enumerate(self._tickets)
-            for choice in ticket.choices
+            self._choice(place * state.params.n, choice)
+            for place, state in enumerate(self._states)
+            for choice in state.choices
         ]
         return self._completion(choices)
 
     def event(self, first: int, choice: Choice) -> bytes:
-        """The event for the news of ``choice``; its prompt's choices begin at index ``first``."""
+        """The event for what is new of ``choice``; its prompt's choices begin at index ``first``."""
         return b"%b%b%b" % (self._head, encode(self._choice(first, choice)), self._tail)
 
     def last_event(self) -> bytes:
@@ -106,33 +107,33 @@ class _Writer:
         return b"data: %b\n\n" % encode(self._completion([])) if self._usage else b""
 
     def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        usage = usage_of(self._tickets)
+        usage = usage_of(self._states)
         if self._body.max_tokens == 0:
             usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
         return Completion(self._id, self._created, self._model, choices, usage)
 
     def _choice(self, first: int, choice: Choice) -> CompletionChoice:
-        body, news = self._body, choice.news()
-        index, echo = first + choice.index, body.echo and news.begins
-        answer = CompletionChoice(index, news.text, None, choice.finish_reason, choice.stop_reason)
+        body, delta = self._body, choice.take_delta()
+        index, echo = first + choice.index, body.echo and delta.first
+        answer = CompletionChoice(index, delta.text, None, choice.finish_reason, choice.stop_reason)
         if body.max_tokens == 0:
-            news = News("", [], news.logprobs and [], news.begins)
+            delta = OutputDelta("", [], delta.logprobs and [], delta.first)
             answer = CompletionChoice(index, "", None, choice.finish_reason and "length")
         if echo:
-            answer.text = choice.ticket.prompt_text + answer.text
-        if news.logprobs is not None:
-            answer.logprobs = self._logprobs(index, choice.ticket, news, bool(echo))
-        if news.begins and body.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs_of(choice.ticket)
+            answer.text = choice.state.prompt_text + answer.text
+        if delta.logprobs is not None:
+            answer.logprobs = self._logprobs(index, choice.state, delta, bool(echo))
+        if delta.first and body.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs_of(choice.state)
         if body.return_token_ids:
-            answer.token_ids = news.token_ids
-            answer.prompt_token_ids = choice.ticket.prompt_ids if news.begins else UNSET
+            answer.token_ids = delta.token_ids
+            answer.prompt_token_ids = choice.state.prompt_ids if delta.first else UNSET
         return answer
 
-    def _logprobs(self, index: int, ticket: Ticket, news: News, echo: bool) -> CompletionLogprobs:
-        ids = [*ticket.prompt_ids, *news.token_ids] if echo else news.token_ids
-        entries = [*ticket.prompt_logprobs, *(news.logprobs or ())] if echo else news.logprobs or ()
+    def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> CompletionLogprobs:
+        ids = [*state.prompt_ids, *delta.token_ids] if echo else delta.token_ids
+        entries = [*state.prompt_logprobs, *(delta.logprobs or ())] if echo else delta.logprobs or ()
         offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(ticket.tokenizer, ids, entries, offset)
+        logprobs = completion_logprobs(state.tokenizer, ids, entries, offset)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         return logprobs

@@ -1,4 +1,4 @@
-"""The record as it is now: the engine keeps it, so the server asks for it when somebody wants to see it."""
+"""The current warm-up record: the engine keeps it, and the server asks for it when a client wants to see it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from preheat.core import Ask, ToEngine
 from preheat.warmup.record import Record
 
 
-class Live:
-    """What the engine last said of its warm-up. ``send`` hands a message to the engine."""
+class LiveRecord:
+    """The record that the engine sent last. ``send`` hands a message to the engine."""
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self.json = b""
@@ -39,9 +39,9 @@ class Live:
             self._answer = None
 
     async def refresh(self, patience: float) -> None:
-        """Ask for the record; after ``patience`` seconds without an answer the last one has to do.
+        """Ask for the record; after ``patience`` seconds without an answer, keep the last one.
 
-        The engine answers between two steps. However many want to know, one question is under way at a time.
+        The engine answers between two steps. One question is under way at a time, however many clients ask.
         """
         if self._answer is None:
             self._answer = asyncio.get_running_loop().create_future()

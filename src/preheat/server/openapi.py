@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 import preheat
-from preheat.core import RANGES
+from preheat.core import SAMPLING_FIELDS
 from preheat.server import answers, schema
 from preheat.server.schema import ErrorResponse
 from preheat.warmup.record import Record
@@ -65,13 +65,13 @@ OPERATIONS = (
         (*_POST, 504), True,
     ),
     Operation("get", "/v1/models", "The names of the model", answers.ModelList, None, (401, 429)),
-    Operation("get", "/v1/models/{model}", "One of them", answers.Model, None, (401, 404, 429)),
+    Operation("get", "/v1/models/{model}", "One of them", answers.ModelCard, None, (401, 404, 429)),
     Operation("post", "/tokenize", "Text to token ids", answers.Tokens, schema.TokenizeRequest, _POST),
     Operation("post", "/detokenize", "Token ids to text", answers.Text, schema.DetokenizeRequest, _POST),
     Operation("get", "/version", "The version of preheat", answers.Version, key=False),
     Operation("get", "/health", "Alive?", answers.Status, None, (500, 504), key=False),
     Operation(
-        "get", "/ready", "Taking requests?", answers.Ready, None, (500, 503), key=False,
+        "get", "/ready", "Taking requests?", answers.ReadyStatus, None, (500, 503), key=False,
         instead={503: answers.Starting},
     ),
     Operation(
@@ -110,10 +110,10 @@ def document() -> bytes:
 
 def _add_ranges(properties: dict[str, Any]) -> None:
     """The ranges that sampling parameters check are part of the description of the fields of the same name."""
-    for name, low, high in RANGES:
+    for name, row in SAMPLING_FIELDS.items():
         for option in properties.get(name, {}).get("anyOf", ()):
             if option.get("type") in {"integer", "number"}:
-                option |= {"minimum": low, "maximum": high}
+                option |= {"minimum": row.low, "maximum": row.high}
 
 
 def _described(operation: Operation) -> dict[str, Any]:

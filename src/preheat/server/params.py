@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from preheat.core import SamplingParams, TokenLogprobs
+from preheat.core import SAMPLING_FIELDS, SamplingParams, TokenLogprobs
 from preheat.errors import InvalidRequest
-from preheat.frontend.frontdoor import FrontDoor
-from preheat.frontend.request_state import Ticket
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.server.answers import (
     ChatLogprobs,
@@ -24,23 +24,20 @@ LONG_TEXT = 20_000
 """Characters beyond which encoding leaves the event loop for a thread."""
 
 _LOWEST = -9999.0  # JSON has no infinity
-_SAME_NAMES = (
-    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "top_k",
-    "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens",
-)  # fmt: skip
+_HTTP_FIELDS = [name for name, field in SAMPLING_FIELDS.items() if field.http]
 
 
 def sampling(
-    door: FrontDoor, body: Sampling, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    frontend: Frontend, body: Sampling, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """The sampling parameters of a body; raises InvalidRequest where they are wrong or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    given = {name: getattr(body, name) for name in _SAME_NAMES}
-    return door.params(**given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    given = {name: getattr(body, name) for name in _HTTP_FIELDS}
+    given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    return frontend.input.params(**given)
 
 
 def wants_usage(body: Sampling) -> bool:
@@ -48,22 +45,22 @@ def wants_usage(body: Sampling) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
 
-async def encoded(door: FrontDoor, text: str, add_special_tokens: bool) -> list[int]:
+async def encoded(frontend: Frontend, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of ``text``; a long one is encoded in a thread."""
     if len(text) < LONG_TEXT:
-        return door.tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(door.tokenizer.encode, text, add_special_tokens)
+        return frontend.tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(frontend.tokenizer.encode, text, add_special_tokens)
 
 
-def prompt_logprobs_of(ticket: Ticket) -> PromptLogprobs:
+def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
     """vLLM's shape: one mapping from token id per position of the prompt, None for the first."""
-    return [None if entry is None else _by_id(ticket, entry) for entry in ticket.prompt_logprobs]
+    return [None if entry is None else _by_id(state, entry) for entry in state.prompt_logprobs]
 
 
-def _by_id(ticket: Ticket, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
+def _by_id(state: RequestState, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
     return {
         id: PromptLogprob(max(p.logprob, _LOWEST), p.rank or 0, p.decoded_token or "")
-        for id, p in ticket.position(entry).items()
+        for id, p in state.position(entry).items()
     }
 
 

@@ -21,7 +21,7 @@ from preheat.settings import Settings
 from preheat.transport import FrontendTransport, remove_sockets
 
 ENGINE = "preheat.startup:run_engine"
-"""What the child runs: ``module:function``, called with the settings and the mailbox's address."""
+"""What the child runs: ``module:function``, called with the settings and the transport's address."""
 
 _STDIN = 0
 _STOP_SECONDS = 5.0
@@ -36,7 +36,7 @@ class EngineProcess:
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         try:
             self._write(msgspec.json.encode(settings) + b"\n")
-        except BrokenPipeError:  # it is gone already; whoever watches will be told
+        except BrokenPipeError:  # it is gone already, which :meth:`watch` will report
             pass
 
     def _write(self, data: bytes) -> None:

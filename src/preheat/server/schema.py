@@ -14,7 +14,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import InvalidRequest
+
+Body = TypeVar("Body", bound=Struct)
 
 _PATH = re.compile(r"\$([^`]*)`")
 
@@ -32,30 +35,27 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: Annotated[Any, _only(False)] = None
 
 
+def _with_sampling_fields(kind: type[Body]) -> type[Body]:
+    """``kind`` with an optional field for each sampling parameter of the table that it does not declare itself."""
+    hints = typing.get_type_hints(SamplingParams)
+    rest = [name for name, field in SAMPLING_FIELDS.items() if field.http and name not in kind.__struct_fields__]
+    fields = [(name, hints[name] | None, None) for name in rest]
+    namespace = {"__doc__": kind.__doc__}
+    whole = msgspec.defstruct(
+        kind.__name__, fields, bases=(kind,), module=kind.__module__, namespace=namespace, kw_only=True
+    )
+    return typing.cast(type[Body], whole)
+
+
+@_with_sampling_fields
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions have in common."""
+    """What completions and chat completions have in common; the fields that we read by name are written out."""
 
     model: str | None = None
     n: int | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -176,9 +176,6 @@ class ErrorBody(Struct):
 
 class ErrorResponse(Struct):
     error: ErrorBody
-
-
-Body = TypeVar("Body", bound=Struct)
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:

@@ -1,4 +1,4 @@
-"""What the server says of itself and its model, and the tokenizer's two routes."""
+"""Endpoints about the server and its model, and the tokenizer's two."""
 
 from __future__ import annotations
 
@@ -12,13 +12,24 @@ from starlette.responses import Response
 import preheat
 from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
-from preheat.server.answers import Model, ModelList, Ready, Starting, Status, Text, Tokens, Version, WarmingUp
-from preheat.server.auth import RETRY, read_body
+from preheat.server.answers import (
+    ModelCard,
+    ModelList,
+    ReadyStatus,
+    Starting,
+    Status,
+    Text,
+    Tokens,
+    Version,
+    WarmingUp,
+    encode,
+)
+from preheat.server.body import read_body
 from preheat.server.chat import render
+from preheat.server.errors import RETRY
 from preheat.server.params import encoded
 from preheat.server.schema import DetokenizeRequest, TokenizeRequest, decode
 from preheat.server.service import Service
-from preheat.server.stream import encode
 from preheat.warmup.page import render as record_page
 from preheat.warmup.page import render_progress
 
@@ -50,9 +61,9 @@ async def ready(request: Request) -> Response:
     service = _service(request)
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
-    _ = service.door
+    _ = service.frontend
     await service.refresh(0)
-    return _json(Ready(**service.live.record.summary()))
+    return _json(ReadyStatus(**service.live.record.summary()))
 
 
 async def warmup(request: Request) -> Response:
@@ -65,7 +76,7 @@ async def warmup(request: Request) -> Response:
             return Response(render_progress(progress, service.names[0]), 200, headers, "text/html")
         return _json(WarmingUp(_starting(progress)), 200, headers)
     if service.max_model_len is None:
-        _ = service.door  # it says why there is no record and never will be
+        _ = service.frontend  # it says why there is no record and never will be
     await service.refresh(PATIENCE)
     headers["age"] = str(int(service.live.age))
     if as_page:
@@ -95,8 +106,8 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def _models(service: Service) -> list[Model]:
-    return [Model(name, service.created, service.max_model_len, service.settings.model) for name in service.names]
+def _models(service: Service) -> list[ModelCard]:
+    return [ModelCard(name, service.created, service.max_model_len, service.settings.model) for name in service.names]
 
 
 async def models(request: Request) -> Response:
@@ -118,7 +129,7 @@ async def tokenize(request: Request) -> Response:
     service = _service(request)
     body = decode(await read_body(request), TokenizeRequest)
     service.check_model(body.model)
-    door = service.door
+    frontend = service.frontend
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages", param="prompt")
     if body.messages is None:
@@ -129,8 +140,8 @@ async def tokenize(request: Request) -> Response:
     else:
         text = render(service, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
         special = body.add_special_tokens is True
-    ids = await encoded(door, text, special)
-    strings = [door.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
+    ids = await encoded(frontend, text, special)
+    strings = [frontend.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
     return _json(Tokens(len(ids), service.max_model_len or 0, ids, strings))
 
 
@@ -139,6 +150,6 @@ async def detokenize(request: Request) -> Response:
     service = _service(request)
     body = decode(await read_body(request), DetokenizeRequest)
     service.check_model(body.model)
-    door = service.door
-    door.check_vocabulary(body.tokens, "tokens")
-    return _json(Text(door.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    frontend = service.frontend
+    frontend.input.check_vocabulary(body.tokens, "tokens")
+    return _json(Text(frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)))

@@ -17,11 +17,11 @@ from torch import Tensor
 from preheat.backends.base import Facts
 from preheat.errors import NotInvariant
 from preheat.plan.buckets import Bucket
+from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.names import context_lengths
 from preheat.verify.paths import PATHS, alone
 from preheat.warmup.record import Record
-from preheat.warmup.run import NothingToRun
 
 DIGEST_BYTES = 16
 

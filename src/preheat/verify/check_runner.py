@@ -17,7 +17,7 @@ from torch import Tensor
 from preheat.core import OWN_ID, Request, Schedule, Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
-from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.buckets import Bucket
 from preheat.plan.items import SWAP_SIZES
 from preheat.plan.plan import Plan
 from preheat.schedule.blocks import BlockPool
@@ -100,7 +100,7 @@ class CheckRunner:
         self.slots.device_len[slot] = known
 
     def shape_of(self, rows: Sequence[Row]) -> Bucket | None:
-        """The shape of a step in which ``rows`` compute all that they lack; None beyond the limits or the ladders."""
+        """The bucket of a step in which ``rows`` compute all that they lack; None if there is none."""
         limits, lacking = self.plan.limits, [row.lacking for row in rows]
         lengths = [sum(row) for row in rows]
         blocks = sum(-(-length // limits.block_size) for length in lengths)
@@ -108,11 +108,10 @@ class CheckRunner:
             return None
         if sum(lacking) > limits.max_num_batched_tokens or blocks >= limits.num_blocks:
             return None
-        need = StepSize("mixed" if max(lacking) > 1 else "decode", len(rows), sum(lacking))
-        if self.plan.options.bucketing_policy == "split":
-            prompt = need._replace(phase="prompt", longest=max(lacking))
-            need = prompt if max(lacking) > 1 else need._replace(longest=max(lengths), blocks=blocks)
-        return self.plan.table.find(need)
+        decodes = max(lacking) <= 1
+        longest = max(lengths if decodes else lacking)
+        size = self.plan.policy.step_size(len(rows), sum(lacking), decodes=decodes, longest=longest, blocks=blocks)
+        return self.plan.dispatcher.find(size)
 
     def read(self, slot: int, count: int) -> None:
         """A step of its own, in which ``slot`` computes its next ``count`` tokens."""

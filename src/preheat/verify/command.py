@@ -81,9 +81,9 @@ def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
         say(said)
     equal = stored.digest == now.digest
     say(f"The bits are {'equal' if equal else 'not equal'}: digest {now.digest}")
-    if ready.held:
-        say(ready.held)
-    return 0 if equal and not ready.held else 1
+    if ready.blocked_reason:
+        say(ready.blocked_reason)
+    return 0 if equal and not ready.blocked_reason else 1
 
 
 def _told(results: Iterable[PathResult], say: Say) -> list[PathResult]:

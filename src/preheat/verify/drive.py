@@ -85,7 +85,7 @@ def _ended(delta: Delta) -> int:
     """How many sequences ended."""
     for finish in delta.finished.values():
         if finish.reason == "error":
-            raise PreheatError(f"the engine failed a request: {finish.message}")
+            raise PreheatError(f"the engine failed a request: {finish.error and finish.error.message}")
     return len(delta.finished)
 
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.plan.policy import policy_named
 from preheat.settings import OPTIONS, Settings
 
 
@@ -32,7 +33,9 @@ CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
         "prefix hit": lambda asked: asked.settings.enable_prefix_caching and asked.lengths[0] > asked.limits.block_size,
         "decode": lambda asked: asked.lengths[0] > 1,
         "compaction": lambda asked: (
-            asked.settings.bucketing_policy == "unified" and asked.lengths[0] > 1 and asked.limits.num_blocks > 2
+            policy_named(asked.settings.bucketing_policy).compacts
+            and asked.lengths[0] > 1
+            and asked.limits.num_blocks > 2
         ),
         "eager": lambda asked: asked.mode != "eager",
     }

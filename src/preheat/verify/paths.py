@@ -50,7 +50,7 @@ def eager(lab: CheckRunner, tokens: np.ndarray) -> Ways:
 
 def beside(lab: CheckRunner, tokens: np.ndarray) -> Ways:
     """Before and behind others that prefill and, where steps mix, decode."""
-    mixes = lab.plan.options.bucketing_policy == "unified"
+    mixes = lab.plan.policy.mixed_steps
     rows = [row for row in BESIDE if mixes or row.lacking > 1]
     while rows and not lab.shape_of([Row(0, len(tokens)), *rows]):
         rows.pop()
@@ -82,7 +82,7 @@ def _more_and_more(row: Row, lab: CheckRunner) -> Iterator[list[Row]]:
 
 def every_bucket(lab: CheckRunner, tokens: np.ndarray) -> Ways:
     """The whole context, and its last token, in every shape of the plan that can hold them."""
-    for shape in lab.plan.table.shapes:
+    for shape in lab.plan.dispatcher.buckets:
         for last in (len(tokens), 1):
             row = Row(len(tokens) - last, last)
             rows = _filling(lab, shape, row)
@@ -93,7 +93,7 @@ def every_bucket(lab: CheckRunner, tokens: np.ndarray) -> Ways:
 
 def _filling(lab: CheckRunner, shape: Bucket, row: Row) -> list[Row]:
     """Neighbours that make a step with ``row`` need ``shape``, where there are any."""
-    need = lab.plan.table.example(shape)
+    need = lab.plan.dispatcher.example(shape)
     rows, tokens = need.rows - 1, need.tokens - row.lacking
     blocks = max(need.blocks - -(-sum(row) // lab.slots.block_size), 0)
     if not 0 < rows <= tokens:

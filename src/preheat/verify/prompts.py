@@ -10,7 +10,7 @@ import msgspec
 
 from preheat.core import Request, SamplingParams
 from preheat.errors import InvalidRequest
-from preheat.plan.items import SAMPLER_SETTINGS
+from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 
 LONGEST = 1_900
 SHARED = 3

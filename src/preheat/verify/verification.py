@@ -55,7 +55,7 @@ class Verification:
     def _as_asked(self) -> Iterator[PathResult]:
         """Paths that one engine takes."""
         engine = Engine(self.boot, self.settings)
-        self.proof, self.held = Record.from_json(engine.ready.record).proof, engine.ready.held
+        self.proof, self.held = Record.from_json(engine.ready.record).proof, engine.ready.blocked_reason
         prompts = self.asked = self.prompts(engine)
         first = self.first = engine.run(prompts)
         hits = engine.stats.prefix_hits

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from preheat.warmup.record import BootStep, Entry, Record
+from preheat.warmup.record import BootStep, ItemRecord, Record
 
 WIDTH = 1080.0
 CHAR = 6.4  # width of a digit or small letter in the drawings' font
@@ -63,7 +63,7 @@ class Cell(NamedTuple):
     x: float
     y: float
     number: int
-    entry: Entry
+    entry: ItemRecord
     level: int
     label: str
 
@@ -85,7 +85,7 @@ class Grid:
     height: float
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ItemRecord]:
         return [cell.entry for cell in self.cells]
 
 
@@ -116,7 +116,7 @@ def timeline(record: Record) -> Timeline | None:
     return Timeline(list(lanes.values()), ticks, left, WIDTH - EDGE, y + 18)
 
 
-def _bars(entry: Entry, x: float, scale: float) -> list[Bar]:
+def _bars(entry: ItemRecord, x: float, scale: float) -> list[Bar]:
     """Compiling, then the run."""
     compiled, touched = entry.compile_seconds * scale, entry.touch_seconds * scale
     tip = f"{entry.name}: {format_seconds(entry.compile_seconds)} compiling, {format_seconds(entry.touch_seconds)} run"
@@ -126,13 +126,13 @@ def _bars(entry: Entry, x: float, scale: float) -> list[Bar]:
 
 def grids(record: Record) -> list[Grid]:
     """A grid for each kind, in the order of the plan."""
-    groups: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, ItemRecord]]] = defaultdict(list)
     for index, entry in enumerate(record.entries):
         groups[entry.kind].append((index, entry))
     return [_grid(kind, items) for kind, items in groups.items()]
 
 
-def _grid(kind: str, items: Sequence[tuple[int, Entry]]) -> Grid:
+def _grid(kind: str, items: Sequence[tuple[int, ItemRecord]]) -> Grid:
     across, down = _axes([entry for _, entry in items])
     columns = sorted({_value(entry.shape, [across]) for _, entry in items})
     rows = _unique(_value(entry.shape, down) for _, entry in items)
@@ -169,7 +169,7 @@ def _grid(kind: str, items: Sequence[tuple[int, Entry]]) -> Grid:
     )
 
 
-def _axes(entries: Sequence[Entry]) -> tuple[str, list[str]]:
+def _axes(entries: Sequence[ItemRecord]) -> tuple[str, list[str]]:
     """The dimension with the most values goes across, numbers before words; the others go down."""
     names = list(dict.fromkeys(name for entry in entries for name in entry.shape))
 
@@ -242,5 +242,5 @@ def _end(steps: Sequence[BootStep]) -> float:
     return max((step.started + step.seconds for step in steps), default=0.0)
 
 
-def _seconds(entry: Entry) -> float:
+def _seconds(entry: ItemRecord) -> float:
     return entry.compile_seconds + entry.touch_seconds

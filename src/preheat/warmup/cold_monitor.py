@@ -1,4 +1,4 @@
-"""The guard: after ready it looks at every step, counts what each item served, and tells when something was cold."""
+"""The cold monitor: after ready it looks at every step, counts what each item served, and reports what was cold."""
 
 from __future__ import annotations
 
@@ -10,92 +10,82 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from preheat.core import Swaps
-from preheat.errors import PreheatError
+from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
-from preheat.ops.sampling import Level
-from preheat.plan.items import SAMPLER_SETTINGS, SamplerKey, level
 from preheat.plan.plan import Plan
-from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, Entry, Record
+from preheat.plan.programs import Program, SamplerProgram, SwapProgram
+from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
 
 
-class ColdStep(PreheatError):
-    """A step ran something cold, and ``--on-cold raise`` asked to be told."""
+class ColdEvents(Protocol):
+    """Where cold events come from (:class:`preheat.warmup.cold_sources.ColdSources`)."""
 
-
-class Source(Protocol):
-    """One origin of cold events, such as a compiler."""
-
-    name: str
-
-    def taken(self) -> Sequence[str]:
-        """What happened since the last call, in words; empty when nothing did. Called after every step."""
+    def taken(self) -> Sequence[tuple[str, str]]:
+        """What happened since the last call: (source, detail) pairs. Called after every step."""
 
 
 @dataclass(slots=True)
-class _Tally:
-    """How often steps of a kind have run whose programs are warm, since that was booked in the items' ``entries``."""
+class _Hits:
+    """Steps of the same programs, all warm, that are not yet counted in their ``entries``."""
 
-    entries: list[Entry]
+    entries: list[ItemRecord]
     steps: int = 0
 
 
 class ColdMonitor:
-    """The loop's observer. ``on_cold``: off, count, warn or raise (see docs/warm-up.md)."""
+    """A step listener. ``on_cold``: off, count, warn or raise (see docs/warm-up.md)."""
 
-    def __init__(self, record: Record, plan: Plan, on_cold: str, sources: Sequence[Source] = ()) -> None:
+    def __init__(self, record: Record, plan: Plan, on_cold: str, sources: ColdEvents) -> None:
         self._record, self.on_cold, self._sources = record, on_cold, sources
-        self._tallies: dict[object, _Tally] = {}
-        entries = {entry.name: entry for entry in record.entries}
-        self._entries: dict[object, list[Entry]] = defaultdict(list)
+        self._hits: dict[tuple[Program, ...], _Hits] = {}
+        entries = record.by_name()
+        self._entries: dict[Program, list[ItemRecord]] = defaultdict(list)
         for item in plan.items:
             if item.program is not None:
-                self._entries[_program(item.key, item.program)].append(entries[item.name])
-        for source in sources:  # what happened until now is no news
-            source.taken()
+                self._entries[item.program].append(entries[item.name])
+        sources.taken()  # what happened until now does not count
 
     def step(self, event: InputBatch | Swaps) -> None:
-        """Book a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
+        """Record a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
         ``on_cold`` is raise.
         """
         if self.on_cold == "off":
             return
-        kind = _kind(event)
-        tally = self._tallies.get(kind)
-        events = []
-        if tally is not None:
-            tally.steps += 1
+        programs = programs_of(event)
+        hits = self._hits.get(programs)
+        events: list[tuple[str, str]] = []
+        if hits is not None:
+            hits.steps += 1
         else:
-            events += self._first(kind, _programs(event))
-        for source in self._sources:
-            if taken := source.taken():
-                events += [(source.name, detail) for detail in taken]
+            events += self._first(programs)
+        events += self._sources.taken()
         if events:
             self._tell(events)
 
     @property
     def record(self) -> Record:
-        """The record, with everything booked that was seen until now."""
-        for tally in self._tallies.values():
-            for entry in tally.entries:
-                entry.hits += tally.steps
-            tally.steps = 0
+        """The record, with all steps counted until now."""
+        for hits in self._hits.values():
+            for entry in hits.entries:
+                entry.hits += hits.steps
+            hits.steps = 0
         return self._record
 
     def report(self) -> bytes:
         return self.record.to_json()
 
-    def _first(self, kind: object, programs: list[object]) -> list[tuple[str, str]]:
-        """The first step of its kind, or one that nobody planned. Those that follow are only counted."""
+    def _first(self, programs: tuple[Program, ...]) -> list[tuple[str, str]]:
+        """The first step of these programs, or one that is not planned. Later ones are only counted."""
         events = [cold for program in programs for cold in self._hit(program)]
         if all(self._entries[program] for program in programs):
-            self._tallies[kind] = _Tally([entry for program in programs for entry in self._entries[program]])
+            self._hits[programs] = _Hits([entry for program in programs for entry in self._entries[program]])
         return events
 
-    def _hit(self, program: object) -> list[tuple[str, str]]:
+    def _hit(self, program: Program) -> list[tuple[str, str]]:
         entries = self._entries[program]
         cold = not any(entry.outcome in DONE for entry in entries)
         for entry in entries:
@@ -117,24 +107,10 @@ class ColdMonitor:
                 raise ColdStep(f"The step ran something cold ({said})")
 
 
-def _kind(event: InputBatch | Swaps) -> object:
-    """What tells steps apart that run different programs."""
+def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
+    """The programs that a step, or a compaction, has run."""
     if isinstance(event, Swaps):
-        return event.size
-    return event.bucket, event.sampling_size if len(event.sampled_rows) else 0, event.sampling.level
-
-
-def _programs(event: InputBatch | Swaps) -> list[object]:
-    """What ran."""
-    if isinstance(event, Swaps):
-        return [("swap", event.size)]
+        return (SwapProgram(event.size),)
     if not len(event.sampled_rows):
-        return [event.bucket]
-    return [event.bucket, ("sampler", event.sampling_size, Level(event.sampling.level).name.lower())]
-
-
-def _program(key: object, program: tuple[object, ...]) -> object:
-    """What a step says of itself when it has run ``program``."""
-    if isinstance(key, SamplerKey):
-        return ("sampler", key.rows, level(SAMPLER_SETTINGS[key.setting]))
-    return key if program[0] != "swap" else program
+        return (event.bucket,)
+    return event.bucket, SamplerProgram(event.sampling_size, event.sampling.level)

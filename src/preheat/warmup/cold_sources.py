@@ -1,267 +1,40 @@
-"""Where cold events come from, and how each origin is watched: by a hook, by a counter, or not at all.
-
-`SOURCES` is the table; docs/cold-events.md shows it. Every watched origin is a number that only grows, kept by torch or
-by a hook of ours, so that a step in which nothing was cold costs one comparison for each.
+"""Where cold events come from. `ORIGINS` is the list; how each is watched is the backend's affair
+(:mod:`preheat.backends.cold`); docs/cold-events.md shows both.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from typing import Any, Literal
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
 
-from preheat.errors import SettingsError
-from preheat.warmup.cold_monitor import Source
+from preheat.backends.base import Backend
 
-How = Literal["hook", "counter", "none"]
-
-MAX_DETAILS = 64
-"""Events of one hook that are kept in words until they are taken; all of them are counted."""
-
-STEP = ("preheat.schedule.", "preheat.execution.")
-"""The packages that the loop calls in a step: everything that a step runs has one of them among its callers."""
-
-
-SELDOM = 8
-"""Steps after which a number is looked at that takes tens of microseconds to read."""
+ORIGINS: Mapping[str, str] = MappingProxyType(
+    {
+        "dynamo": "`torch.compile`: Dynamo traces a frame and Inductor builds it",
+        "triton": "Triton compiles a kernel, or loads it onto the device",
+        "graph capture": "a step is recorded as a graph",
+        "allocator": "the memory pool grows",
+        "module loading": "CUDA loads the code of a library's kernel when it is first launched",
+        "import": "a step imports a module that is not loaded yet",
+    }
+)
+"""Every origin of cold events but one: that a planned item runs first after ready, which the cold monitor sees."""
 
 
-class Counted:
-    """A source over ``read``, a number that grows with each event; ``describe(n)`` puts the last n of them in words.
+class ColdSources:
+    """All that is watched on a backend. Made once warm-up is over: what happened before does not count.
 
-    It is read each ``every``-th time; what happened in between is told then.
+    ``close()`` removes the hooks, as does the end of this object.
     """
 
-    def __init__(
-        self, name: str, read: Callable[[], int], describe: Callable[[int], Sequence[str]], *, every: int = 1
-    ) -> None:
-        self.name, self._read, self._describe = name, read, describe
-        self._seen, self._every, self._asked = read(), every, 0
+    def __init__(self, backend: Backend) -> None:
+        undo, watched = ExitStack(), backend.cold_sources()
+        self.sources = {name: watch.make(undo) for name in ORIGINS if (watch := watched[name]).make}
+        self.close = weakref.finalize(self, undo.close)
 
-    def taken(self) -> Sequence[str]:
-        self._asked += 1
-        if self._asked % self._every:
-            return ()
-        count = self._read()
-        if count == self._seen:
-            return ()
-        new = count - self._seen if count > self._seen else count  # less than before: someone cleared it
-        self._seen = count
-        return self._describe(new) if new else ()
-
-
-class Tally:
-    """What a hook has told: how many events, and the last of them in words."""
-
-    def __init__(self) -> None:
-        self.count, self._details = 0, deque[str](maxlen=MAX_DETAILS)
-
-    def add(self, detail: str) -> None:
-        self.count += 1
-        self._details.append(detail)
-
-    def read(self) -> int:
-        return self.count
-
-    def last(self, number: int) -> Sequence[str]:
-        return list(self._details)[-number:]
-
-
-def dynamo() -> Source:
-    """Graphs that Dynamo compiles; whatever Inductor builds is built for one of them. Never imports Dynamo."""
-    return Counted("dynamo", _graphs, _last_graphs)
-
-
-def _graphs() -> int:
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils.counters["stats"]["unique_graphs"] if utils else 0
-
-
-def _last_graphs(number: int) -> list[str]:
-    metrics = sys.modules["torch._dynamo.utils"].get_compilation_metrics()[-number:]
-    named = [f"{m.co_name} ({m.co_filename}:{m.co_firstlineno}) was compiled, {m.compile_id}" for m in metrics]
-    return named + ["a graph was compiled"] * (number - len(named))
-
-
-def imports() -> Source:
-    """Import statements that a step runs and no earlier one ran; what others import in the same process is no news."""
-    tally = _import_tally()
-    return Counted("import", tally.read, tally.last)
-
-
-@functools.cache
-def _import_tally() -> Tally:
-    finder = ImportFinder()
-    sys.meta_path.insert(0, finder)
-    return finder.tally
-
-
-class ImportFinder(MetaPathFinder):
-    """Finds nothing: it is asked first about every module that is not loaded yet, and notes those that a step wants."""
-
-    def __init__(self) -> None:
-        self.tally = Tally()
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if _is_asked_by_a_step():
-            self.tally.add(f"{name} was imported")
-
-
-def _is_asked_by_a_step() -> bool:
-    """Whether a step is among the callers, with no other import between it and this one."""
-    frame, imports = sys._getframe(), 0
-    while frame is not None and imports < 2:
-        code = frame.f_code
-        imports += code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
-        if frame.f_globals.get("__name__", "").startswith(STEP):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def triton() -> Source:
-    """Kernels that Triton compiles, or reads from its disk cache, and those that it loads onto the device."""
-    tally = _triton_tally()
-    return Counted("triton", tally.read, tally.last)
-
-
-@functools.cache
-def _triton_tally() -> Tally:
-    tally = Tally()
-    try:
-        from triton import knobs
-    except ModuleNotFoundError:  # then there is nothing to compile with
-        return tally
-    hook_triton(knobs, tally)
-    return tally
-
-
-def hook_triton(knobs: Any, tally: Tally) -> None:
-    """Listen to ``triton.knobs``, after whoever listens already."""
-    before = knobs.compilation.listener
-
-    def compiled(*, src: Any, cache_hit: bool, **more: Any) -> None:
-        if before is not None:
-            before(src=src, cache_hit=cache_hit, **more)
-        tally.add(f"{src.name} was {'read from the cache' if cache_hit else 'compiled'}")
-
-    def loaded(module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:  # noqa: A002
-        tally.add(f"{name} was loaded")
-
-    knobs.compilation.listener = compiled
-    knobs.runtime.kernel_load_end_hook.add(loaded)
-
-
-def graph_capture() -> Source:
-    """Graphs captured through torch, Inductor's own included."""
-    tally = _capture_tally()
-    return Counted("graph capture", tally.read, tally.last)
-
-
-@functools.cache
-def _capture_tally() -> Tally:
-    import torch
-
-    tally = Tally()
-    count_calls(torch.cuda.CUDAGraph, "capture_begin", tally, "a CUDA graph was captured")
-    return tally
-
-
-def count_calls(owner: type, method: str, tally: Tally, detail: str) -> None:
-    """Tell ``tally`` of every call of ``owner.method``; for classes that offer no hook."""
-    inner = getattr(owner, method)
-
-    @functools.wraps(inner)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        tally.add(detail)
-        return inner(*args, **kwargs)
-
-    setattr(owner, method, counted)
-
-
-def allocator() -> Source:
-    """Requests of torch's caching allocator to CUDA: memory that warm-up did not need."""
-    import torch
-
-    stats = functools.partial(torch._C._cuda_memoryStats, torch.cuda.current_device())
-
-    def grown(number: int) -> list[str]:
-        reserved = stats()["reserved_bytes"]["all"]["current"]
-        return [f"{number} times the allocator asked CUDA for memory; it holds {reserved:,} bytes"]
-
-    return Counted("allocator", lambda: stats()["num_device_alloc"], grown, every=SELDOM)
-
-
-@dataclass(frozen=True)
-class Watch:
-    """How an origin is watched on a platform: what is looked at, or why nothing is."""
-
-    how: How
-    text: str
-    make: Callable[[], Source] | None = None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """One origin of cold events, on each platform."""
-
-    name: str
-    what: str
-    on: Mapping[str, Watch]
-
-
-_DYNAMO = Watch("counter", "graphs that Dynamo has compiled", dynamo)
-_IMPORTS = Watch("hook", "a finder of modules, which looks whether a step is asking", imports)
-
-SOURCES: tuple[Origin, ...] = (
-    Origin(
-        "dynamo",
-        "`torch.compile`: Dynamo traces a frame and Inductor builds it",
-        {"cpu": _DYNAMO, "cuda": _DYNAMO},
-    ),
-    Origin(
-        "triton",
-        "Triton compiles a kernel, or loads it onto the device",
-        {
-            "cpu": Watch("none", "Triton has no target for a CPU"),
-            "cuda": Watch("hook", "Triton's compilation listener and kernel load hook", triton),
-        },
-    ),
-    Origin(
-        "graph capture",
-        "a step is recorded as a graph",
-        {
-            "cpu": Watch("none", "a CPU has no graphs"),
-            "cuda": Watch("hook", "calls of `torch.cuda.CUDAGraph.capture_begin`", graph_capture),
-        },
-    ),
-    Origin(
-        "allocator",
-        "the memory pool grows",
-        {
-            "cpu": Watch("none", "torch keeps no pool on a CPU: every tensor comes from the C library"),
-            "cuda": Watch("counter", "`num_device_alloc` of torch's caching allocator, every eighth step", allocator),
-        },
-    ),
-    Origin(
-        "module loading",
-        "CUDA loads the code of a library's kernel when it is first launched",
-        {
-            "cpu": Watch("none", "the system maps a library's pages on first touch and tells nobody"),
-            "cuda": Watch("none", "the driver tells nobody; `CUDA_MODULE_LOADING=EAGER` loads everything at the start"),
-        },
-    ),
-    Origin("import", "a step imports a module that nobody has loaded", {"cpu": _IMPORTS, "cuda": _IMPORTS}),
-)
-"""Every origin of cold events but one: that a planned item runs first after ready, which the guard itself sees."""
-
-
-def sources_for(platform: str) -> list[Source]:
-    """What is watched on a platform, by its name. Made once warm-up is over: what happened before is no news."""
-    if platform not in SOURCES[0].on:
-        raise SettingsError(f"nobody knows what is cold on {platform!r}; known are {', '.join(SOURCES[0].on)}")
-    return [watch.make() for origin in SOURCES if (watch := origin.on[platform]).make is not None]
+    def taken(self) -> list[tuple[str, str]]:
+        """What happened since the last call: (source, detail) pairs."""
+        return [(name, detail) for name, source in self.sources.items() for detail in source.taken()]

@@ -1,4 +1,4 @@
-"""The determinism passes: a few steps that nobody asked for, after everything else is warm.
+"""The determinism passes: a few dummy steps, after everything else is warm.
 
 Source: the determinism warm-up of vLLM, whose names, defaults and log lines these are. It found that whatever differs
 from run to run differs on the first run. preheat's operations keep their bits on the first run too, so the passes prove

@@ -1,6 +1,6 @@
-"""Feed: an item of the plan becomes ordinary work, which then takes the path of every request's work.
+"""Dummy batches: rows of dummy requests that make a step of a given size.
 
-Before ready all slots are free, so the feed borrows real ones. Their block tables stay empty, that is, they name the
+Before ready all slots are free, so dummy rows borrow real ones. Their block tables stay empty, that is, they name the
 pad block, which nobody reads: keys and values go where padding goes.
 """
 
@@ -23,32 +23,35 @@ PROMPT_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Row(NamedTuple):
-    """A row of dummy work: ``extend`` tokens to compute after ``cached`` ones; it may still be ``decoding``."""
+class DummyRow(NamedTuple):
+    """A row of a dummy batch: ``extend`` tokens to compute after ``cached`` ones; ``decoding`` rows have one."""
 
     cached: int
     extend: int
     decoding: bool = False
 
 
-def rows_of(need: StepSize, limits: Limits) -> list[Row]:
-    """Rows that make a step of exactly ``need``."""
-    if need.phase == "decode":
-        return [Row(length - 1, 1, decoding=True) for length in _contexts(need, limits)]
-    if need.phase == "prompt":
-        return [Row(0, need.longest), *(Row(0, n) for n in _shares(need.tokens - need.longest, need.rows - 1))]
+def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
+    """Rows that make a step of exactly ``size``."""
+    if size.phase == "decode":
+        return [DummyRow(length - 1, 1, decoding=True) for length in _contexts(size, limits)]
+    if size.phase == "prompt":
+        return [
+            DummyRow(0, size.longest),
+            *(DummyRow(0, n) for n in _shares(size.tokens - size.longest, size.rows - 1)),
+        ]
     longest = limits.max_model_len
-    room = (need.rows * longest - need.tokens) // max(longest - 1, 1)  # rows that may do with one token
-    decoding = min((need.rows - 1) // 2, room)  # a mixed step is one: about half of its rows decode
-    prompts = _shares(need.tokens - decoding, need.rows - decoding)
-    return [Row(0, 1, decoding=True)] * decoding + [Row(0, count) for count in prompts]
+    room = (size.rows * longest - size.tokens) // max(longest - 1, 1)  # rows that can have a single token
+    decoding = min((size.rows - 1) // 2, room)  # a mixed step is one: about half of its rows decode
+    prompts = _shares(size.tokens - decoding, size.rows - decoding)
+    return [DummyRow(0, 1, decoding=True)] * decoding + [DummyRow(0, count) for count in prompts]
 
 
-def _contexts(need: StepSize, limits: Limits) -> list[int]:
-    """The context of each decoding row, in tokens: what fills ``need.blocks``, or one row of ``need.longest``."""
-    if need.longest:
-        return [need.longest] + [1] * (need.rows - 1)
-    blocks = _shares(need.blocks, need.rows) if need.blocks else [1] * need.rows
+def _contexts(size: StepSize, limits: Limits) -> list[int]:
+    """The context of each decoding row, in tokens: what fills ``size.blocks``, or one row of ``size.longest``."""
+    if size.longest:
+        return [size.longest] + [1] * (size.rows - 1)
+    blocks = _shares(size.blocks, size.rows) if size.blocks else [1] * size.rows
     return [min(count * limits.block_size, limits.max_model_len) for count in blocks]
 
 
@@ -65,7 +68,7 @@ class DummyBatches:
         self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
-    def work(self, rows: Sequence[Row], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
+    def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
         """A step of ``rows``, the decoding ones first, every one of which samples; the slots are given back after."""
         slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
@@ -83,14 +86,14 @@ class DummyBatches:
             for slot in taken.tolist():
                 slots.give_back(slot)
 
-    def sampled(self, rows: int, params: SamplingParams) -> list[Row]:
-        """Rows to sample from: they decode, unless ``params`` ask about a prompt, which then takes their place."""
+    def sampled(self, rows: int, params: SamplingParams) -> list[DummyRow]:
+        """Rows to sample from: they decode, unless ``params`` want prompt logprobs: then a prompt takes their place."""
         if params.prompt_logprobs is None:
-            return [Row(PROMPT_TOKENS, 1, decoding=True)] * rows
-        return [Row(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
+            return [DummyRow(PROMPT_TOKENS, 1, decoding=True)] * rows
+        return [DummyRow(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
-    def _request(self, number: int, row: Row, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
-        """One whose id no client's can be, and whose prompt ends where ``row`` does; all have ``room`` to go on."""
+    def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
+        """Its id is no client's, and its prompt ends where ``row`` does; ``room`` tokens may follow."""
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
         return Request(
             id=OWN_ID - number,

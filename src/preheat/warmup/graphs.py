@@ -1,19 +1,23 @@
-"""Graph capture at boot: drives the memory budget, tells of every step and books the outcome.
+"""Graph capture at boot: follows the memory budget, logs every step and records the outcome.
 
-The rules are in :mod:`preheat.plan.budget`. How a graph is captured, and what it took, is the platform's affair; on a
-CPU, which has no graphs, `Twin` pads the same, counts the buffers that a graph would keep, and captures nothing.
+The rules are in :mod:`preheat.plan.budget`. There is one class for each way in which an execution mode handles graphs:
+`NoGraphs`, `CountedGraphs` for a backend without graphs, which pads the same and counts the memory that graphs would
+keep, and `DeviceGraphs`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from preheat.backends.base import Backend
+from preheat.execution.executor import LaunchedStep
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import (
@@ -27,14 +31,12 @@ from preheat.plan.budget import (
     split_memory,
 )
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import SamplerKey
+from preheat.plan.items import ForwardItem, Item, SamplerItem
 from preheat.plan.plan import Plan
+from preheat.plan.programs import SamplerProgram
 from preheat.settings import OPTIONS, Settings
-from preheat.warmup.record import Entry, Record
-
-if TYPE_CHECKING:
-    from preheat.execution.executor import Executor, LaunchedStep
-    from preheat.warmup.run import WarmUp
+from preheat.warmup.dummy_steps import DummySteps
+from preheat.warmup.record import ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +51,14 @@ GRAPH_OPTIONS = (
     "config_hidden_layers",
 )
 NOT_RUN = ("dropped", "failed")
-FALLBACK = "runs without a graph: it is for steps beyond the ladders"
+FALLBACK = "runs without a graph: it is for steps beyond the bucket sizes"
 INDEX_BYTES, TABLE_BYTES, LOGIT_BYTES = 8, 4, 4
 
 CaptureOne = Callable[[Bucket], int]
-"""Captures one shape and returns the bytes that it took. MemoryError passes the shape over."""
+"""Captures one bucket and returns the bytes that it took. MemoryError skips the bucket."""
+
+BootStepContext = Callable[[str], AbstractContextManager[None]]
+"""Measures a step of the boot, by its name (:class:`preheat.warmup.steps.Steps`)."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,9 @@ class Captures:
     def used(self) -> int:
         return sum(done.used for done in self.phases.values())
 
-    @property
-    def left(self) -> int:
-        """Bytes that nobody took; negative where estimates were too low."""
-        return self.pool - self.used
-
 
 def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) -> MemorySplit:
-    """What the ``free`` bytes are for in an execution mode, told in the log. Raises SettingsError if no cache fits."""
+    """What the ``free`` bytes are for in an execution mode, also in the log. Raises SettingsError if no cache fits."""
     reserved = settings.graph_reserved_mem if mode == GRAPHS else 0.0
     if mode != GRAPHS:
         given = [OPTIONS[name].flag for name in GRAPH_OPTIONS if getattr(settings, name) != OPTIONS[name].default]
@@ -85,40 +85,30 @@ def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) ->
     return split
 
 
-def capture(
-    plan: Plan, record: Record, settings: Settings, *, pool: int, capture_one: CaptureOne, free: Callable[[], int]
-) -> Captures:
-    """Capture what fits into ``pool`` bytes of the plan's forward shapes; ``free`` tells the bytes free at a moment.
+@dataclass
+class NoGraphs:
+    """What an execution mode does about graphs while warm-up runs; here nothing: every program runs as it is."""
 
-    A captured item's entry says so, with the bytes; one that runs without a graph says why.
-    """
-    entries = {entry.name: entry for entry in record.entries}
-    expected = {item.key: item.estimated_bytes for item in plan.items if isinstance(item.key, Bucket)}
-    queues = _queues(plan, entries, settings)
-    prefill, decode = queues
-    shares = graph_shares(pool, prefill, decode, settings.graph_prompt_ratio)
-    logger.info("%s", lines.graph_shares(pool, free(), shares, settings.graph_prompt_ratio))
+    steps: DummySteps
 
-    def one(phase: Phase, shape: Bucket, number: int) -> int:
-        logger.info("%s", lines.running(phase, shape, number, len(queues[phase]), free(), graph=True))
-        entry, started = entries[str(shape)], time.monotonic()
-        used = capture_one(shape)
-        entry.graph, entry.bytes = True, entry.bytes + used
-        entry.compile_seconds += time.monotonic() - started
-        return used
+    def compile(self, step: BootStepContext) -> None:
+        """Compile kernels before anything runs."""
 
-    phases = capture_graphs(pool, queues, one, expected=expected, prompt_ratio=settings.graph_prompt_ratio)
-    for phase, done in phases.items():
-        logger.info("%s", lines.captured(phase, list(done.captured), done.total, done.used))
-        _book(done, entries, record)
-    captures = Captures(pool, phases)
-    record.memory |= {"graph_pool": pool, "graphs": captures.used}
-    return captures
+    def first_run(self, bucket: Bucket) -> None:
+        """The first run of a forward program."""
+        self.steps.run(bucket, self.steps.executor.execute)
+
+    def after_sampling(self, program: SamplerProgram) -> None:
+        """Called after each run of a sampler item."""
+
+    def capture(self) -> Captures | None:
+        """Capture graphs; called once all programs have run, or right away where warm-up is skipped."""
+        return None
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How memory was divided before the cache was there, and what a block of the cache takes."""
+    """How memory was divided before the cache was allocated, and what a block of the cache takes."""
 
     split: MemorySplit
     block_bytes: int
@@ -128,104 +118,184 @@ class Budget:
         return graph_pool(self.split, self.block_bytes, free)
 
 
-def capture_twin(plan: Plan, record: Record, settings: Settings, budget: Budget, sizes: ModelSizes) -> Captures:
-    """`capture` on a CPU, where nothing is captured and the bytes of each graph are counted."""
-    if settings.config_hidden_layers is not None:
-        logger.warning("A CPU's graphs are counted, whole: --config-hidden-layers without effect")
-    limits = plan.limits
-    free = budget.split.free - limits.num_blocks * budget.block_bytes
-    twin = Twin(sizes, limits.max_blocks_per_seq, free)
-    return capture(plan, record, settings, pool=budget.pool(free), capture_one=twin.capture_one, free=twin.free)
+@dataclass
+class CountedGraphs(NoGraphs):
+    """Nothing is captured; the bytes that each graph would keep are counted."""
+
+    record: Record
+    settings: Settings
+    budget: Budget
+    sizes: ModelSizes
+
+    def capture(self) -> Captures:
+        if self.settings.config_hidden_layers is not None:
+            logger.warning("Graphs are only counted here, whole: --config-hidden-layers without effect")
+        plan, budget, limits = self.steps.plan, self.budget, self.steps.plan.limits
+        free = budget.split.free - limits.num_blocks * budget.block_bytes
+        memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)
+        pool = budget.pool(free)
+        return capture(plan, self.record, self.settings, pool=pool, capture_one=memory.capture_one, free=memory.free)
 
 
-def capture_programs(warm: WarmUp, executor: Executor, settings: Settings, budget: Budget) -> Captures:
-    """`capture` of the programs of a device, with the bytes that they really take. Each graph runs once, on work that
-    ``warm`` feeds, while the next one is captured.
+@dataclass
+class DeviceGraphs(NoGraphs):
+    """Captures the programs of a device, with the bytes that they really take.
 
-    All graphs work in one pool, which the largest makes as large as any needs: it comes first. Then what is missing of
-    the sampler's, few and small, for which every item of theirs is marked; what their items took counts. The rest is
-    divided by the budget's rules.
+    All graphs work in one memory pool, which the largest makes as large as any needs: it is captured first. Then the
+    sampler's that are missing, few and small; what their items took counts. The rest is divided by the budget's rules.
     """
-    plan, record, free = warm.plan, warm.record, warm.platform.free_memory
-    entries = {entry.name: entry for entry in record.entries}
-    items = [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
-    before = free() + sum(entries[item.name].bytes for item in items if isinstance(item.key, SamplerKey))
-    pool = budget.pool(before)
-    running: list[LaunchedStep] = []
 
-    def settle() -> None:
-        while running:
-            running.pop().result()
+    record: Record
+    settings: Settings
+    budget: Budget
+    free: Callable[[], int]
 
-    def capture_one(shape: Bucket) -> int:
-        was = free()
-        if not executor.is_captured(shape):
-            if entries[str(shape)].outcome == "pending":
-                warm.forward(shape, executor.prepare)
+    def __post_init__(self) -> None:
+        self._executor, self._entries = self.steps.executor, self.record.by_name()
+        self._running: list[LaunchedStep] = []
+
+    def compile(self, step: BootStepContext) -> None:
+        with step("Compiling kernels"):
+            self._executor.compile(self.steps.plan, os.cpu_count() or 1)
+
+    def first_run(self, bucket: Bucket) -> None:
+        self.steps.run(bucket, self._executor.prepare)
+
+    def after_sampling(self, program: SamplerProgram) -> None:
+        self._executor.capture_sampling(program)
+
+    def capture(self) -> Captures:
+        plan, entries = self.steps.plan, self._entries
+        items = _that_run(plan, entries)
+        sampling = [item for item in items if isinstance(item, SamplerItem)]
+        before = self.free() + sum(entries[item.name].bytes for item in sampling)
+        pool = self.budget.pool(before)
+        buckets = [item.bucket for item in items if isinstance(item, ForwardItem)]
+        if buckets:
+            self._capture_one(max(buckets, key=lambda bucket: (bucket.tokens, bucket.rows)))
+        for item in sampling:
+            if item.rows:
+                entries[item.name].graph = True
+                self._executor.capture_sampling(item.program)
+        left = max(pool - (before - self.free()), 0)
+        done = capture(plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free)
+        self._wait()
+        self._executor.sampler.forget()
+        return done
+
+    def _capture_one(self, bucket: Bucket) -> int:
+        """The graph then runs once on a dummy step, while the next one is captured."""
+        before = self.free()
+        if not self._executor.is_captured(bucket):
+            if self._entries[str(bucket)].outcome == "pending":
+                self.first_run(bucket)
             try:
-                executor.capture(shape)
+                self._executor.capture(bucket)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from None
-            settle()
-            running.append(warm.forward(shape, executor.launch))
-        return max(was - free(), 0)
+            self._wait()
+            self._running.append(self.steps.run(bucket, self._executor.launch))
+        return max(before - self.free(), 0)
 
-    shapes = [item.key for item in items if isinstance(item.key, Bucket)]
-    if shapes:
-        capture_one(max(shapes, key=lambda shape: (shape.tokens, shape.rows)))
-    for item in items:
-        if isinstance(item.key, SamplerKey) and item.key.rows:
-            entries[item.name].graph = True
-            executor.capture_sampling(item.key)
-    left = max(pool - (before - free()), 0)
-    done = capture(plan, record, settings, pool=left, capture_one=capture_one, free=free)
-    settle()
-    executor.sampler.forget()
-    return done
+    def _wait(self) -> None:
+        while self._running:
+            self._running.pop().result()
 
 
-def _queues(plan: Plan, entries: dict[str, Entry], settings: Settings) -> dict[Phase, list[Bucket]]:
-    """Each phase's shapes in the order of capture, the phase that prefills first. What warm-up could not run is left
+def choose_graphs(
+    settings: Settings,
+    backend: Backend,
+    steps: DummySteps,
+    record: Record,
+    *,
+    budget: Budget,
+    sizes: ModelSizes,
+) -> NoGraphs:
+    """What the record's execution mode does about graphs on a backend."""
+    if record.mode != GRAPHS:
+        return NoGraphs(steps)
+    if not backend.facts.captures:
+        return CountedGraphs(steps, record, settings, budget, sizes)
+    return DeviceGraphs(steps, record, settings, budget, backend.free_memory)
+
+
+def capture(
+    plan: Plan, record: Record, settings: Settings, *, pool: int, capture_one: CaptureOne, free: Callable[[], int]
+) -> Captures:
+    """Capture what fits into ``pool`` bytes of the plan's buckets; ``free`` gives the bytes free at a moment.
+
+    A captured item's entry says so, with the bytes; one that runs without a graph says why.
+    """
+    entries = record.by_name()
+    expected = {item.bucket: item.estimate.bytes for item in plan.items if isinstance(item, ForwardItem)}
+    queues = _queues(plan, entries, settings)
+    prefill, decode = queues
+    shares = graph_shares(pool, prefill, decode, settings.graph_prompt_ratio)
+    logger.info("%s", lines.graph_shares(pool, free(), shares, settings.graph_prompt_ratio))
+
+    def one(phase: Phase, bucket: Bucket, number: int) -> int:
+        logger.info("%s", lines.running(phase, bucket, number, len(queues[phase]), free(), graph=True))
+        entry, started = entries[str(bucket)], time.monotonic()
+        used = capture_one(bucket)
+        entry.graph, entry.bytes = True, entry.bytes + used
+        entry.compile_seconds += time.monotonic() - started
+        return used
+
+    phases = capture_graphs(pool, queues, one, expected=expected, prompt_ratio=settings.graph_prompt_ratio)
+    for phase, done in phases.items():
+        logger.info("%s", lines.captured(phase, list(done.captured), done.total, done.used))
+        _write_down(done, entries, record)
+    captures = Captures(pool, phases)
+    record.memory |= {"graph_pool": pool, "graphs": captures.used}
+    return captures
+
+
+def _that_run(plan: Plan, entries: dict[str, ItemRecord]) -> Sequence[Item]:
+    """The items that warm-up could run, or was told to skip."""
+    return [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
+
+
+def _queues(plan: Plan, entries: dict[str, ItemRecord], settings: Settings) -> dict[Phase, list[Bucket]]:
+    """Each phase's buckets in the order of capture, the phase that prefills first. What warm-up could not run is left
     out, what it was told to skip is not, as in the source.
     """
-    prefill: Phase = "mixed" if plan.options.bucketing_policy == "unified" else "prompt"
-    strategies: dict[Phase, str] = {prefill: settings.graph_prompt_strategy, "decode": settings.graph_decode_strategy}
+    strategies = {plan.policy.prefill: settings.graph_prompt_strategy, "decode": settings.graph_decode_strategy}
     runs = []
-    for item in plan.items:
-        if isinstance(item.key, Bucket) and entries[item.name].outcome not in NOT_RUN:
+    for item in _that_run(plan, entries):
+        if isinstance(item, ForwardItem):
             if item.fallback:
                 entries[item.name].reason = FALLBACK
             else:
-                runs.append(item.key)
+                runs.append(item.bucket)
     queues: dict[Phase, list[Bucket]] = {}
     for phase, name in strategies.items():
         strategy: Strategy = "max_bs" if name == "max_bs" else "min_tokens"
-        queues[phase] = capture_order([shape for shape in runs if shape.phase == phase], strategy)
+        queues[phase] = capture_order([bucket for bucket in runs if bucket.phase == phase], strategy)
     return queues
 
 
-def _book(done: PhaseCaptures, entries: dict[str, Entry], record: Record) -> None:
-    """Write down what runs without a graph, and shares that were exceeded."""
+def _write_down(done: PhaseCaptures, entries: dict[str, ItemRecord], record: Record) -> None:
+    """What runs without a graph, and shares that were exceeded."""
     for skipped in done.skipped:
-        entries[str(skipped.shape)].reason = f"runs without a graph: {skipped.reason}"
+        entries[str(skipped.bucket)].reason = f"runs without a graph: {skipped.reason}"
     record.notes += done.notes
     if done.skipped:
         record.notes.append(
-            f"{len(done.skipped)} of {done.total} {done.phase} shapes run without a graph: --graph-reserved-mem makes"
+            f"{len(done.skipped)} of {done.total} {done.phase} buckets run without a graph: --graph-reserved-mem makes"
             " room for more, --graph-prompt-ratio divides it"
         )
 
 
-class Twin:
-    """The memory of a device with graphs, on a CPU: ``capture_one`` takes bytes off a number."""
+class CountedMemory:
+    """The memory of a device with graphs, as a number: ``capture_one`` takes bytes off it."""
 
     def __init__(self, sizes: ModelSizes, blocks_per_row: int, free: int) -> None:
         self._sizes, self._blocks, self._free = sizes, blocks_per_row, free
 
-    def capture_one(self, shape: Bucket) -> int:
-        used = graph_bytes(shape, self._sizes, self._blocks)
+    def capture_one(self, bucket: Bucket) -> int:
+        used = graph_bytes(bucket, self._sizes, self._blocks)
         if used > self._free:
-            raise MemoryError(f"{shape} needs {used:,} bytes and {self._free:,} are free")
+            raise MemoryError(f"{bucket} needs {used:,} bytes and {self._free:,} are free")
         self._free -= used
         return used
 
@@ -233,13 +303,13 @@ class Twin:
         return self._free
 
 
-def graph_bytes(shape: Bucket, sizes: ModelSizes, blocks_per_row: int) -> int:
-    """Bytes that a graph of ``shape`` keeps to itself: its inputs, the widest layer's work, hidden states, and logits.
+def graph_bytes(bucket: Bucket, sizes: ModelSizes, blocks_per_row: int) -> int:
+    """Bytes that a graph of ``bucket`` keeps to itself: its inputs, the widest layer's work, hidden states, and logits.
 
     Each token brings its id, its position and one cache row for each key and value head; each row its block table
     (at most ``blocks_per_row`` blocks) and the position that is sampled.
     """
     a_token = INDEX_BYTES * (2 + 2 * sizes.kv_heads)
-    a_row = INDEX_BYTES + TABLE_BYTES * (-(-shape.blocks // shape.rows) or blocks_per_row)
+    a_row = INDEX_BYTES + TABLE_BYTES * (-(-bucket.blocks // bucket.rows) or blocks_per_row)
     states = sizes.hidden * sizes.dtype_bytes + sizes.activation_bytes_per_token
-    return shape.tokens * (a_token + states) + shape.rows * (a_row + LOGIT_BYTES * sizes.vocab)
+    return bucket.tokens * (a_token + states) + bucket.rows * (a_row + LOGIT_BYTES * sizes.vocab)

@@ -15,14 +15,14 @@ from preheat import __version__
 from preheat.core import Progress
 from preheat.plan.lines import format_bytes
 from preheat.warmup.charts import format_seconds, grids, timeline
-from preheat.warmup.record import OUTCOMES, Entry, Record
+from preheat.warmup.record import OUTCOMES, ItemRecord, Record
 
 DONE = ("ready", "reused")
 MOST_DROPPED = 1_000
 """Dropped candidates in the table; the JSON has all of them."""
 
 
-class Tile(NamedTuple):
+class Figure(NamedTuple):
     """A figure in large type, and what it is of."""
 
     name: str
@@ -79,7 +79,7 @@ def _verdict(record: Record) -> tuple[str, str, str]:
     return "good", "Hot", "Everything was run before the first request, and nothing cold has happened since."
 
 
-def _tiles(record: Record) -> list[Tile]:
+def _tiles(record: Record) -> list[Figure]:
     planned = [entry for entry in record.entries if entry.outcome != "dropped"]
     done = [entry for entry in planned if entry.outcome in DONE]
     hit = sum(entry.hits > 0 for entry in planned)
@@ -87,14 +87,14 @@ def _tiles(record: Record) -> list[Tile]:
     cold, misses = sum(record.cold.values()), sum(record.misses.values())
     reused = record.states["reused"]
     return [
-        Tile(
+        Figure(
             "items warmed", f"{len(done):,}", f"of {len(planned):,}" + (f", {reused:,} from the store" * bool(reused))
         ),
-        Tile("warm-up", format_seconds(record.seconds), _boot(record)),
-        Tile("items hit", f"{100 * hit / max(len(planned), 1):.0f} %", f"{hit:,} have served a request"),
-        Tile("cold events", f"{cold:,}", ", ".join(sources) or "none since ready", "bad" if cold else "good"),
-        Tile("misses", f"{misses:,}", "steps beyond the buckets", "warn" if misses else "good"),
-        Tile("padding", _mean_padding(record), " · ".join(record.padding) + ", on average"),
+        Figure("warm-up", format_seconds(record.seconds), _boot(record)),
+        Figure("items hit", f"{100 * hit / max(len(planned), 1):.0f} %", f"{hit:,} have served a request"),
+        Figure("cold events", f"{cold:,}", ", ".join(sources) or "none since ready", "bad" if cold else "good"),
+        Figure("misses", f"{misses:,}", "steps beyond the buckets", "warn" if misses else "good"),
+        Figure("padding", _mean_padding(record), " · ".join(record.padding) + ", on average"),
     ]
 
 
@@ -107,7 +107,7 @@ def _mean_padding(record: Record) -> str:
     return " · ".join(f"{100 * padding['mean']:.0f} %" for padding in record.padding.values()) or "–"
 
 
-def _listed(record: Record) -> list[tuple[int, Entry]]:
+def _listed(record: Record) -> list[tuple[int, ItemRecord]]:
     """The lines of the table: all items, and as many of what was dropped as a browser takes well."""
     room = MOST_DROPPED
     listed = []

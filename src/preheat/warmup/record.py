@@ -21,7 +21,7 @@ MAX_EVENTS = 100
 """Cold events and misses that are kept in full; all of them are counted."""
 
 
-class Entry(msgspec.Struct):
+class ItemRecord(msgspec.Struct):
     """One item. ``started`` counts seconds from the start of warm-up; ``bytes`` are what the device holds more since.
 
     ``ready``: it was run. ``reused``: it was run, and what it compiled came from the store. ``dropped`` and ``failed``
@@ -73,7 +73,7 @@ class Proof(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """Of one boot. ``cold`` counts events by source, ``misses`` needs beyond the ladders by name."""
+    """Of one boot. ``cold`` counts events by source, ``misses`` steps beyond the bucket sizes by their size."""
 
     model: str = ""
     platform: str = ""
@@ -86,7 +86,7 @@ class Record(msgspec.Struct):
     created: float = 0.0  # Unix time
     seconds: float = 0.0  # of warm-up
     steps: list[BootStep] = []
-    entries: list[Entry] = []
+    entries: list[ItemRecord] = []
     padding: dict[str, dict[str, Any]] = {}
     memory: dict[str, int] = {}
     notes: list[str] = []
@@ -101,13 +101,17 @@ class Record(msgspec.Struct):
         entries = [_entry(item) for item in plan.items]
         entries += [_entry(dropped, outcome="dropped", reason=dropped.reason) for dropped in plan.dropped]
         return cls(
-            policy=plan.options.bucketing_policy,
+            policy=plan.policy.name,
             strategy=plan.options.bucketing_strategy,
             entries=entries,
             padding={phase: padding.to_dict() for phase, padding in plan.padding.items()},
             created=time.time(),
             **more,
         )
+
+    def by_name(self) -> dict[str, ItemRecord]:
+        """The entries by name."""
+        return {entry.name: entry for entry in self.entries}
 
     @property
     def states(self) -> Counter[str]:
@@ -141,9 +145,9 @@ class Record(msgspec.Struct):
         return msgspec.json.decode(data, type=cls)
 
 
-def _entry(of: Item | Dropped, **more: Any) -> Entry:
+def _entry(of: Item | Dropped, **more: Any) -> ItemRecord:
     fields = of.to_dict()
-    return Entry(
+    return ItemRecord(
         name=fields["name"],
         kind=fields["kind"],
         shape=fields["shape"],

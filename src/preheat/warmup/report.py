@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from preheat.plan.lines import format_bytes
 from preheat.warmup.charts import format_seconds
-from preheat.warmup.record import OUTCOMES, Entry, Record
+from preheat.warmup.record import OUTCOMES, ItemRecord, Record
 
 
 def describe(record: Record) -> str:
@@ -29,7 +29,7 @@ def _steps(record: Record) -> Iterator[str]:
 
 
 def _kinds(record: Record) -> Iterator[str]:
-    groups: dict[str, list[Entry]] = defaultdict(list)
+    groups: dict[str, list[ItemRecord]] = defaultdict(list)
     for entry in record.entries:
         groups[entry.kind].append(entry)
     shown = [outcome for outcome in OUTCOMES if record.states[outcome]]

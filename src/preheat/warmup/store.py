@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from preheat import __version__
+from preheat.plan.items import CheckItem
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.warmup.record import DONE, Record
@@ -140,12 +141,16 @@ def file_part(path: Path) -> list[object]:
 
 
 def plan_part(plan: Plan) -> dict[str, object]:
-    """All items and options. The number of blocks is left out: it follows the memory that happens to be free, and
-    where it decides which items there are, their names tell.
+    """All items but checks, limits and options. The number of blocks is left out: it follows the memory that happens to
+    be free, and where it decides which items there are, their names tell.
     """
     limits = asdict(plan.limits)
     del limits["num_blocks"]
-    return {"items": [item.name for item in plan.items], "options": asdict(plan.options), "limits": limits}
+    return {
+        "items": [item.name for item in plan.items if not isinstance(item, CheckItem)],
+        "options": asdict(plan.options),
+        "limits": limits,
+    }
 
 
 def versions() -> dict[str, str | None]:

@@ -1,6 +1,6 @@
-"""``preheat tune``: measure, on this GPU, which implementation of each of a model's linear maps is fastest.
+"""``preheat tune``: measure, on this GPU, which kernel is fastest for each of a model's linear layers.
 
-Weights are not read. What is found goes to the folder that boots look into; boots and requests never measure.
+No weights are read. The table goes to the folder where boots look for it; neither boots nor requests measure.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from preheat.backends import pick_backend
 from preheat.backends.cuda.tuning import Entry, KernelConfig, LinearShape, Table, encode, place, read
 from preheat.errors import PreheatError, SettingsError
+from preheat.model.config import resolve_dtype
+from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config
-from preheat.model.layout import Matrix, head_layout, layer_layout
-from preheat.model.specs import ModelSpec, read_spec, resolve_dtype
+from preheat.model.specs import ModelSpec
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
 
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:
-    """Measure the maps of ``settings.model`` and say where the table is: in ``output``, or where boots look for it.
+    """Measure the linear layers of ``settings.model`` and say where the table is: in ``output``, or where boots look.
 
-    Ends after about ``seconds`` with what it has. Raises SettingsError without a GPU, or without a place for the table.
+    Ends after about ``seconds`` with what it has by then. Raises SettingsError without a GPU or a place for the table.
     """
     platform = pick_backend("cuda")
     platform.prepare(settings, cache_root(settings))
@@ -50,27 +51,22 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
 
 
 def shapes(spec: ModelSpec, dtype: torch.dtype) -> tuple[list[LinearShape], LinearShape]:
-    """The linear maps of a model's layers, each once, and the output head."""
-    layer = layer_layout(spec, 0)
-    parts = [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
-    return list(dict.fromkeys(_shape(matrix, gated, dtype) for matrix, gated in parts)), _shape(
-        head_layout(spec), False, dtype
+    """The linear layers of a model, each shape once, and the output head."""
+    *layers, head = (
+        LinearShape(linear.outputs, linear.inputs, linear.gated, dtype, linear.bias) for _, linear in spec.linears()
     )
-
-
-def _shape(matrix: Matrix, gated: bool, dtype: torch.dtype) -> LinearShape:
-    return LinearShape(matrix.rows, matrix.columns, gated, dtype, matrix.bias)
+    return list(dict.fromkeys(layers)), head
 
 
 def merged(before: Sequence[Table], new: Table) -> Table:
-    """``new``, with what the table ``before`` says of maps that are not in it."""
+    """``new``, with the entries of the tables ``before`` for shapes that are not in it."""
     known = {entry.shape for entry in new.entries}
     kept = [entry for table in before for entry in table.entries if entry.shape not in known]
     return Table(new.device, new.capability, kept + new.entries)
 
 
 def _measure(settings: Settings, layers: list[LinearShape], head: LinearShape, seconds: float) -> list[Entry]:
-    """Entries up to the largest step that the settings allow. The head, a single map, has its share of the time."""
+    """Entries up to the largest step that the settings allow. The head, a single layer, has its share of the time."""
     from preheat.backends.cuda.tuner import ROWS, tune
 
     def report(shape: LinearShape, rows: int, times: dict[KernelConfig, float]) -> None:
@@ -98,7 +94,7 @@ def _path(settings: Settings, output: str | None, device: str) -> Path:
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Whole or not at all."""
+    """Write the whole file or none of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
 from preheat.backends.cpu.paged_attention import PagedAttention, max_keys, widest_tile
-from preheat.backends.cpu.tiles import SPLIT, Rows, plan_tiles
-from preheat.errors import SettingsError
+from preheat.backends.cpu.tiles import Rows, plan_tiles
 from preheat.ops.rotary import apply_rope_
 
 
@@ -41,13 +40,7 @@ class CpuAttention:
 
     def __init__(self, layers: Sequence[AttentionLayer], contiguous: bool) -> None:
         self._layers, self._contiguous = layers, contiguous
-        self._dtype, block_size = layers[0].cache.dtype, layers[0].cache.shape[3]
-        if contiguous and block_size != SPLIT:
-            raise SettingsError(
-                f"contiguous_pa reads whole blocks of {SPLIT} tokens, and block_size is {block_size}: set "
-                f"block_size to {SPLIT}, or contiguous_pa to false",
-                param="contiguous_pa",
-            )
+        self._dtype = layers[0].cache.dtype
         self._kinds = [_Kind(each.window, each.num_heads, each.num_kv_heads, each.head_dim) for each in layers]
         self._rows = [each.cache.view(-1, each.head_dim) for each in layers]
         self._widest = {

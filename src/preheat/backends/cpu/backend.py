@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs
+from preheat.backends.cold import Watched
 from preheat.backends.cpu.attention import CpuAttention
+from preheat.backends.cpu.cold import COLD_SOURCES
 from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import GatedLinear, OneDnnLinear
@@ -94,6 +96,9 @@ class CpuBackend:
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool
     ) -> CpuSampler:
         return CpuSampler(limits.max_num_seqs, vocab_size, handle_topk_duplicates)
+
+    def cold_sources(self) -> Mapping[str, Watched]:
+        return COLD_SOURCES
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
         linear = OneDnnLinear(weight, bias)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import SampledRows
-from preheat.core import TokenLogprobs
+from preheat.core import Level, TokenLogprobs
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Level, SamplingInput
+from preheat.ops.sampling import SamplingInput
 
 
 class CpuSampler:

@@ -5,7 +5,7 @@ Importing this imports Triton, which takes a second: :mod:`preheat.backends.cuda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs
+from preheat.backends.cold import Watched
 from preheat.backends.cuda.attention import CudaAttention
+from preheat.backends.cuda.cold import COLD_SOURCES
 from preheat.backends.cuda.device import driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
@@ -126,6 +128,9 @@ class CudaBackend:
     ) -> CudaSampler:
         rows = limits.max_num_seqs
         return CudaSampler(rows, vocab_size, self, rows, handle_topk_duplicates, max_logprobs=max_logprobs)
+
+    def cold_sources(self) -> Mapping[str, Watched]:
+        return COLD_SOURCES
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> CudaLinear:
         return CudaLinear(weight, bias, gated=gated, configs=self._configs)

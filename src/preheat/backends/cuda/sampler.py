@@ -21,8 +21,8 @@ from preheat.backends.cuda.sample_edit import PART, edit, penalise, recount
 from preheat.backends.cuda.sample_gumbel import LAPPED, enter
 from preheat.backends.cuda.sample_logprobs import report, tally
 from preheat.backends.cuda.sampler_layout import SamplerLayout
-from preheat.core import TokenLogprobs
-from preheat.ops.sampling import Level, Penalties, SamplingInput
+from preheat.core import Level, TokenLogprobs
+from preheat.ops.sampling import Penalties, SamplingInput
 
 _NO_OWNER = -1
 _COUNTED = 4096  # tokens of a sequence that one program counts

@@ -1,4 +1,4 @@
-"""The front door against an engine played by hand: what it sends, what it makes of what comes back."""
+"""The frontend against an engine played by hand: what it sends, what it makes of what comes back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat.core import Cancel, Delta, Died, Finish, Ready, Request, SamplingParams, ToEngine, TokenLogprobs
-from preheat.errors import ContextTooLong, EngineDead, InvalidRequest, NotReady, PreheatError, TooManyRequests
-from preheat.frontend.frontdoor import FrontDoor
-from preheat.frontend.request_state import Ticket
+from preheat.errors import (
+    ContextTooLong,
+    EngineDead,
+    InvalidRequest,
+    NotReady,
+    PreheatError,
+    TooManyRequests,
+    WireError,
+)
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from tests.api.conftest import write_model
 
@@ -25,18 +33,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Played:
-    """A front door and what it sent."""
+    """A frontend and what it sent."""
 
     def __init__(self, tokenizer: Tokenizer, **options: int) -> None:
         self.sent: list[ToEngine] = []
-        self.door = FrontDoor(tokenizer, self.sent.append, **options)
-        self.door.handle(READY)
+        self.frontend = Frontend(tokenizer, self.sent.append, **options)
+        self.frontend.handle(READY)
 
-    def ask(self, prompt: str | list[int] = "hi", stream: bool = False, **params: object) -> Ticket:
-        ticket = self.door.prepare(prompt, self.door.params(**params))
-        ticket.stream = stream
-        self.door.start([ticket])
-        return ticket
+    def ask(self, prompt: str | list[int] = "hi", stream: bool = False, **params: object) -> RequestState:
+        state = self.frontend.prepare(prompt, self.frontend.input.params(**params))
+        state.stream = stream
+        self.frontend.start([state])
+        return state
 
     @property
     def requests(self) -> list[Request]:
@@ -44,10 +52,10 @@ class Played:
 
     def say(self, text: str | list[int], finish: Finish | None = None, id: int = 1) -> None:
         """The engine gives the tokens of ``text``, one step each."""
-        ids = self.door.tokenizer.encode(text, False) if isinstance(text, str) else text
+        ids = self.frontend.tokenizer.encode(text, False) if isinstance(text, str) else text
         for place, token in enumerate(ids):
             last = finish is not None and place == len(ids) - 1
-            self.door.handle(Delta(ids=[id], tokens=[token], finished={id: finish} if last else {}))
+            self.frontend.handle(Delta(ids=[id], tokens=[token], finished={id: finish} if last else {}))
 
 
 @pytest.fixture
@@ -56,12 +64,12 @@ def played(tokenizer: Tokenizer) -> Played:
 
 
 def test_a_request_is_resolved(played: Played) -> None:
-    ticket = played.ask("hi", n=3, seed=-1, stop_token_ids=[9], max_tokens=5, prompt_logprobs=2, logprobs=1)
-    prompt = played.door.tokenizer.encode("hi")
+    state = played.ask("hi", n=3, seed=-1, stop_token_ids=[9], max_tokens=5, prompt_logprobs=2, logprobs=1)
+    prompt = played.frontend.tokenizer.encode("hi")
     assert [r.choice for r in played.requests] == [0, 1, 2] and len({r.id for r in played.requests}) == 3
     assert all(r.seed == 2**64 - 1 and r.prompt == prompt and r.stop_ids == [1, 9] for r in played.requests)
     assert [r.params.prompt_logprobs for r in played.requests] == [2, None, None]
-    assert ticket.running == 3 and played.door.metrics.waiting == 3
+    assert state.unfinished == 3 and played.frontend.metrics.waiting == 3
     played.ask(ignore_eos=True, max_tokens=None)
     assert played.requests[-1].stop_ids == [] and played.requests[-1].max_tokens == 64 - len(prompt)
 
@@ -77,53 +85,53 @@ def test_seeds_are_drawn(tokenizer: Tokenizer) -> None:
 
 
 def test_text_token_ids_and_ends(played: Played) -> None:
-    ticket = played.ask()
+    state = played.ask()
     played.say("Grüße 😀", Finish("length"))
-    output = ticket.output()
+    output = state.output()
     assert output.finished and output.outputs[0].text == "Grüße 😀" and output.outputs[0].finish_reason == "length"
-    assert output.outputs[0].token_ids == played.door.tokenizer.encode("Grüße 😀", False)
-    assert not played.door.busy and played.door.metrics.finished["length"] == 1
+    assert output.outputs[0].token_ids == played.frontend.tokenizer.encode("Grüße 😀", False)
+    assert not played.frontend.busy and played.frontend.metrics.finished["length"] == 1
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "a<|im_start|>")])
 def test_a_stop_token_is_an_id_and_no_text(played: Played, include: bool, text: str) -> None:
-    ticket = played.ask(stop_token_ids=[2], include_stop_str_in_output=include, skip_special_tokens=False)
-    played.say([*played.door.tokenizer.encode("a", False), 2], Finish("stop", stop_id=2))
-    output = ticket.output().outputs[0]
+    state = played.ask(stop_token_ids=[2], include_stop_str_in_output=include, skip_special_tokens=False)
+    played.say([*played.frontend.tokenizer.encode("a", False), 2], Finish("stop", stop_id=2))
+    output = state.output().outputs[0]
     assert (output.text, output.token_ids[-1], output.finish_reason, output.stop_reason) == (text, 2, "stop", 2)
 
 
 def test_the_end_of_sequence_is_no_stop_reason(played: Played) -> None:
-    ticket = played.ask()
+    state = played.ask()
     played.say([1], Finish("stop", stop_id=1))
-    assert ticket.output().outputs[0].stop_reason is None and ticket.output().outputs[0].text == ""
+    assert state.output().outputs[0].stop_reason is None and state.output().outputs[0].text == ""
 
 
 def test_a_stop_string_cancels_and_later_tokens_are_ignored(played: Played) -> None:
-    ticket = played.ask(stop=["return"], stream=True)
+    state = played.ask(stop=["return"], stream=True)
     shown = []
-    ticket.on_change = lambda: shown.extend(c.news().text for c in ticket.choices if c.has_news)
+    state.on_change = lambda: shown.extend(c.take_delta().text for c in state.choices if c.has_delta)
     played.say("x\n    return a + b")
-    output = ticket.output().outputs[0]
+    output = state.output().outputs[0]
     assert (output.text, output.finish_reason, output.stop_reason) == ("x\n    ", "stop", "return")
-    assert Cancel(1) in played.sent and "".join(shown) == "x\n    " and not played.door.busy
-    assert played.door.metrics.finished["stop"] == 1 and played.sent.count(Cancel(1)) == 1
+    assert Cancel(1) in played.sent and "".join(shown) == "x\n    " and not played.frontend.busy
+    assert played.frontend.metrics.finished["stop"] == 1 and played.sent.count(Cancel(1)) == 1
 
 
 def test_min_tokens_keeps_stop_strings_off(played: Played) -> None:
-    ticket = played.ask(stop=["a"], min_tokens=4, max_tokens=20)
-    played.say([*played.door.tokenizer.encode("a", False)] * 6)
-    output = ticket.output().outputs[0]
+    state = played.ask(stop=["a"], min_tokens=4, max_tokens=20)
+    played.say([*played.frontend.tokenizer.encode("a", False)] * 6)
+    output = state.output().outputs[0]
     assert output.text == "aaaa" and len(output.token_ids) == 5
 
 
 def test_a_held_character_is_shown_at_the_end(played: Played) -> None:
-    ticket = played.ask(stream=True)
-    news = []
-    ticket.on_change = lambda: news.extend(c.news().text for c in ticket.choices if c.has_news)
-    half = played.door.tokenizer.encode("🦜", False)[:2]
-    played.say([*played.door.tokenizer.encode("a", False), *half], Finish("length"))
-    assert news == ["a", "\ufffd"] and ticket.output().outputs[0].text == "a\ufffd"
+    state = played.ask(stream=True)
+    deltas = []
+    state.on_change = lambda: deltas.extend(c.take_delta().text for c in state.choices if c.has_delta)
+    half = played.frontend.tokenizer.encode("🦜", False)[:2]
+    played.say([*played.frontend.tokenizer.encode("a", False), *half], Finish("length"))
+    assert deltas == ["a", "\ufffd"] and state.output().outputs[0].text == "a\ufffd"
 
 
 words = st.lists(st.sampled_from(["return", " a", "+", "😀", "\n", "é", "x"]), max_size=12)
@@ -132,25 +140,25 @@ words = st.lists(st.sampled_from(["return", " a", "+", "😀", "\n", "é", "x"])
 @settings(max_examples=150, deadline=None)
 @given(words=words, stops=st.lists(st.sampled_from(["a+", "retu", "😀é", "\n", "zz"]), max_size=3), n=st.integers(1, 3))
 def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str], stops: list[str], n: int) -> None:
-    """Choices in any interleaving: the news of each, joined, are its text; without stops, the decoded tokens."""
+    """Choices in any interleaving: the deltas of each, joined, are its text; without stops, the decoded tokens."""
     played, rng = Played(tokenizer), random.Random(len(words))
-    ticket = played.ask(n=n, stop=stops or None, stream=True)
+    state = played.ask(n=n, stop=stops or None, stream=True)
     told = [""] * n
 
     def listen() -> None:
-        for choice in ticket.choices:
-            if choice.has_news and rng.random() < 0.5 + 0.5 * ticket.finished:
-                told[choice.index] += choice.news().text
+        for choice in state.choices:
+            if choice.has_delta and rng.random() < 0.5 + 0.5 * state.finished:
+                told[choice.index] += choice.take_delta().text
 
-    ticket.on_change = listen
+    state.on_change = listen
     ids = tokenizer.encode("".join(words) + "!", False)
     for place, token in enumerate(ids):
-        rows = [choice.id for choice in ticket.choices]
+        rows = [choice.id for choice in state.choices]
         end = {id: Finish("length") for id in rows} if place == len(ids) - 1 else {}
-        played.door.handle(Delta(ids=rows, tokens=[token] * n, finished=end))
+        played.frontend.handle(Delta(ids=rows, tokens=[token] * n, finished=end))
     listen()
-    for choice in ticket.choices:
-        assert told[choice.index] == ticket.output().outputs[choice.index].text
+    for choice in state.choices:
+        assert told[choice.index] == state.output().outputs[choice.index].text
         if choice.stop_reason is None:
             assert told[choice.index] == tokenizer.decode(ids)
         else:
@@ -158,12 +166,12 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str],
 
 
 def test_logprobs(played: Played) -> None:
-    ticket = played.ask(logprobs=2)
-    played.door.handle(
+    state = played.ask(logprobs=2)
+    played.frontend.handle(
         Delta(ids=[1], tokens=[70], logprobs={0: TokenLogprobs(70, -2.0, 3, [(71, -0.5), (72, -1.0)])},
               finished={1: Finish("length")})
     )  # fmt: skip
-    output = ticket.output().outputs[0]
+    output = state.output().outputs[0]
     assert output.logprobs and list(output.logprobs[0]) == [70, 71, 72] and output.cumulative_logprob == -2.0
     assert [p.rank for p in output.logprobs[0].values()] == [3, 1, 2]
 
@@ -195,18 +203,18 @@ def test_refusals_allocate_nothing(
 ) -> None:
     special = params.pop("add", True)
     with pytest.raises(error, match=message) as refused:
-        played.door.prepare(prompt, played.door.params(**params), add_special_tokens=special)
+        played.frontend.prepare(prompt, played.frontend.input.params(**params), add_special_tokens=special)
     assert (refused.value.status == 400 and refused.value.param is not None) or "Unicode" in message
-    assert not played.sent and not played.door.busy
+    assert not played.sent and not played.frontend.busy
 
 
 def test_wrong_types_in_a_ready_made_object_are_refused(played: Played) -> None:
     with pytest.raises(InvalidRequest, match="stop"):
-        played.door.prepare("x", SamplingParams(stop_token_ids="5"))  # type: ignore[arg-type]
+        played.frontend.prepare("x", SamplingParams(stop_token_ids="5"))  # type: ignore[arg-type]
 
 
 def test_lengths_are_capped_on_demand(played: Played) -> None:
-    assert played.door.prepare([5] * 60, SamplingParams(max_tokens=50), cap_length=True).max_tokens == 4
+    assert played.frontend.prepare([5] * 60, SamplingParams(max_tokens=50), cap_length=True).max_tokens == 4
 
 
 def test_the_queue_is_bounded(tokenizer: Tokenizer) -> None:
@@ -214,45 +222,46 @@ def test_the_queue_is_bounded(tokenizer: Tokenizer) -> None:
     first = played.ask(n=2)
     with pytest.raises(TooManyRequests):
         played.ask()
-    played.door.handle(Delta(started={1: 0, 2: 8}))
+    played.frontend.handle(Delta(started={1: 0, 2: 8}))
     played.ask()
-    assert first.cached_tokens == 0 and played.door.metrics.running == 2
+    assert first.cached_tokens == 0 and played.frontend.metrics.running == 2
 
 
 def test_abort_frees_at_once(played: Played) -> None:
-    ticket = played.ask(n=2)
-    played.door.abort(ticket)
-    assert played.sent[-2:] == [Cancel(1), Cancel(2)] and not played.door.busy and ticket.finished
-    assert ticket.output().outputs[0].finish_reason == "abort"
+    state = played.ask(n=2)
+    played.frontend.abort(state)
+    assert played.sent[-2:] == [Cancel(1), Cancel(2)] and not played.frontend.busy and state.finished
+    assert state.output().outputs[0].finish_reason == "abort"
     played.say("late")
-    metrics = played.door.metrics
-    assert ticket.completion_tokens == 0 and (metrics.waiting, metrics.running) == (0, 0)
+    metrics = played.frontend.metrics
+    assert state.completion_tokens == 0 and (metrics.waiting, metrics.running) == (0, 0)
 
 
 def test_an_error_ends_all_choices(played: Played) -> None:
-    ticket = played.ask(n=2)
+    state = played.ask(n=2)
     other = played.ask()
-    played.door.handle(Delta(finished={1: Finish("error", message="boom")}))
-    assert ticket.finished and ticket.error is not None and ticket.error.message == "boom" and Cancel(2) in played.sent
+    played.frontend.handle(Delta(finished={1: Finish("error", error=WireError("PreheatError", "boom"))}))
+    assert state.finished and state.error is not None and state.error.message == "boom" and Cancel(2) in played.sent
     assert not other.finished
 
 
 def test_death_ends_everything(played: Played) -> None:
-    ticket = played.ask()
-    played.door.handle(Died("no memory"))
-    assert isinstance(ticket.error, EngineDead) and not played.door.busy
+    state = played.ask()
+    played.frontend.handle(Died("no memory"))
+    assert isinstance(state.error, EngineDead) and not played.frontend.busy
     with pytest.raises(EngineDead, match="no memory"):
         played.ask()
 
 
 def test_nothing_before_ready(tokenizer: Tokenizer) -> None:
     with pytest.raises(NotReady):
-        FrontDoor(tokenizer, print).prepare("x", SamplingParams())
+        Frontend(tokenizer, print).prepare("x", SamplingParams())
 
 
 def test_recommended_parameters(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "max_new_tokens": 9}')
-    door = FrontDoor(Tokenizer(tmp_path), print)
-    assert (door.params().temperature, door.params().top_k, door.params().max_tokens) == (0.5, 7, 9)
-    assert (door.params(temperature=1.5).temperature, door.params(max_tokens=3).max_tokens) == (1.5, 3)
+    frontend = Frontend(Tokenizer(tmp_path), print)
+    params = frontend.input.params
+    assert (params().temperature, params().top_k, params().max_tokens) == (0.5, 7, 9)
+    assert (params(temperature=1.5).temperature, params(max_tokens=3).max_tokens) == (1.5, 3)

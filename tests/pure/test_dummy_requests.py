@@ -1,19 +1,19 @@
-"""Requests of nobody's go through the loop, and nothing of them stays."""
+"""Dummy requests go through the loop, and nothing of them stays."""
 
 from __future__ import annotations
 
 import pytest
 
-from preheat.engine.rehearsal import ROUNDS, rehearse
 from preheat.schedule.scheduler import Scheduler
+from preheat.warmup.dummy_requests import LOOP_ROUNDS, warm_up_loop
 from tests.pure.paper import Harness, limits, request
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_scheduler_is_as_new_after_a_rehearsal(overlap) -> None:
+def test_a_scheduler_is_as_new_after_dummy_requests(overlap) -> None:
     harness = Harness(limits(), overlap=overlap)
-    rehearse(harness.loop)
-    assert harness.device.rows_run > 2 * ROUNDS
+    warm_up_loop(harness.loop)
+    assert harness.device.rows_run > 2 * LOOP_ROUNDS
     harness.transport.receive()
     scheduler, new = harness.scheduler, Scheduler(limits())
     assert scheduler.idle
@@ -24,7 +24,7 @@ def test_a_scheduler_is_as_new_after_a_rehearsal(overlap) -> None:
     harness.verify()
 
 
-def test_a_model_of_one_token_has_nothing_to_rehearse() -> None:
+def test_a_model_of_one_token_runs_none() -> None:
     harness = Harness(limits(max_model_len=1))
-    rehearse(harness.loop)
+    warm_up_loop(harness.loop)
     assert harness.device.rows_run == 0

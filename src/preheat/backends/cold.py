@@ -1,0 +1,127 @@
+"""How cold events are noticed: numbers that only grow, kept by torch or by a hook of ours, so that a step in which
+nothing was cold costs one comparison for each. Every backend says which origins it watches; docs/cold-events.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from typing import Any, Literal
+
+How = Literal["hook", "counter", "none"]
+
+MAX_DETAILS = 64
+"""Events of one hook that are kept in words until they are taken; all of them are counted."""
+
+STEP = ("preheat.schedule.", "preheat.execution.")
+"""The packages that the loop calls in a step: everything that a step runs has one of them among its callers."""
+
+SELDOM = 8
+"""Steps after which a number is looked at that takes tens of microseconds to read."""
+
+
+class Counted:
+    """An origin of cold events, such as a compiler, over ``read``, a number that grows with each event;
+    ``describe(n)`` puts the last n events in words.
+
+    It is read each ``every``-th time; what happened in between is reported then.
+    """
+
+    def __init__(
+        self, name: str, read: Callable[[], int], describe: Callable[[int], Sequence[str]], *, every: int = 1
+    ) -> None:
+        self.name, self._read, self._describe = name, read, describe
+        self._seen, self._every, self._asked = read(), every, 0
+
+    def taken(self) -> Sequence[str]:
+        """What happened since the last call, in words; empty when nothing did."""
+        self._asked += 1
+        if self._asked % self._every:
+            return ()
+        count = self._read()
+        if count == self._seen:
+            return ()
+        new = count - self._seen if count > self._seen else count  # less than before: it was cleared
+        self._seen = count
+        return self._describe(new) if new else ()
+
+
+class Tally:
+    """What a hook has reported: how many events, and the last of them in words."""
+
+    def __init__(self) -> None:
+        self.count, self._details = 0, deque[str](maxlen=MAX_DETAILS)
+
+    def add(self, detail: str) -> None:
+        self.count += 1
+        self._details.append(detail)
+
+    def read(self) -> int:
+        return self.count
+
+    def last(self, number: int) -> Sequence[str]:
+        return list(self._details)[-number:]
+
+
+def dynamo(undo: ExitStack) -> Counted:
+    """Graphs that Dynamo compiles; whatever Inductor builds is built for one of them. Never imports Dynamo."""
+    return Counted("dynamo", _graphs, _last_graphs)
+
+
+def _graphs() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
+
+
+def _last_graphs(number: int) -> list[str]:
+    metrics = sys.modules["torch._dynamo.utils"].get_compilation_metrics()[-number:]
+    named = [f"{m.co_name} ({m.co_filename}:{m.co_firstlineno}) was compiled, {m.compile_id}" for m in metrics]
+    return named + ["a graph was compiled"] * (number - len(named))
+
+
+def imports(undo: ExitStack) -> Counted:
+    """Import statements that a step runs and no earlier one ran; imports by other code of the process do not count."""
+    finder = ImportFinder()
+    sys.meta_path.insert(0, finder)
+    undo.callback(sys.meta_path.remove, finder)
+    return Counted("import", finder.tally.read, finder.tally.last)
+
+
+class ImportFinder(MetaPathFinder):
+    """Finds nothing: it is asked first about each module that is not loaded yet, and counts those that a step wants."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if _is_asked_by_a_step():
+            self.tally.add(f"{name} was imported")
+
+
+def _is_asked_by_a_step() -> bool:
+    """Whether a step is among the callers, with no other import between it and this one."""
+    frame, imports = sys._getframe(), 0
+    while frame is not None and imports < 2:
+        code = frame.f_code
+        imports += code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib")
+        if frame.f_globals.get("__name__", "").startswith(STEP):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How an origin is watched on a platform: what is looked at, or why nothing is."""
+
+    how: How
+    text: str
+    make: Callable[[ExitStack], Counted] | None = None
+
+
+DYNAMO = Watched("counter", "graphs that Dynamo has compiled", dynamo)
+IMPORTS = Watched("hook", "a finder of modules, which looks whether a step is asking", imports)

@@ -1,0 +1,60 @@
+"""The sampling parameters that warm-up runs the sampler with, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from preheat.core import SAMPLING_FIELDS, SamplingParams
+
+
+def _setting(temperature: float, top_p: float, top_k: int) -> tuple[str, SamplingParams]:
+    name = f"temp={temperature}, top_p={top_p}, top_k={top_k}"
+    return name, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+
+
+GAUDI_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
+    dict(
+        (
+            _setting(0.0, 1.0, 0),
+            _setting(1.0, 1.0, 0),
+            _setting(0.7, 0.9, 50),
+            _setting(0.3, 0.95, 20),
+            _setting(1.2, 0.8, 100),
+            _setting(0.8, 0.85, 0),
+        )
+    )
+)
+"""The settings of the sampler warm-up of vLLM on Gaudi, by their log text, in its order."""
+
+BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
+    {
+        "min_p": SamplingParams(min_p=0.1),
+        "penalties": SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2),
+        "logit_bias": SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
+        "min_tokens": SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[0]),
+        "seed": SamplingParams(seed=1),
+        "logprobs": SamplingParams(temperature=0.0, logprobs=5),
+        "prompt_logprobs": SamplingParams(temperature=0.0, prompt_logprobs=5),
+        "everything": SamplingParams(
+            temperature=0.9,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            logit_bias={0: 1.0},
+            min_tokens=2,
+            stop_token_ids=[0],
+            seed=1,
+            logprobs=5,
+        ),
+    }
+)
+"""The branches of the sampler that those settings do not reach, each alone and all at once."""
+
+SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
+
+NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
+"""Fields of SamplingParams that no sampling code looks at. Every other field is in a setting."""

@@ -1,0 +1,135 @@
+"""Frontend warm-up: dummy requests through everything that handles a request around the device.
+
+A process's first requests are slower than later ones even where nothing is compiled, because the interpreter
+specializes code as it runs. So the same few requests are sent again and again. Where they enter depends on the sender:
+the loop of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of their own in
+front of an :class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import msgspec
+
+from preheat.core import (
+    OWN_ID,
+    Delta,
+    Finish,
+    Ready,
+    Request,
+    SamplingParams,
+    Stats,
+    ToEngine,
+    TokenLogprobs,
+)
+from preheat.engine.loop import Loop
+from preheat.errors import InvalidRequest
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.tokenizer import Tokenizer
+from preheat.transport import InlineTransport
+
+LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
+"""More than the interpreter takes to specialize code: some call what they run several times for each request."""
+
+_PROMPT_ID = 0
+_ECHOED = 2  # tokens
+_MAX_MODEL_LEN = 65_536  # room for any chat template
+
+
+class DummyRequest(msgspec.Struct, frozen=True):
+    """``text`` is the prompt, or a user's message of a ``chat``; without text, the prompt is a token id."""
+
+    params: SamplingParams
+    text: str = ""
+    chat: bool = False
+    stream: bool = False
+
+    @property
+    def prompt(self) -> str | list[int]:
+        return self.text or [_PROMPT_ID]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.text}]
+
+
+LOOP_REQUESTS = (
+    DummyRequest(SamplingParams(temperature=0.0, max_tokens=3)),
+    DummyRequest(SamplingParams(temperature=1.0, max_tokens=3, seed=1)),
+)
+
+_PLAIN = SamplingParams(max_tokens=_ECHOED)
+_STOPPED = SamplingParams(max_tokens=_ECHOED, temperature=0.5, seed=1, stop=["zzz"])
+FRONTEND_REQUESTS = (
+    DummyRequest(_STOPPED, "def add(a, b):"),
+    DummyRequest(SamplingParams(max_tokens=_ECHOED, logprobs=1, n=2)),
+    DummyRequest(_STOPPED, "def add(a, b):", stream=True),
+    DummyRequest(_PLAIN, stream=True),
+    DummyRequest(_PLAIN, "Add.", chat=True),
+    DummyRequest(SamplingParams(max_tokens=_ECHOED, logprobs=0), "Add.", chat=True, stream=True),
+)
+
+
+def warm_up_frontend(send: Callable[[DummyRequest], None]) -> None:
+    """The frontend's part: ``send`` has each request answered by a client of :func:`spare_frontend`."""
+    _repeat(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
+
+
+def warm_up_loop(loop: Loop) -> None:
+    """The engine's part: requests through ``loop``, whose messages are dropped.
+
+    Its scheduler must be idle, and counts from zero afterwards.
+    """
+    room = loop.scheduler.limits.max_model_len - 1
+
+    def send(dummy: DummyRequest) -> None:
+        tokens = min(dummy.params.max_tokens or 1, room)
+        loop.scheduler.add(Request(OWN_ID, [_PROMPT_ID], dummy.params, dummy.params.seed or 0, tokens))
+        loop.finish()
+
+    if room:
+        _repeat(send, LOOP_REQUESTS, LOOP_ROUNDS)
+    loop.scheduler.forget()
+
+
+def _repeat(send: Callable[[DummyRequest], None], requests: Iterable[DummyRequest], rounds: int) -> None:
+    for _ in range(rounds):
+        for request in requests:
+            with suppress(InvalidRequest):  # a chat template may refuse ours; there may be no tokenizer
+                send(request)
+
+
+class EchoLoop:
+    """In place of a loop, without a model: each step gives every request the same token, and two of them end it."""
+
+    def __init__(self, transport: InlineTransport, tokenizer: Tokenizer) -> None:
+        self._transport = transport
+        self._token = tokenizer.encode("a", add_special_tokens=False)[-1] if tokenizer.speaks else 0
+        self._new: list[Request] = []
+        self._ending: list[Request] = []
+
+    def take(self, timeout: float | None) -> None:
+        self._new += [message for message in self._transport.take(timeout) if isinstance(message, Request)]
+
+    def step(self) -> None:
+        rows, token = [*self._new, *self._ending], self._token
+        delta = Delta([row.id for row in rows], [token] * len(rows), stats=Stats())
+        delta.started = {row.id: 0 for row in self._new}
+        delta.finished = {row.id: Finish("length") for row in self._ending}
+        for place, row in enumerate(rows):
+            if (count := row.params.logprobs) is not None:
+                delta.logprobs[place] = TokenLogprobs(token, -1.0, 1, [(token, -1.0)] * count)
+        self._new, self._ending = [], self._new
+        self._transport.put(delta)
+
+    def finish(self) -> None:
+        self._new, self._ending = [], []
+
+
+def spare_frontend(tokenizer: Tokenizer, send: Callable[[ToEngine], None]) -> Frontend:
+    """A frontend for dummy requests, which shares nothing but ``tokenizer`` with the real one."""
+    frontend = Frontend(tokenizer, send)
+    frontend.handle(Ready(_MAX_MODEL_LEN, 2, 64, 0.0))
+    return frontend

@@ -1,0 +1,59 @@
+"""Dummy steps: a program of the plan is run on dummy requests, through the packer and the executor that serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from preheat.core import SamplingParams
+from preheat.execution.executor import Executor
+from preheat.execution.input_batch import InputBatch, Packer
+from preheat.model.decoder import Attended
+from preheat.plan.buckets import Bucket
+from preheat.plan.plan import Plan
+from preheat.warmup.dummy_batch import DummyBatches, rows_of
+
+T = TypeVar("T")
+
+
+class DummySteps:
+    """Runs dummy steps. Nothing of them stays behind: slots are given back, keys and values go to the pad block."""
+
+    def __init__(self, plan: Plan, packer: Packer, executor: Executor) -> None:
+        self.plan, self.packer, self.executor = plan, packer, executor
+        self._batches = DummyBatches(packer.slots, plan.limits, executor.decoder.spec.vocab_size)
+        self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
+
+    def run(self, bucket: Bucket, run: Callable[[InputBatch], T]) -> T:
+        """What ``run``, such as the executor's `execute`, returns for a batch padded to ``bucket``."""
+        rows = rows_of(self.plan.dispatcher.example(bucket), self.plan.limits)
+        with self._batches.work(rows) as schedule:
+            batch = self.packer.pack(schedule)
+            if batch.bucket != bucket:
+                raise RuntimeError(f"the dummy step for {bucket} runs as {batch.bucket}")
+            return run(batch)
+
+    def sample(self, rows: int, params: SamplingParams, times: int) -> bool:
+        """Sample ``rows`` rows ``times`` times from random hidden states; False if there are no rows to sample from."""
+        with self._batches.work(self._batches.sampled(rows, params), params) as schedule:
+            if not schedule.rows:
+                return False
+            batch = self.packer.pack(schedule)
+            attended = self._attended(batch.padded_tokens)
+            for _ in range(times):
+                self.executor.finish(attended, batch)
+        return True
+
+    def _attended(self, tokens: int) -> Attended:
+        """Random states of ``tokens`` tokens, from a generator of their own; every call gives the same ones."""
+        if len(self._states.out) < tokens:
+            decoder = self.executor.decoder
+            device = decoder.weights.embedding.device
+            generator = torch.Generator(device).manual_seed(0)
+            count = max(tokens, 2 * self.plan.sampler_sizes[-1])
+            widths = decoder.spec.layers[-1].attention.o.inputs, decoder.spec.hidden_size
+            random = (torch.randn(count, width, generator=generator, device=device) for width in widths)
+            self._states = Attended(*(states.to(decoder.dtype) for states in random))
+        return Attended(*(states[:tokens] for states in self._states))
