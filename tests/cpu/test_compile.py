@@ -88,9 +88,10 @@ def test_inductor_sees_no_arithmetic_of_a_layer(tmp_path: Path, monkeypatch: pyt
     save_checkpoint(MODELS["qwen3"], tmp_path)
     decoder = open_decoder(tmp_path)
     layer, spec = decoder.weights.layers[0], decoder.spec
+    attention = spec.layers[0].attention
     x, residual = torch.ones(2, 4, spec.hidden_size).unbind()
-    before = operations(project, x, layer, spec.head_dim)
-    attended = torch.ones(4, spec.q_size)
+    before = operations(project, x, layer, attention.head_dim)
+    attended = torch.ones(4, attention.num_heads * attention.head_dim)
     after = operations(after_attention, attended, residual, layer, layer.input_norm)
     assert before and arithmetic(before) == []
     assert after and arithmetic(after) == []
@@ -165,7 +166,7 @@ def test_the_engine_gives_the_same_tokens_and_logprobs(dtype: str) -> None:
         llm = LLM(execution_mode=mode, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128)
         choices = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
         seen.append([(choice.token_ids, choice.logprobs) for choice in choices])
-        programs = getattr(llm.loop.executor.decoder._built[0], "_programs", {})
-        assert bool(programs) is (mode == "compile")
-        assert compilations() == before + 2 * len(programs)
+        programs = [getattr(region, "_programs", {}) for region in llm.loop.executor.decoder._built]
+        assert all(programs) is any(programs) is (mode == "compile")
+        assert compilations() == before + sum(map(len, programs))  # behind the last attention there are fewer tokens
     assert seen[0] == seen[1]

@@ -27,7 +27,7 @@ from preheat.execution.buffers import Layout
 from preheat.execution.input_batch import Packer
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
-from preheat.warmup.cold_sources import sources_for
+from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import Record
 from tests.cpu.test_compaction import forgets_tables, move_everything
 from tests.cpu.test_random_requests import DRAWS, VOCAB, draw, run
@@ -107,7 +107,9 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Bits:
     """Tokens, texts, ends and exact log-probabilities; nothing is left behind, nothing cold where it matters."""
-    llm.loop.listener._sources = sources_for("cuda")  # what other engines of this process have built is no news
+    llm.loop.listener._sources = ColdSources(
+        llm.loop.executor.backend
+    )  # what other engines of this process have built is no news
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0
