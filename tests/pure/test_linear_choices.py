@@ -1,4 +1,4 @@
-"""Which implementation serves a linear map: tables, the rule where they are silent, and what a proof refuses."""
+"""Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
 
 import logging
 
@@ -61,7 +61,7 @@ def test_without_invariance_the_fastest_of_all_counts():
     assert [varying(SHAPE, rows) for rows in (16, 64)] == [NARROW, Library(split=True)]
 
 
-def test_what_is_refused_is_served_by_the_plain_kernel_from_then_on():
+def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():
     found = KernelConfigs([table((64, Library()))])
     assert found(SHAPE, 64) == Library()
     found.reject(SHAPE, 64)
