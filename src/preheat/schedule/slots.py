@@ -62,9 +62,8 @@ class SamplingFields:
     logprobs = _param(np.int32, lambda params: params.logprobs)  # NO_LOGPROBS: none are wanted
     prompt_logprobs = _param(np.int32, lambda params: params.prompt_logprobs)
     needs_penalty = _param(np.bool_, _has_penalty)
-    needs_edit = _field(  # logit_bias, or stop ids banned until min_tokens
-        np.bool_, lambda request: bool(request.params.logit_bias or (request.params.min_tokens and request.stop_ids))
-    )
+    has_logit_bias = _param(np.bool_, lambda params: bool(params.logit_bias))
+    bans_stop_ids = _field(np.bool_, lambda request: bool(request.params.min_tokens and request.stop_ids))
 
     def __init__(self, num_slots: int) -> None:
         nothing = Request(0, [], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
