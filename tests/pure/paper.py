@@ -399,7 +399,7 @@ class Harness:
         if scheduler.mixed_steps:
             going = [slot for slot in order if slot in schedule.slots or self._can_run(slot)]
             assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
-        arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting._sequences)
+        arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting)
         assert arrivals == sorted(arrivals), "first come, first served"
 
     def _can_run(self, slot: int) -> bool:

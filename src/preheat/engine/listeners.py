@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Meter:
-    """Logs under ``name`` by how much ``count``, and ``seconds`` if given, grew in a step: for ``every`` step, or only if
-    it grew.
+    """Logs under ``name`` by how much ``count``, and ``seconds`` if given, grew in a step.
+
+    It logs ``every`` step, or only those in which ``count`` grew.
     """
 
     name: str

@@ -4,8 +4,8 @@ The life of a request: the transport hands over a Request (``take``); the schedu
 (``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and samples tokens
 (``launch``); the scheduler applies the outcome (``process_results``); the transport carries the Delta to the frontend.
 
-With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work. Until
-a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
+With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work.
+Until a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class InFlightStep:
 
 
 class Loop:
-    """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a step
-    are called through ``call``, by name, for the trace.
+    """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
+    step are called through ``call``, by name, for the trace.
     """
 
     def __init__(
