@@ -407,7 +407,7 @@ class Harness:
         slots = self.scheduler.slots
         known, cached = slots.device_len[slot], slots.cached_len[slot]
         waits = known == cached or slots.tokens[slot, known - 1] == UNSEEN
-        drafting = self.scheduler.proposer.num_speculative_tokens > 0
+        drafting = self.scheduler.proposer is not None
         return known < slots.max_len[slot] and not (drafting and waits)
 
     def _check_published(self) -> None:

@@ -171,8 +171,9 @@ def test_a_proposer_that_proposes_nothing_leaves_the_schedule_as_it_is(seed) -> 
 
 
 def test_nobody_asks_a_proposer_of_no_tokens() -> None:
-    harness = drafted(MANY, Silent(0, 1.0), True, spare=60)
-    assert harness.scheduler.proposer.asked == 0
+    silent = Silent(0, 1.0)
+    drafted(MANY, silent, True, spare=60)
+    assert silent.asked == 0
 
 
 def test_separate_phases_cannot_speculate() -> None:

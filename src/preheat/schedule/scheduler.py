@@ -70,7 +70,7 @@ class Scheduler:
     ) -> None:
         check_limits(limits, padded)
         self.proposer = proposer if proposer is not None and proposer.num_speculative_tokens else None
-        if self.proposer and not mixed_steps:
+        if self.proposer is not None and not mixed_steps:
             raise SettingsError("speculative decoding needs steps that mix prompts and decoding: use unified bucketing")
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
@@ -198,7 +198,7 @@ class Scheduler:
         step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)
-        if self.proposer:
+        if self.proposer is not None:
             self._add_drafts(step, self.proposer)
         return step if self.mixed_steps or step.prefill else self._decoding()
 
@@ -259,7 +259,7 @@ class Scheduler:
     def _decoding(self) -> NextStep:
         """Begin a step with the rows that have one token to compute; preempts if blocks are lacking."""
         slots, batch = self.slots, self._last_batch()
-        step = NextStep(self._decode_slots() if batch is None or self.proposer else batch.slots)
+        step = NextStep(self._decode_slots() if batch is None or self.proposer is not None else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
@@ -269,7 +269,7 @@ class Scheduler:
     def _decode_slots(self) -> np.ndarray:
         """The slots with one token to compute; with a proposer, which must see that token, only if it is known."""
         decode: np.ndarray = self.running.order[self._due() == 1]
-        if self.proposer:
+        if self.proposer is not None:
             decode = decode[self.slots.tokens[decode, self.slots.device_len[decode] - 1] != UNSEEN]
         return decode
 
