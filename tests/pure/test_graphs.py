@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 from preheat.plan.budget import MemorySplit, graph_pool, split_memory
-from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.items import SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
@@ -25,11 +27,12 @@ from preheat.warmup.graphs import (
     graph_bytes,
 )
 from preheat.warmup.record import Record
+from tests.specs import LLAMA_8B, llama
 
 GIB, MIB = 2**30, 2**20
 FREE, BLOCK = round(79.16 * GIB), 16 * MIB
-SIZES = ModelSizes(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256)
-COSTS = Costs(SIZES, MACHINES["cuda"], 128)
+SIZES = ModelSizes.of(LLAMA_8B)
+COSTS = Costs(SIZES, CUDA.machine, 128)
 LIMITS = Limits(
     max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=8192, max_num_prefill_seqs=None, block_size=128,
     num_blocks=1519,
@@ -231,7 +234,7 @@ def test_the_pool_is_what_was_reserved_and_never_more_than_is_left():
 
 
 def test_the_twin_counts_what_a_graph_would_keep():
-    tiny = ModelSizes(hidden=4, intermediate=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10, dtype_bytes=2)
+    tiny = ModelSizes.of(llama(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10))
     # 3 tokens: id, position, a key's and a value's row, 8 bytes each; a hidden state of 8 bytes; the layer's 64 bytes:
     # 2 * 4 of residual and input, the MLP's 3 * 8, 2 bytes each. 3 rows: 5 blocks of 4 bytes, an index, 10 logits.
     assert graph_bytes(Bucket.decode(3), tiny, 5) == 3 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
@@ -247,8 +250,8 @@ def test_the_twin_counts_what_a_graph_would_keep():
 @given(st.integers(0, 40 * MIB), st.floats(0, 1))
 def test_the_twin_accounts_for_every_shape(pool, ratio):
     settings = Settings(graph_prompt_ratio=ratio)
-    sizes = ModelSizes(hidden=256, intermediate=768, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=4096)
-    plan = make_plan(LIMITS, LOGGED, Costs(sizes, MACHINES["cpu"], 128))
+    sizes = ModelSizes.of(llama(hidden=256, inner=768, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=4096))
+    plan = make_plan(LIMITS, LOGGED, Costs(sizes, CPU.machine, 128))
     record = Record.of(plan)
     twin = CountedMemory(sizes, LIMITS.max_blocks_per_seq, pool)
     done = capture(plan, record, settings, pool=pool, capture_one=twin.capture_one, free=twin.free)

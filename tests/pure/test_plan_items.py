@@ -3,20 +3,22 @@ import dataclasses
 import msgspec
 import pytest
 
+from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.core import Level, SamplingParams
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
-from preheat.plan.cost import MACHINES, Cost, Costs, ModelSizes
+from preheat.plan.cost import Cost, Costs, ModelSizes
 from preheat.plan.items import Item, SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import KINDS, make_plan
 from preheat.plan.programs import SamplerProgram, SwapProgram
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
 from preheat.warmup.record import Record
+from tests.specs import llama
 
 DEFAULTS = SamplingParams()
-SIZES = ModelSizes(hidden=64, intermediate=64, layers=1, heads=1, kv_heads=1, head_dim=64, vocab=100)
+SIZES = ModelSizes.of(llama(hidden=64, inner=64, layers=1, heads=1, kv_heads=1, head_dim=64, vocab=100))
 
 
 def uncovered(settings) -> set[str]:
@@ -181,7 +183,7 @@ def test_a_kind_of_item_is_one_class_and_one_line(monkeypatch):
         max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
         num_blocks=9,
     )  # fmt: skip
-    plan = make_plan(limits, PlanOptions(), Costs(SIZES, MACHINES["cpu"], 16))
+    plan = make_plan(limits, PlanOptions(), Costs(SIZES, CPU.machine, 16))
     echoes = [item for item in plan.items if item.kind == "echo"]
     assert [(item.name, item.estimate, item.stage) for item in echoes] == [
         ("(echo, 1)", (0.25, 7), "after_cache"),
