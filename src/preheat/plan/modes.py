@@ -1,7 +1,4 @@
-"""Execution modes: how a backend runs the programs of the plan. No torch.
-
-The settings ask for a mode (`asked`), the backend's facts say what becomes of it (`resolve`).
-"""
+"""Execution modes: how a backend runs the programs of the plan. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from preheat.settings import Settings
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
-    (None, False): None,  # nothing is asked for
+    (None, False): None,
     (None, True): "eager",
     (False, False): "compile",
     (False, True): "eager",
@@ -26,7 +23,7 @@ BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
 
 
 def asked(settings: Settings) -> Mode | None:
-    """The mode that the settings name, None where they leave it open. SettingsError if they name two."""
+    """The mode that the settings name; None if they name none. SettingsError if they name two."""
     bridge = BY_BRIDGE[settings.lazy_mode, settings.enforce_eager]
     if settings.execution_mode == "auto":
         return bridge
@@ -40,7 +37,7 @@ def asked(settings: Settings) -> Mode | None:
 
 
 def resolve(facts: Facts, settings: Settings) -> Mode:
-    """The mode in which a backend runs. SettingsError, with the reason, if it does not run what is asked for."""
+    """The mode in which a backend runs. SettingsError, with the reason, if it does not have the mode asked for."""
     modes = facts.modes
     mode = asked(settings) or modes.default
     if mode in modes.rejected:
@@ -53,6 +50,5 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
 
 
 def _words(settings: Settings) -> str:
-    """The settings of Gaudi's table that are set."""
     words = {"lazy_mode (PT_HPU_LAZY_MODE)": settings.lazy_mode is not None, "enforce_eager": settings.enforce_eager}
     return " and ".join(word for word, is_set in words.items() if is_set)
