@@ -145,7 +145,9 @@ def test_more_candidates_than_can_be_planned_are_refused_before_they_are_made():
 
 
 def test_the_plan_as_json():
-    text = commands.plan(settings(bucketing_policy="split", prompt_seq_bucket_max=1024), LLAMA_8B, 8192, facts=CPU, as_json=True)
+    text = commands.plan(
+        settings(bucketing_policy="split", prompt_seq_bucket_max=1024), LLAMA_8B, 8192, facts=CPU, as_json=True
+    )
     found = json.loads(text)
     for item in found["items"]:
         assert {"kind", "shape", "stage", "estimated_seconds", "estimated_bytes"} <= set(item)

@@ -8,8 +8,9 @@ Phase = Literal["prompt", "decode", "mixed"]
 
 
 class StepSize(NamedTuple):
-    """The size of a step. ``longest`` is the length of its longest row: the tokens that a prompt row computes, the whole
-    context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the policy does not use may be 0.
+    """The size of a step. ``longest`` is the length of its longest row: the tokens that a prompt row computes, or the
+    whole context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the policy does not use
+    may be 0.
     """
 
     phase: Phase

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from preheat.errors import SettingsError
 from preheat.plan.buckets import Bucket, Phase
 
-Strategy = Literal["min_tokens", "max_bs"]
 Capture = Callable[[Phase, Bucket, int], int]
 """Captures a bucket, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError skips it."""
 
@@ -52,8 +50,8 @@ def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reser
     split = MemorySplit(free, usable, graphs, usable - graphs, block_bytes)
     if split.num_blocks < 2:
         raise SettingsError(
-            f"{split.cache:,} bytes remain for the KV cache and a block takes {block_bytes:,}: free memory on the device, "
-            "raise --gpu-memory-utilization or lower --graph-reserved-mem"
+            f"{split.cache:,} bytes remain for the KV cache and a block takes {block_bytes:,}: free memory on the "
+            "device, raise --gpu-memory-utilization or lower --graph-reserved-mem"
         )
     return split
 
@@ -87,7 +85,7 @@ class PhaseCaptures:
         return len(self.captured) + sum(skipped.failed for skipped in self.skipped) == self.total
 
 
-def capture_order(buckets: Sequence[Bucket], strategy: Strategy) -> list[Bucket]:
+def capture_order(buckets: Sequence[Bucket], strategy: str) -> list[Bucket]:
     """``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer."""
     if strategy == "min_tokens":
         return sorted(buckets, key=lambda bucket: (_area(bucket), _length(bucket), bucket.rows))

@@ -94,10 +94,7 @@ def _axis(limits: Limits, options: PlanOptions, dimension: Dimension, bound: int
         bucket_sizes("linear", low, step, high)  # checks the range as given; steps do not go beyond ``bound``
         low, high = min(low, bound), min(high, bound)
         values = bucket_sizes(
-            strategy,
-            low,
-            step,
-            high,
+            *(strategy, low, step, high),
             per_doubling=policy.per_doubling.get(name) if strategy == "exponential" else None,
             pad_max=options.bucket_pad_max,
             pad_percent=options.bucket_pad_percent,

@@ -1,4 +1,4 @@
-"""What an item costs: estimated from the model's sizes and the machine's rough speed, or measured by an earlier boot."""
+"""What an item costs: estimated from the model's sizes and the machine's speed, or measured by an earlier boot."""
 
 from __future__ import annotations
 

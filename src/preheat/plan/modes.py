@@ -1,4 +1,4 @@
-"""Execution modes: how a backend runs the programs of the plan. No torch."""
+"""Execution modes, and the options that a backend can serve. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import get_args
 
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
-from preheat.settings import Settings
+from preheat.plan.policy import policy_named
+from preheat.settings import OPTIONS, Settings
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -47,6 +48,31 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
             param="execution_mode",
         )
     return mode
+
+
+def check_options(settings: Settings, facts: Facts) -> None:
+    """Raise SettingsError, with the reason, for an option that has no effect on a backend or with other options."""
+    for name, reason in facts.rejected.items():
+        default = OPTIONS[name].default
+        if bool(getattr(settings, name)) != bool(default):
+            turned = "off" if default else "on"
+            usual = "unset" if default is None else f"at {str(default).lower()}"
+            raise SettingsError(
+                f"{name} cannot be turned {turned} on {facts.name}: {reason}; leave it {usual}", param=name
+            )
+    if settings.contiguous_pa and settings.block_size != facts.split:
+        raise SettingsError(
+            f"contiguous_pa reads whole blocks of {facts.split} tokens, and block_size is {settings.block_size}: "
+            f"set block_size to {facts.split}, or contiguous_pa to false",
+            param="contiguous_pa",
+        )
+    mixed_steps = policy_named(settings.bucketing_policy).mixed_steps
+    if settings.max_num_mixed_tokens is not None and not (mixed_steps and settings.enable_chunked_prefill):
+        raise SettingsError(
+            "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
+            "bucketing policy with enable_chunked_prefill",
+            param="max_num_mixed_tokens",
+        )
 
 
 def _words(settings: Settings) -> str:

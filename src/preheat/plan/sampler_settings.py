@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 
-
 _GAUDI = ((0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 50), (0.3, 0.95, 20), (1.2, 0.8, 100), (0.8, 0.85, 0))
 
 GAUDI_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
