@@ -84,7 +84,7 @@ def boot(
             steps=dummies,
             graphs=choose_graphs(settings, backend, dummies, record, split=memory, sizes=sizes),
             check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts),
-            reused=store.reused(),
+            reused=frozenset(store.costs()),
             report=transport.put,
             compiled=compile_seconds,
             span=trace.span,

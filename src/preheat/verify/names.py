@@ -14,8 +14,8 @@ from preheat.settings import OPTIONS, Settings
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What decides which checks there are."""
+class CheckOptions:
+    """What determines which checks run."""
 
     settings: Settings
     limits: Limits
@@ -23,21 +23,21 @@ class Asked:
     lengths: tuple[int, ...]
 
 
-CHECKS: Mapping[str, Callable[[Asked], bool]] = MappingProxyType(
+CHECKS: Mapping[str, Callable[[CheckOptions], bool]] = MappingProxyType(
     {
-        "later run": lambda asked: True,
-        "co-batched": lambda asked: asked.limits.max_num_seqs > 1,
-        "next bucket": lambda asked: asked.limits.max_num_seqs > 1 and asked.settings.boot_check == "quick",
-        "every bucket": lambda asked: asked.limits.max_num_seqs > 1 and asked.settings.boot_check == "full",
-        "chunked": lambda asked: asked.settings.enable_chunked_prefill and asked.lengths[0] > 1,
-        "prefix hit": lambda asked: asked.settings.enable_prefix_caching and asked.lengths[0] > asked.limits.block_size,
-        "decode": lambda asked: asked.lengths[0] > 1,
-        "compaction": lambda asked: (
-            policy_named(asked.settings.bucketing_policy).compacts
-            and asked.lengths[0] > 1
-            and asked.limits.num_blocks > 2
+        "later run": lambda given: True,
+        "co-batched": lambda given: given.limits.max_num_seqs > 1,
+        "next bucket": lambda given: given.limits.max_num_seqs > 1 and given.settings.boot_check == "quick",
+        "every bucket": lambda given: given.limits.max_num_seqs > 1 and given.settings.boot_check == "full",
+        "chunked": lambda given: given.settings.enable_chunked_prefill and given.lengths[0] > 1,
+        "prefix hit": lambda given: given.settings.enable_prefix_caching and given.lengths[0] > given.limits.block_size,
+        "decode": lambda given: given.lengths[0] > 1,
+        "compaction": lambda given: (
+            policy_named(given.settings.bucketing_policy).compacts
+            and given.lengths[0] > 1
+            and given.limits.num_blocks > 2
         ),
-        "eager": lambda asked: asked.mode != "eager",
+        "eager": lambda given: given.mode != "eager",
     }
 )
 """Every check, and whether it can run: a lone slot has no neighbours, what is not captured or compiled is eager."""
@@ -51,8 +51,8 @@ def check_names(settings: Settings, limits: Limits, mode: Mode, facts: Facts) ->
         return ()
     if not settings.batch_invariant:
         return ("later run",)
-    asked = Asked(settings, limits, mode, context_lengths(limits, facts))
-    return tuple(name for name, runs in CHECKS.items() if runs(asked))
+    options = CheckOptions(settings, limits, mode, context_lengths(limits, facts))
+    return tuple(name for name, runs in CHECKS.items() if runs(options))
 
 
 def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
 
 
 class ColdSources:
-    """The sources that a backend watches, made after warm-up. ``close()`` removes the hooks, as does garbage collection."""
+    """What a backend watches from the end of warm-up on. ``close()``, or the end of this object, removes the hooks."""
 
     def __init__(self, backend: Backend) -> None:
         undo, watched = ExitStack(), backend.cold_sources()
