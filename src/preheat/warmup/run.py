@@ -47,9 +47,8 @@ class Check(Protocol):
 
 @dataclass(kw_only=True)
 class WarmUp:
-    """One warm-up. ``reused`` are items that an earlier boot with the same fingerprint has compiled. ``report`` receives
-    progress; ``compiled`` gives the seconds spent compiling since the process began; ``span`` puts an item into the
-    trace.
+    """One warm-up. ``reused`` are items that an earlier boot with the same fingerprint compiled. ``report`` receives
+    progress; ``compiled`` gives the seconds of compiling since the process began; ``span`` traces an item.
     """
 
     plan: Plan
