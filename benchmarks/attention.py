@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common.report import parser, save
-from preheat.backends import pick_backend
 from preheat.backends.cuda.paged_attention import (
     Workspace,
     decode_attention,
@@ -31,6 +30,7 @@ from preheat.backends.cuda.paged_attention import (
 )
 from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.backends.registry import pick_backend
 from preheat.settings import Settings
 
 DECODING = ("1x128", "32x128", "256x128", "256x1000", "64xragged", "256xragged", "32x8192", "4x32768")

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.common.report import parser, save
-from preheat.backends import pick_backend
 from preheat.backends.cuda.prove import prove
 from preheat.backends.cuda.tuner import Bench
-from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, kernel_configs
+from preheat.backends.cuda.tuning import KernelConfigs, Library, LinearShape, kernel_configs, shape_of
+from preheat.backends.registry import pick_backend
 from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config
 from preheat.settings import Settings
-from preheat.warmup.tune import shapes
 
 
 def measure(
@@ -59,8 +58,7 @@ def main(words: Sequence[str]) -> None:
     args = flags.parse_args(words)
     pick_backend("cuda").prepare(Settings(), None)
     found = kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None)
-    layers, head = shapes(read_spec(read_config(find_checkpoint(args.model, None, with_weights=False))), torch.bfloat16)
-    lines = [
-        line for shape in [*layers, head] for line in measure(shape, args.rows, found, args.replays, args.bandwidth)
-    ]
+    spec = read_spec(read_config(find_checkpoint(args.model, None, with_weights=False)))
+    layers = dict.fromkeys(shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
+    lines = [line for shape in layers for line in measure(shape, args.rows, found, args.replays, args.bandwidth)]
     save("gemm", {"model": args.model, "maps": lines})

@@ -1,4 +1,4 @@
-"""Rows in, tokens out, through the device's sampler: on a GPU, or in Triton's interpreter."""
+"""Rows in, tokens out, through the sampler of the CUDA backend: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from preheat.backends.cuda.sampler_input import SamplerInput
-from preheat.execution.sampling import SamplingBatch
 
+from preheat.backends.base import Backend
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
 from preheat.backends.cuda.sample_source import race
-from preheat.backends.cuda.sampler import Cut, DeviceSampler, read_report
+from preheat.backends.cuda.sampler import CudaSampler, Cut, read_report
+from preheat.backends.cuda.sampler_layout import SamplerLayout
 from preheat.core import Level, TokenLogprobs
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampling import SamplingInput
 from tests.cpu.sampling_reference import Row, fill
 
 DEFAULT = Cut()
+
+
+def backend_of(device: str) -> Backend:
+    """Where a sampler's memory lies: on the GPU, or on the host, whose kernels are then interpreted."""
+    return CudaBackend() if device == "cuda" else CpuBackend()
 
 
 def prepared(
@@ -25,13 +34,13 @@ def prepared(
     duplicates: bool = False,
     cut: Cut = DEFAULT,
     spare: int = 1,
-) -> tuple[DeviceSampler, SamplingBatch]:
+) -> tuple[CudaSampler, SamplingInput]:
     """A sampler that holds the description of ``rows`` as its next step, with room for ``spare`` more."""
     slots, n = fill(rows), len(rows)
-    batch = SamplingBatch.build(slots, np.arange(n))
-    sampler = DeviceSampler(n, len(rows[0].logits), torch.device(device), n + spare, duplicates, cut=cut)
-    host = np.zeros(sampler.input.words, np.int32)
-    used = sampler.input.pack(host, batch, np.arange(n))
+    batch = sampling_input(slots, np.arange(n))
+    sampler = CudaSampler(n, len(rows[0].logits), backend_of(device), n + spare, duplicates, cut=cut)
+    host = np.zeros(sampler.layout.words, np.int32)
+    used = sampler.layout.pack(host, batch, np.arange(n))
     sampler.settings[:used] = torch.from_numpy(host[:used]).to(device)
     if batch.penalties:
         sampler.counts.follow(batch.penalties)
@@ -54,7 +63,7 @@ def sample_on(
 ) -> list[int]:
     """The token of each row, at the level that they need or at ``level``; a row that pads is checked on the way."""
     sampler, batch = prepared(rows, device, duplicates, cut)
-    sampler.launch(batch.level if level is None else level, logits_of(rows, dtype, device), len(rows) + 1)
+    sampler.sample(batch.level if level is None else level, logits_of(rows, dtype, device))
     *tokens, pad = sampler.tokens.tolist()
     assert pad == 0
     assert sampler.last_token.tolist() == [*tokens, 0]
@@ -93,20 +102,20 @@ def logprobs_on(
 ) -> list[TokenLogprobs]:
     """What the device reports of ``logits`` [rows, vocab] and ``tokens`` [rows]."""
     n, vocab = logits.shape
-    sampler = DeviceSampler(1, vocab, logits.device, n, most_logprobs=most, cut=cut)
+    sampler = CudaSampler(1, vocab, backend_of(logits.device.type), n, max_logprobs=most, cut=cut)
     live = torch.tensor([n], dtype=torch.int32, device=logits.device)
-    sampler.launch_logprobs(live, logits, torch.from_numpy(tokens.astype(np.int32)).to(logits.device), n)
+    sampler._launch_logprobs(live, logits, torch.from_numpy(tokens.astype(np.int32)).to(logits.device))
     ids, values = sampler.report_ids.cpu().numpy(), sampler.report_values.cpu().numpy()
     return read_report(ids, values, tokens, alternatives)
 
 
 def keyed_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault: noise keyed by a row's place in the step."""
-    pack = SamplerInput.pack
+    pack = SamplerLayout.pack
 
-    def by_place(self: SamplerInput, host: np.ndarray, batch: SamplingBatch, slots: np.ndarray) -> int:
+    def by_place(self: SamplerLayout, host: np.ndarray, batch: SamplingInput, slots: np.ndarray) -> int:
         if batch.random:
             batch.random.seed = batch.random.rows.astype(np.uint64)
         return pack(self, host, batch, slots)
 
-    monkeypatch.setattr(SamplerInput, "pack", by_place)
+    monkeypatch.setattr(SamplerLayout, "pack", by_place)

@@ -74,7 +74,7 @@ def _torch() -> dict[str, Any]:
     """Threads, instruction set and GPU; ``gpu`` is None where preheat cannot use one."""
     import torch
 
-    from preheat.backends import pick_backend
+    from preheat.backends.registry import pick_backend
 
     chosen = pick_backend("auto")
     gpu = chosen.fingerprint if chosen.facts.name == "cuda" else None

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from preheat.backends import pick_backend
 from preheat.backends.base import Backend, Mode
+from preheat.backends.registry import pick_backend
 from preheat.core import Ready
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener

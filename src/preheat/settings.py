@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from preheat.backends.names import DEVICES
 from preheat.errors import SettingsError
 from preheat.utils.options import Option, did_you_mean, option, registry
 
@@ -96,7 +97,7 @@ class Settings:
     device: str = _run(
         "auto",
         "Where the model runs; `auto` takes an NVIDIA GPU where there is one that preheat has kernels for.",
-        choices=("auto", "cpu", "cuda"),
+        choices=("auto", *DEVICES),
     )
     async_scheduling: bool | None = _run(
         None,

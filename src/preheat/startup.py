@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from preheat.backends import facts_of, wake
+from preheat.backends.registry import facts_of, wake
 from preheat.core import Died, ToEngine
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend

@@ -6,22 +6,22 @@ import itertools
 
 import torch
 
-from preheat.backends.cpu.linear import Linear
+from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.ops import norm
 
 
 def split_by_batch(monkeypatch, rows: int = 8) -> None:
     """A matrix product whose inputs are cut in two for more than so many rows, as a library's heuristics do."""
-    right = Linear.__call__
+    right = OneDnnLinear.__call__
 
-    def split(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    def split(self: OneDnnLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if len(x) <= rows:
             return right(self, x)
         first = x.clone()
         first[:, x.shape[1] // 2 :] = 0
         return right(self, first) + right(self, x - first)
 
-    monkeypatch.setattr(Linear, "__call__", split)
+    monkeypatch.setattr(OneDnnLinear, "__call__", split)
 
 
 def threshold(monkeypatch, rows: int = 256) -> None:

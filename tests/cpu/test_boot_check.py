@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import Ready
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan
@@ -159,7 +160,7 @@ def test_what_cannot_be_kept_is_refused():
 
 def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
     """On a device that has faster implementations; a CPU has not."""
-    monkeypatch.setattr(CPU, "refused", {})
+    monkeypatch.setattr(CpuBackend, "facts", replace(CpuBackend.facts, rejected={}))
     PLANTS["threshold"](monkeypatch, rows=32)
     varying = {"batch_invariant": False, "determinism_warmup_iterations": 3}
     ready, record, _ = boot(boot_check="full", **varying)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from preheat.backends.cpu.logprobs import token_logprobs
 from torch import Tensor
 
 import preheat
 from preheat import LLM, SamplingParams
-from preheat.execution import executor
+from preheat.backends.cpu import linear, sampler
 from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import BUNDLED_PATH
-from preheat.ops import activation
+from preheat.ops.activation import silu_and_mul
+from preheat.ops.logprobs import token_logprobs
 from preheat.warmup.record import Record
 
 THREADS = (1, 2)
@@ -79,7 +79,7 @@ def test_bfloat16_agrees_wherever_the_reference_is_clear(
         seen.append(logits.clone())
         return token_logprobs(logits, *how)
 
-    monkeypatch.setattr(executor, "token_logprobs", listening)
+    monkeypatch.setattr(sampler, "token_logprobs", listening)
     clear = differ = 0
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     for prompt in [prompt for prompt in prompts[:40] if len(prompt) > 1]:
@@ -161,9 +161,8 @@ def test_an_operation_that_looks_at_its_batch_is_found(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparisons above can fail: here one operation's rounding depends on the number of rows."""
-    right = activation.silu_and_mul
     alone = [everywhere([p], GREEDY)[0] for p in prompts[:3]]
-    monkeypatch.setattr(activation, "silu_and_mul", lambda x: right(x) * (1 + 2**-7 * (len(x) > 2)))
+    monkeypatch.setattr(linear, "silu_and_mul", lambda x: silu_and_mul(x) * (1 + 2**-7 * (len(x) > 2)))
     assert everywhere(prompts[:3], GREEDY) != alone
 
 
@@ -192,15 +191,15 @@ def test_seeded_choices_differ_from_each_other_but_not_from_run_to_run(prompts: 
 
 def test_a_step_that_fails_harms_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(max_num_seqs=2)
-    right = llm.loop.executor.execute
+    right = llm.loop.executor.launch
 
     def broken(batch: Any) -> Any:
         raise RuntimeError("no more of this")
 
-    monkeypatch.setattr(llm.loop.executor, "execute", broken)
+    monkeypatch.setattr(llm.loop.executor, "launch", broken)
     with pytest.raises(preheat.PreheatError, match="no more of this"):
         llm.generate(["def f():"], use_tqdm=False)
-    monkeypatch.setattr(llm.loop.executor, "execute", right)
+    monkeypatch.setattr(llm.loop.executor, "launch", right)
     assert llm.generate(["def f():"], use_tqdm=False)[0].finished
     llm.loop.scheduler.check()
 

@@ -33,7 +33,7 @@ def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> 
     own = llm.loop.executor
     cache = KVCache(own.decoder.spec, num_blocks, 16, dtype, torch.device("cpu"))
     cache.data.copy_(noise(cache.data.shape))
-    return Executor(own.decoder, cache, own.sampler)
+    return Executor(own.backend, own.decoder, cache, own.sampler, own.buffers)
 
 
 def warm_up(runner: Executor) -> WarmUp:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preheat.backends.cpu.logprobs import token_logprobs
 
 from preheat.core import TokenLogprobs
+from preheat.ops.logprobs import token_logprobs
 
 
 def reference(logits: list[float], token: int, n: int) -> TokenLogprobs:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.cpu.linear import Linear
+from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.model.rope import rope_table
 from preheat.model.specs import RopeSpec
 from preheat.ops.activation import silu_and_mul
@@ -68,7 +68,7 @@ def operations(dtype: torch.dtype) -> dict[str, tuple[Operation, Tensor]]:
         weight = randn(outputs, inputs, seed=1, dtype=dtype) / inputs**0.5
         bias = randn(outputs, seed=2, dtype=dtype)
         x = randn(ROWS, inputs, seed=3, dtype=dtype)
-        found[f"linear {outputs}x{inputs}"] = Linear(weight, bias), x
+        found[f"linear {outputs}x{inputs}"] = OneDnnLinear(weight, bias), x
     for size in (64, 100, 256, 4097):
         norm = RMSNorm(randn(size, seed=4, dtype=dtype), 1e-5)
         found[f"norm {size}"] = norm, randn(ROWS, size, seed=5, dtype=dtype)
@@ -107,7 +107,7 @@ def test_linear_is_right(inputs, rows, dtype):
     x = randn(rows, inputs, dtype=dtype)
     for with_bias in (None, bias):
         exact = F.linear(x.double(), weight.double(), None if with_bias is None else bias.double())
-        got = Linear(weight, with_bias)(x)
+        got = OneDnnLinear(weight, with_bias)(x)
         assert got.shape == (rows, 96)
         assert got.dtype == dtype
         assert relative_error(got, exact) < (inputs / 10) ** 0.5 * ROUNDING[dtype]  # errors of a sum grow like this
@@ -115,7 +115,7 @@ def test_linear_is_right(inputs, rows, dtype):
 
 def test_packed_bfloat16_has_the_bits_of_torch():
     weight, x = randn(512, 256, seed=1, dtype=torch.bfloat16), randn(9, 256, dtype=torch.bfloat16)
-    assert torch.equal(Linear(weight, None)(x), F.linear(x, weight))
+    assert torch.equal(OneDnnLinear(weight, None)(x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from preheat.execution.pack import Packer
 from torch import Tensor
 
-from preheat.backends.cpu.sampler import Sampler
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import Request, SamplingParams, Schedule
-from preheat.execution.executor import Executor
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.executor import Executor, attention_layers
+from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.limits import Limits
-from preheat.model.decoder import Decoder
+from preheat.model.decoder import Attended, Decoder
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.slots import Slots
@@ -54,7 +55,6 @@ class Steps:
             count = -(-len(tokens) // BLOCK)
             self.slots.set_blocks(slot, slice(count), [next(blocks) for _ in range(count)])
             self.slots.num_blocks[slot] = count
-        cache = KVCache(decoder.spec, 19, BLOCK, decoder.dtype, torch.device("cpu"))
         limits = Limits(
             max_model_len=96,
             max_num_seqs=4,
@@ -63,8 +63,14 @@ class Steps:
             block_size=BLOCK,
             num_blocks=19,
         )
-        self.packer = Packer(self.slots, decoder.spec, decoder.dtype, make_plan(limits, PlanOptions()))
-        self.executor = Executor(decoder, cache, Sampler(4, decoder.spec.vocab_size))
+        backend = CpuBackend()
+        cache = KVCache(decoder.spec, limits.num_blocks, BLOCK, decoder.dtype, backend.device)
+        attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=False)
+        buffers = StepBuffers(limits, attention, backend)
+        vocab = decoder.spec.vocab_size
+        sampler = backend.sampler(limits, vocab, max_logprobs=0, handle_topk_duplicates=False)
+        self.packer = Packer(self.slots, make_plan(limits, PlanOptions()), buffers)
+        self.executor = Executor(backend, decoder, cache, sampler, buffers)
 
     @torch.inference_mode()
     def run(self, extends: list[tuple[int, ...]]) -> list[Tensor]:
@@ -79,7 +85,7 @@ class Steps:
             )
             batch = self.packer.pack(schedule)
             attended = self.executor.forward(batch)
-            logits = decoder.logits(decoder.finish(attended))[: schedule.tokens]
+            logits = decoder.weights.head(decoder.finish(attended)).float()[: schedule.tokens]
             for s, part in zip(rows, logits.split(extend.tolist()), strict=True):
                 found[s].append(part)
                 self.slots.cached_len[s] += len(part)
@@ -123,6 +129,10 @@ def test_the_comparison_of_bits_can_fail(tmp_path):
     assert not torch.equal(before[0], after[0])
 
 
+def taken(attended: Attended, tokens: Tensor) -> Attended:
+    return Attended(*(states[tokens] for states in attended))
+
+
 def test_tokens_that_go_on_alone_have_the_bits_that_they_have_among_all(tmp_path):
     """Behind the last attention only what is asked for is computed."""
     save_checkpoint(MODELS["qwen3"], tmp_path)
@@ -133,7 +143,7 @@ def test_tokens_that_go_on_alone_have_the_bits_that_they_have_among_all(tmp_path
     with torch.inference_mode():
         attended = steps.executor.forward(steps.packer.pack(schedule))
         some = torch.tensor([7, 0, 30])
-        alone = decoder.finish(attended.take(some))
-        assert torch.equal(alone, decoder.finish(attended.take(torch.arange(len(attended.out))))[some])
+        alone = decoder.finish(taken(attended, some))
+        assert torch.equal(alone, decoder.finish(taken(attended, torch.arange(len(attended.out))))[some])
         others = attended._replace(residual=attended.residual.flip(0))
-        assert not torch.equal(alone, decoder.finish(others.take(some)))
+        assert not torch.equal(alone, decoder.finish(taken(others, some)))

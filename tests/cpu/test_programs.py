@@ -1,13 +1,14 @@
-"""Programs: a graph where there is one, else operation by operation. Here a graph is one on paper."""
+"""Graph drivers: a program runs as a graph where there is one, else its body is called. CUDA's graph is a fake."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from preheat.backends.cpu.backend import Calls
+from preheat.backends.cuda.graph import CudaGraphs
 from preheat.core import Level
-from preheat.execution.graphs import Programs, SampleKey
-from preheat.plan.items import SamplerKey, sampler_keys
+from preheat.plan.items import SamplerItem, SamplerProgram
 
 
 class PaperGraph:
@@ -39,17 +40,17 @@ def paper(monkeypatch):
 
 def test_a_program_runs_as_a_graph_once_it_is_captured():
     ran: list[int] = []
-    programs = Programs[int](ran.append, pool="pool")
-    programs.run(7)
+    programs = CudaGraphs[int, int](lambda key: ran.append(key) or len(ran), pool="pool")
+    assert programs.run(7) == 1
     assert ran == [7]
     assert 7 not in programs
     programs.capture(7)
     assert 7 in programs
     assert ran == [7, 7]  # recorded
-    programs.run(7)
-    programs.run(8)
+    assert programs.run(7) == 2  # what the body returned while it was captured
+    assert programs.run(8) == 3
     assert ran == [7, 7, 8]
-    programs.run(7, eager=True)
+    assert programs.run(7, eager=True) == 4
     assert ran == [7, 7, 8, 7]
     [graph] = PaperGraph.made
     assert graph.said == ["begin", "end", "replay"]
@@ -67,18 +68,28 @@ def test_a_capture_that_fails_is_ended_and_forgotten():
     def broken(key):
         raise RuntimeError("no room")
 
-    programs = Programs[int](broken)
+    programs = CudaGraphs[int, None](broken)
     with pytest.raises(RuntimeError, match="no room"):
         programs.capture(7)
     assert PaperGraph.made[0].said == ["begin", "end"]
     assert 7 not in programs
 
 
+def test_without_graphs_a_program_is_called():
+    ran: list[int] = []
+    programs = Calls[int, int](lambda key: ran.append(key) or 2 * key)
+    programs.capture(7)
+    assert 7 not in programs
+    assert ran == []
+    assert [programs.run(7), programs.run(8, eager=True)] == [14, 16]
+    programs.forget(7)
+    assert ran == [7, 8]
+
+
 def test_every_item_of_the_sampler_names_a_program():
     """Of the level that its setting asks for, at each number of rows."""
-    keys = [key for key in sampler_keys((0, 1, 4)) if key.rows]
-    found = {SampleKey.of(key) for key in keys}
-    assert found == {SampleKey(rows, level) for rows in (1, 4) for level in Level}
-    assert SampleKey.of(SamplerKey(4, "logprobs", False)) == SampleKey(4, Level.GREEDY)
-    assert SampleKey.of(SamplerKey(4, "min_p", True)) == SampleKey(4, Level.FILTERED)
-    assert SampleKey.of(SamplerKey(4, "min_tokens", False)) == SampleKey(4, Level.FULL)
+    found = {item.program for item in SamplerItem.of_sizes((1, 4))}
+    assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
+    assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
+    assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)
+    assert SamplerItem(4, "min_tokens", False).program == SamplerProgram(4, Level.FULL)

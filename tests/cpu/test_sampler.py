@@ -7,20 +7,20 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from preheat.execution.sampling import SamplingBatch
 
-from preheat.backends.cpu.sampler import Sampler
 from preheat.core import Level, SamplingParams
+from preheat.execution.logit_stages import sampling_input
 from preheat.ops import top_k_top_p as survivors
+from preheat.ops.sampler import HostSampler
 from preheat.ops.top_k_top_p import deficits, furthest, keep_ordered
 from tests.cpu.sampling_reference import Row, answer, edited, fill
 
 
 def sample(rows: list[Row], duplicates: bool = False) -> list[int]:
     slots, vocab = fill(rows), len(rows[0].logits)
-    sampler = Sampler(len(rows), vocab, handle_topk_duplicates=duplicates)
+    sampler = HostSampler(len(rows), vocab, handle_topk_duplicates=duplicates)
     logits = torch.from_numpy(np.stack([row.logits for row in rows]))
-    return sampler.sample(logits, SamplingBatch.build(slots, np.arange(len(rows)))).tolist()
+    return sampler.sample(logits, sampling_input(slots, np.arange(len(rows)))).tolist()
 
 
 def one(logits: list[float], **params: object) -> int:
@@ -31,7 +31,7 @@ def one(logits: list[float], **params: object) -> int:
 
 def survivors_of(row: Row, duplicates: bool) -> list[int]:
     """The survivors that the engine's filters leave, ascending."""
-    random = SamplingBatch.build(fill([row]), np.arange(1)).random
+    random = sampling_input(fill([row]), np.arange(1)).random
     assert random is not None
     logits = np.array([edited(row)], np.float32)
     peak = logits.max(-1)
@@ -119,7 +119,7 @@ def test_top_p_is_of_what_min_p_leaves(top_p: float) -> None:
 def test_levels() -> None:
     def level(**params: object) -> Level:
         row = Row(np.zeros(4, np.float32), SamplingParams(**params), stop_ids=[1])  # type: ignore[arg-type]
-        return SamplingBatch.build(fill([row]), np.arange(1)).level
+        return sampling_input(fill([row]), np.arange(1)).level
 
     assert level(temperature=0) is Level.GREEDY
     assert level(temperature=0, top_k=5, top_p=0.5) is Level.GREEDY
@@ -210,19 +210,19 @@ def test_min_tokens_ends() -> None:
 
 
 def test_refuses_what_it_cannot_read() -> None:
-    batch = SamplingBatch.build(fill([Row(np.zeros(3, np.float32), SamplingParams())]), np.arange(1))
+    batch = sampling_input(fill([Row(np.zeros(3, np.float32), SamplingParams())]), np.arange(1))
     for logits in (torch.zeros(1, 3, dtype=torch.bfloat16), torch.zeros(2, 3)):
         with pytest.raises(ValueError, match="float32 logits of 1 rows"):
-            Sampler(1, 3).sample(logits, batch)
+            HostSampler(1, 3).sample(logits, batch)
 
 
 def test_a_free_slot_is_refused() -> None:
     slots = fill([Row(np.zeros(3, np.float32), SamplingParams(presence_penalty=1.0))])
     slots.give_back(0)
     with pytest.raises(ValueError, match="slot 0 is free"):
-        SamplingBatch.build(slots, np.arange(1))
+        sampling_input(slots, np.arange(1))
 
 
 def test_no_rows() -> None:
-    batch = SamplingBatch.build(fill([Row(np.zeros(3, np.float32), SamplingParams())]), np.arange(0))
-    assert Sampler(1, 3).sample(torch.zeros(0, 3), batch).shape == (0,)
+    batch = sampling_input(fill([Row(np.zeros(3, np.float32), SamplingParams())]), np.arange(0))
+    assert HostSampler(1, 3).sample(torch.zeros(0, 3), batch).shape == (0,)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from preheat.execution.sampling import SamplingBatch
 
-from preheat.backends.cpu.sampler import Sampler
 from preheat.core import SamplingParams
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampler import HostSampler
+from preheat.ops.sampling import SamplingInput
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, answer, edited, fill, weights
 
@@ -72,13 +73,13 @@ def a_row(kind: str) -> Row:
 
 def draw(row: Row, key: str) -> np.ndarray:
     """Counts [vocab] of ``DRAWS`` draws that differ in one part of the key: seed, position or choice."""
-    batch = SamplingBatch.build(fill([row]), np.zeros(1, np.int64))
+    batch = sampling_input(fill([row]), np.zeros(1, np.int64))
     assert batch.random is not None
     random = batch.random.take(np.zeros(DRAWS, np.int64))
     random = replace(random, rows=np.arange(DRAWS), **{key: np.arange(DRAWS).astype(getattr(random, key).dtype)})
     single = torch.from_numpy(np.array([edited(row)], np.float32))
-    plain = SamplingBatch(DRAWS, random, None, None)
-    tokens = Sampler(1, len(LOGITS)).sample(single.repeat(DRAWS, 1), plain)
+    plain = SamplingInput(DRAWS, random, None, None)
+    tokens = HostSampler(1, len(LOGITS)).sample(single.repeat(DRAWS, 1), plain)
     return np.bincount(tokens.numpy(), minlength=len(LOGITS))
 
 
@@ -97,9 +98,9 @@ def test_logit_changes_are_sampled_too() -> None:
     """The same through penalties, bias and ban as the sampler itself applies them, on requests of 2,000 seeds."""
     row = a_row("everything")
     rows = [replace(row, seed=seed) for seed in range(2000)]
-    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
     logits = torch.from_numpy(np.stack([LOGITS] * len(rows)))
-    tokens = Sampler(len(rows), len(LOGITS)).sample(logits, batch)
+    tokens = HostSampler(len(rows), len(LOGITS)).sample(logits, batch)
     assert sigmas(np.bincount(tokens.numpy(), minlength=len(LOGITS)), exact(row)) < 5
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from preheat.execution.sampling import SamplingBatch
 
-from preheat.backends.cpu import sampler as module
-from preheat.backends.cpu.sampler import Sampler
 from preheat.core import Level, SamplingParams
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops import sampler as module
+from preheat.ops.sampler import HostSampler
 from preheat.ops.top_k_top_p import SamplingMetadata
 from tests.cpu.sampling_reference import Row, fill
 
@@ -54,8 +54,8 @@ Draw = Callable[[list[Row]], list[int]]
 
 
 def sample(rows: list[Row]) -> list[int]:
-    sampler = Sampler(len(rows), VOCAB)
-    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    sampler = HostSampler(len(rows), VOCAB)
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
     return sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch).tolist()
 
 
@@ -120,10 +120,10 @@ def test_the_level_changes_nothing(place: int) -> None:
     """Each kind of row, in a step of its own level and in steps that a companion lifts to every higher one."""
     row = mixed_rows(1)[place]
     lifts = {Level.GREEDY: {"temperature": 0.0}, Level.FILTERED: {"top_k": 3}, Level.FULL: {"presence_penalty": 1.0}}
-    own, (token,) = SamplingBatch.build(fill([row]), np.arange(1)).level, sample([row])
+    own, (token,) = sampling_input(fill([row]), np.arange(1)).level, sample([row])
     for level, params in lifts.items():
         companion = Row(row.logits, SamplingParams(**params), seed=9)  # type: ignore[arg-type]
-        assert SamplingBatch.build(fill([companion, row]), np.arange(2)).level == max(level, own)
+        assert sampling_input(fill([companion, row]), np.arange(2)).level == max(level, own)
         assert sample([companion, row])[1] == token
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from preheat.execution.sampling import PenaltyRows, SamplingBatch
 
-from preheat.backends.cpu.sampler import Sampler, TokenCounts
 from preheat.core import Request, SamplingParams
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.sampler import HostSampler, TokenCounts
+from preheat.ops.sampling import Penalties
 from preheat.schedule.slots import Slots
 
 VOCAB = 12
@@ -26,10 +27,10 @@ def a_request(number: int, params: SamplingParams) -> Request:
     return Request(number, prompt=[number % VOCAB, 2, 2], params=params, seed=number, max_tokens=60)
 
 
-def step(slots: Slots, sampler: Sampler, chosen: list[int]) -> None:
+def step(slots: Slots, sampler: HostSampler, chosen: list[int]) -> None:
     """One decode step of the sequences in ``chosen``, as the engine does it."""
     logits = [logits_of(request, int(slots.device_len[s])) for s in chosen if (request := slots.request[s])]
-    tokens = sampler.sample(torch.cat(logits), SamplingBatch.build(slots, np.array(chosen)))
+    tokens = sampler.sample(torch.cat(logits), sampling_input(slots, np.array(chosen)))
     slots.tokens[chosen, slots.device_len[chosen]] = tokens.numpy()
     slots.device_len[chosen] += 1
 
@@ -40,7 +41,7 @@ def known(slots: Slots, slot: int) -> np.ndarray:
 
 def straight() -> list[int]:
     """Request 5 from start to end, alone."""
-    slots, sampler = Slots(1, 64, 16), Sampler(1, VOCAB)
+    slots, sampler = Slots(1, 64, 16), HostSampler(1, VOCAB)
     slots.take(a_request(5, PARAMS), np.array(a_request(5, PARAMS).prompt))
     for _ in range(40):
         step(slots, sampler, [0])
@@ -49,7 +50,7 @@ def straight() -> list[int]:
 
 def preempted() -> list[int]:
     """Request 5 with company; preempted, its slot taken over, resumed in another slot and then in its first one."""
-    slots, sampler = Slots(3, 64, 16), Sampler(3, VOCAB)
+    slots, sampler = Slots(3, 64, 16), HostSampler(3, VOCAB)
     five, other, third = a_request(5, PARAMS), a_request(6, OTHER), a_request(7, PARAMS)
     assert slots.take(five, np.array(five.prompt)) == 0
     assert slots.take(other, np.array(other.prompt)) == 1
@@ -94,7 +95,7 @@ def test_follow() -> None:
         histories = [np.random.default_rng([owner, row]).integers(0, VOCAB, length).astype(np.int32) for row in (0, 1)]
         slots, nothing = np.array([3, 1]), np.zeros(2, np.float32)
         owners = np.array([owner, owner + 100])
-        counts.follow(PenaltyRows(np.arange(2), slots, owners, np.array([3, 2]), histories, nothing, nothing, nothing))
+        counts.follow(Penalties(np.arange(2), slots, owners, np.array([3, 2]), histories, nothing, nothing, nothing))
         for slot, history, prompt_len in zip((3, 1), histories, (3, 2), strict=True):
             output, seen = recount(history.tolist(), prompt_len)
             assert counts.output[slot].tolist() == output
@@ -115,10 +116,11 @@ def test_add_counts_repeats() -> None:
 def test_penalties_by_hand() -> None:
     """Repetition on prompt and output by sign; frequency by count and presence once, on the output alone."""
     params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
-    slots, sampler = Slots(1, 16, 16), Sampler(1, 5)
+    slots, sampler = Slots(1, 16, 16), HostSampler(1, 5)
     slots.take(Request(1, [0, 1], params, 0, 9), np.array([0, 1, 1, 2, 2]))
-    logits = torch.tensor([[4.0, -4.0, 6.0, 1.0, -1.0]])
-    sampler.sample(logits, SamplingBatch.build(slots, np.array([0])))
+    logits, penalties = torch.tensor([[4.0, -4.0, 6.0, 1.0, -1.0]]), sampling_input(slots, np.array([0])).penalties
+    assert penalties is not None
+    sampler._penalise(logits.numpy(), penalties)
     assert logits.tolist() == [[2.0, -8.75, 1.75, 1.0, -1.0]]
 
 

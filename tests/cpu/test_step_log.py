@@ -38,13 +38,13 @@ def logged(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 
 def in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, extra: Callable[[], Any]) -> None:
     """Have ``extra`` happen in every step of ``llm``."""
-    right = llm.loop.executor.execute
+    right = llm.loop.executor.launch
 
-    def execute(batch: Any) -> Any:
+    def launch(batch: Any) -> Any:
         extra()
         return right(batch)
 
-    monkeypatch.setattr(llm.loop.executor, "execute", execute)
+    monkeypatch.setattr(llm.loop.executor, "launch", launch)
 
 
 def broken_graph() -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The device's sampler on a GPU: the host's tokens, its distribution, and that nothing but the row enters."""
+"""The sampler of the CUDA backend on a GPU: the host's tokens, their distribution, and nothing but the row matters."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.execution.sampling import SamplingBatch
 
-from preheat.backends.cpu.sampler import Sampler
-from preheat.backends.cuda.sampler import Cut, DeviceSampler
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda.sampler import CudaSampler, Cut
 from preheat.core import Level, SamplingParams
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.logprobs import token_logprobs
+from preheat.ops.sampler import HostSampler
 from preheat.plan.items import SAMPLER_SETTINGS
 from tests.cpu.sampling_reference import Row, answer, fill
 from tests.cpu.test_logprobs import assert_close
@@ -46,8 +47,8 @@ def rows_of(kinds: list[dict[str, object]], vocab: int = LARGE, spread: float = 
 
 
 def sample_on_host(rows: list[Row], duplicates: bool = False) -> list[int]:
-    sampler = Sampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
-    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    sampler = HostSampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
     return sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch).tolist()
 
 
@@ -130,10 +131,10 @@ def test_a_graph_draws_the_same(level: Level) -> None:
     rows = rows_of(kinds * 2, vocab=20_001)
     sampler, _ = prepared(rows, "cuda")
     logits = logits_of(rows, torch.bfloat16, "cuda")
-    sampler.launch(level, logits, len(rows) + 1)
+    sampler.sample(level, logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sampler.launch(level, logits, len(rows) + 1)
+        sampler.sample(level, logits)
     fewer = rows[::-1][: len(rows) - 1]
     other, _ = prepared(fewer, "cuda", spare=2)
     assert other.settings.shape == sampler.settings.shape
@@ -152,13 +153,13 @@ def test_penalties_over_steps() -> None:
     sampler, _ = prepared([row], "cuda")
     for step in range(40):
         slots = fill([replace(row, output=[-1] * step)])
-        batch = SamplingBatch.build(slots, np.arange(1))
-        host = np.zeros(sampler.input.words, np.int32)
-        used = sampler.input.pack(host, batch, np.arange(1))
+        batch = sampling_input(slots, np.arange(1))
+        host = np.zeros(sampler.layout.words, np.int32)
+        used = sampler.layout.pack(host, batch, np.arange(1))
         sampler.settings[:used] = torch.from_numpy(host[:used])
         if step:
             sampler.counts.follow(batch.penalties)
-        sampler.launch(batch.level, logits_of([row], torch.float32, "cuda"), 2)
+        sampler.sample(batch.level, logits_of([row], torch.float32, "cuda"))
         right.output.append(sample_on_host([right])[0])
         assert int(sampler.tokens[0]) == right.output[-1]
     counts = sampler.counts.history[0].cpu().numpy()
@@ -183,7 +184,7 @@ def test_logprobs(dtype: torch.dtype) -> None:
 
 def test_a_vocabulary_beyond_the_masses_is_refused() -> None:
     with pytest.raises(ValueError, match="the sampler takes up to 262144 tokens"):
-        DeviceSampler(1, 300_000, torch.device("cpu"), 1)
+        CudaSampler(1, 300_000, CpuBackend(), 1)
 
 
 def test_bans_reach_the_edge_of_the_vocabulary() -> None:

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from preheat.execution.flat import FlatPacker
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda.sampler import DeviceSampler
+from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.work import SPLIT
 from preheat.core import Level
 from preheat.errors import PreheatError
 from preheat.execution.buffers import Layout
+from preheat.execution.input_batch import Packer
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
-from preheat.warmup.cold_sources import sources_for
+from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import Record
 from tests.cpu.test_compaction import forgets_tables, move_everything
 from tests.cpu.test_random_requests import DRAWS, VOCAB, draw, run
@@ -107,7 +107,9 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Bits:
     """Tokens, texts, ends and exact log-probabilities; nothing is left behind, nothing cold where it matters."""
-    llm.loop.listener._sources = sources_for("cuda")  # what other engines of this process have built is no news
+    llm.loop.listener._sources = ColdSources(
+        llm.loop.executor.backend
+    )  # what other engines of this process have built is no news
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.loop.scheduler.check()
     assert llm.loop.scheduler.stats().blocks_used == 0
@@ -188,14 +190,14 @@ def test_a_swap_of_one_without_the_other_is_noticed(
 
 def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is told that each token it has just drawn was 0."""
-    tell = FlatPacker._write_tokens
+    tell = Packer._write_tokens
 
-    def wrong(self: FlatPacker, words: np.ndarray, layout: Layout, *rest: Any) -> None:
+    def wrong(self: Packer, words: np.ndarray, layout: Layout, *rest: Any) -> None:
         tell(self, words, layout, *rest)
         tokens = words[layout.tokens_at :][: layout.tokens]
         np.maximum(tokens, 0, out=tokens)
 
-    monkeypatch.setattr(FlatPacker, "_write_tokens", wrong)
+    monkeypatch.setattr(Packer, "_write_tokens", wrong)
     forget(ahead)
     some = [part[:20] for part in load()]
     assert answers(ahead, *some) != expected[:20]
@@ -253,6 +255,6 @@ def test_a_row_has_the_same_token_at_every_level(warm: LLM, levels: Callable[[LL
 def test_a_level_with_logits_of_its_own_is_noticed(eager: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = side_by_side(eager, [GREEDY])
     assert side_by_side(eager, [GREEDY, PENALISED])[:1] == alone
-    right = DeviceSampler._edit
-    monkeypatch.setattr(DeviceSampler, "_edit", lambda self, *rest: right(self, *rest).roll(1, 1))
+    right = CudaSampler._edit
+    monkeypatch.setattr(CudaSampler, "_edit", lambda self, *rest: right(self, *rest).roll(1, 1))
     assert side_by_side(eager, [GREEDY, PENALISED])[:1] != alone

@@ -1,4 +1,4 @@
-"""Linear maps on a real device: every implementation that may serve gives the bits of the plain kernel."""
+"""Linear layers on a real device: every implementation that may serve gives the bits of the plain kernel."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from preheat.backends.base import pick_platform
+from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import CudaLinear, apply
 from preheat.backends.cuda.linear_hopper import fits
 from preheat.backends.cuda.prove import compile_kernels, differing, fill, prove, settle
@@ -20,10 +20,11 @@ from preheat.backends.cuda.tuning import (
     LinearShape,
     Table,
     Tile,
-    choices,
+    kernel_configs,
     rule,
     tile_rule,
 )
+from preheat.settings import Settings
 
 ROWS = [1, 2, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 256, 384, 512, 1000, 1024, 2048, 4096, 8192]
 DEEP = LinearShape(4096, 14336)
@@ -46,17 +47,17 @@ TILES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _process():
-    pick_platform("cuda").prepare(None)
+    CudaBackend().prepare(Settings(), None)
 
 
-def device_choices(invariant=True):
-    return choices(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None, invariant=invariant)
+def device_configs(invariant=True):
+    return kernel_configs(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), None, invariant=invariant)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_serves_has_the_bits_of_the_plain_kernel(shape):
-    """Eager and captured, with three seeds, in all rows and columns; what is refused is replaced by what has them."""
-    found = device_choices()
+    """Eager and captured, with three seeds, in all rows and columns; what is rejected is replaced by what has them."""
+    found = device_configs()
     prove(found, [shape], ROWS)
     assert differing(shape, [(rows, found(shape, rows)) for rows in ROWS]) == set()
 
@@ -152,14 +153,14 @@ def test_the_result_is_written_where_it_is_told(choice, bias):
     assert room[9].eq(7).all()
 
 
-def test_a_boot_settles_every_map_of_its_model():
+def test_a_boot_settles_every_linear_layer_of_its_model():
     weight, head_weight = (torch.zeros(outputs, 1024, device="cuda").bfloat16() for outputs in (3072, 32000))
-    shared = device_choices()
-    layer, head = (CudaLinear(w, choices=shared) for w in (weight, head_weight))
-    found = settle([layer, layer], [1, 16, 2048], head, [1, 16])
+    shared = device_configs()
+    layer, head = (CudaLinear(w, configs=shared) for w in (weight, head_weight))
+    found = settle(shared, [(layer.shape, [1, 16, 2048]), (layer.shape, [1, 16]), (head.shape, [1, 16])])
     assert set(found) == {(layer.shape, rows) for rows in (1, 16, 2048)} | {(head.shape, 1), (head.shape, 16)}
-    varying = CudaLinear(head_weight, choices=device_choices(invariant=False))
-    assert settle([], [1], varying, [1]) == {}
+    assert settle(device_configs(invariant=False), [(head.shape, [1])]) == {}
+    CudaBackend().settle([(layer, [1, 16]), (head, [1])])  # the same, from the layers themselves
 
 
 def operands(shape, rows):

@@ -59,9 +59,9 @@ def test_an_engine_may_do_without_invariance():
     assert not record.invariant
     assert [entry.shape["name"] for entry in record.entries if entry.kind == "check"] == ["later run"]
     assert not [entry for entry in record.entries if entry.kind == "determinism"]
-    assert loop.executor.decoder.weights.head.choices.invariant is False
+    assert loop.executor.decoder.weights.head.configs.invariant is False
 
 
-def test_compile_is_refused():
+def test_compile_is_rejected():
     with pytest.raises(SettingsError, match="graphs save whole"):
         boot(execution_mode="compile")

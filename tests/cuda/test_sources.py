@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from preheat.warmup.cold_sources import ORIGINS, SELDOM, ColdSources
+from preheat.backends.cold import SELDOM
+from preheat.backends.cuda.backend import CudaBackend
+from preheat.warmup.cold_sources import ORIGINS, ColdSources
 
 
 @pytest.fixture
@@ -23,15 +25,16 @@ def news(found):
 
 
 def test_everything_that_has_a_hook_or_a_counter_is_watched(device):
-    watched = [origin.name for origin in ORIGINS if origin.on["cuda"].how != "none"]
-    assert list(ColdSources("cuda").sources) == watched
+    how = CudaBackend().cold_sources()
+    watched = [name for name in ORIGINS if how[name].how != "none"]
+    assert list(ColdSources(CudaBackend()).sources) == watched
 
 
 def test_a_graph_capture_is_told_once(device):
     static = torch.ones(64, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         static + 1
-    found = ColdSources("cuda")
+    found = ColdSources(CudaBackend())
     assert news(found) == {}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -44,7 +47,7 @@ def test_a_graph_capture_is_told_once(device):
 
 
 def test_growth_of_the_pool_is_told_and_reuse_is_not(device):
-    found = ColdSources("cuda")
+    found = ColdSources(CudaBackend())
     kept = torch.empty(96 << 20, dtype=torch.uint8, device=device)
     assert "the allocator asked CUDA for memory" in news(found)["allocator"][0]
     del kept
@@ -66,7 +69,7 @@ def test_a_triton_kernel_is_told_when_it_is_compiled_and_loaded(device, tmp_path
         tl.store(x + at, tl.load(x + at, at < n) * 2, at < n)
 
     x = torch.ones(128, device=device)
-    found = ColdSources("cuda")
+    found = ColdSources(CudaBackend())
     double[(1,)](x, 128, 128)
     said = news(found)["triton"]
     assert said == ["double was compiled", "double was loaded"]
@@ -81,6 +84,6 @@ def test_a_compiled_function_is_told(device):
     def triple(x):
         return x * 3
 
-    found = ColdSources("cuda")
+    found = ColdSources(CudaBackend())
     torch.compile(triple, dynamic=False)(torch.ones(7, device=device))
     assert any("triple" in said for said in news(found)["dynamo"])

@@ -1,7 +1,6 @@
-"""The engine of a GPU without one: its packer, executor and sampler, a step ahead, with kernels in the interpreter.
+"""The engine on the CUDA backend without a GPU: a step ahead, with kernels in the interpreter.
 
-A platform that is called cuda and computes on the host stands in for the GPU. What it says is compared with the engine
-of a CPU, in float32, where both find the same tokens.
+What it says is compared with the engine on a CPU, in float32, where both find the same tokens.
 """
 
 from __future__ import annotations
@@ -9,21 +8,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from preheat.backends.cpu.platform import CPU
-from preheat.execution.device_executor import DeviceExecutor
-from preheat.execution.flat import FlatPacker
 
-from preheat import LLM, SamplingParams
-from preheat.backends.cuda import norm
+from preheat import LLM, SamplingParams, llm, startup
+from preheat.backends.cuda.sampler import CudaSampler
+from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
-from preheat.ops.norm import RMSNorm
-from preheat.warmup.cold_sources import ColdSources
+from tests.kernels.backend import InterpretedCuda
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
 
@@ -49,21 +45,10 @@ REQUESTS = {
 LENGTHS = {"greedy": 5, "seeded": 1, "penalised": 18, "prompt": 6}
 
 
-class StandIn(CPU):
-    """A CPU that passes for a GPU."""
-
-    name = "cuda"
-    asynchronous = True
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("preheat.boot.pick_platform", lambda device: StandIn())
-    monkeypatch.setattr("preheat.boot.ColdSources", lambda platform: ColdSources("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    # Norms look at where their weights lie.
-    monkeypatch.setattr(RMSNorm, "__call__", lambda self, x: norm.rms_norm(x, self.weight, self.eps))
-    monkeypatch.setattr(RMSNorm, "add", lambda self, x, to: norm.add_rms_norm(x, to, self.weight, self.eps))
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines boot on the interpreted backend."""
+    monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +58,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def answers(llm: LLM, names: Sequence[str] = tuple(REQUESTS)) -> list[RequestOutput]:
+def answers(engine: LLM, names: Sequence[str] = tuple(REQUESTS)) -> list[RequestOutput]:
     """To the first requests, which ``names`` name."""
     chance = random.Random(0)
     prompts = [[chance.randrange(VOCAB) for _ in range(LENGTHS[name])] for name in names]
-    found = llm.generate(prompts, [REQUESTS[name] for name in names], use_tqdm=False)
-    llm.loop.scheduler.check()
+    found = engine.generate(prompts, [REQUESTS[name] for name in names], use_tqdm=False)
+    engine.loop.scheduler.check()
     return found
 
 
@@ -101,22 +86,22 @@ def assert_close(found: list[dict[int, Logprob] | None] | None, expected: list[d
             assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-5)
 
 
-def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected, monkeypatch):
-    stand_in(monkeypatch)
-    llm = LLM(model, **OPTIONS)
-    assert isinstance(llm.loop.executor, DeviceExecutor)
-    assert llm.loop.overlap
-    found = dict(zip(REQUESTS, answers(llm), strict=True))
+@pytest.mark.usefixtures("interpreted")
+def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected):
+    engine = LLM(model, **OPTIONS)
+    assert isinstance(engine.loop.executor.sampler, CudaSampler)
+    assert engine.loop.overlap
+    found = dict(zip(REQUESTS, answers(engine), strict=True))
     right = dict(zip(REQUESTS, expected, strict=True))
     assert tokens_of(found.values()) == tokens_of(expected)
     assert_close(found["seeded"].outputs[0].logprobs, right["seeded"].outputs[0].logprobs)
     assert_close(found["prompt"].prompt_logprobs, right["prompt"].prompt_logprobs)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
     """The device is told that the token it has just drawn was 0."""
-    stand_in(monkeypatch)
-    tell = FlatPacker._write_tokens
+    tell = Packer._write_tokens
 
     def wrong(self, words, layout, schedule, rows):
         tell(self, words, layout, schedule, rows)
@@ -124,5 +109,5 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
         assert schedule.num_decode == 0 or (tokens < 0).any()
         np.maximum(tokens, 0, out=tokens)
 
-    monkeypatch.setattr(FlatPacker, "_write_tokens", wrong)
+    monkeypatch.setattr(Packer, "_write_tokens", wrong)
     assert tokens_of(answers(LLM(model, **OPTIONS), ["greedy"])) != tokens_of(expected)[:1]

@@ -1,19 +1,16 @@
-"""The device's executor: a forward program in parts of a few layers has the bits of the whole one."""
-
-from functools import partial
+"""The executor on CUDA: a forward program in parts of a few layers has the bits of the whole one."""
 
 import numpy as np
 import pytest
 import torch
-from preheat.backends.cuda.sampler_input import SamplerInput
-from preheat.runner import Model, on_device
 
-from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.backends.cuda.graph import CudaGraphs
+from preheat.backends.cuda.sampler_layout import SamplerLayout
 from preheat.core import Request, SamplingParams
-from preheat.execution import device_executor
-from preheat.execution.graphs import Programs
+from preheat.execution.build import LoadedModel, build
+from preheat.execution.executor import Executor
 from preheat.limits import Limits
+from preheat.model.decoder import Attended
 from preheat.model.families import read_spec
 from preheat.model.loader import load_weights
 from preheat.plan.buckets import Bucket
@@ -23,6 +20,7 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.warmup.dummy_batch import DummyBatches, rows_of
+from tests.kernels.backend import InterpretedCuda
 
 LIMITS = Limits(
     max_model_len=32, max_num_seqs=2, max_num_batched_tokens=4, max_num_prefill_seqs=None, block_size=16, num_blocks=5
@@ -38,15 +36,14 @@ CONFIG = {
 def made(tmp_path_factory):
     """Plan and model."""
     spec, folder = read_spec(CONFIG), tmp_path_factory.mktemp("model")
-    make_linear = partial(CudaLinear, choices=KernelConfigs())
-    weights = load_weights(spec, folder, torch.float32, "dummy", make_linear=make_linear)
-    return make_plan(LIMITS, PlanOptions()), Model(folder, spec, torch.float32, "float32", weights, 1)
+    weights = load_weights(spec, folder, torch.float32, InterpretedCuda(), load_format="dummy")
+    return make_plan(LIMITS, PlanOptions()), LoadedModel(folder, spec, torch.float32, "float32", weights, 1)
 
 
 def engine(made, **options):
     plan, model = made
     slots = Slots(LIMITS.max_num_seqs, LIMITS.max_model_len, LIMITS.block_size)
-    packer, executor = on_device(Settings(**options), model, plan, slots, mode="graphs", store=None)
+    packer, executor = build(Settings(**options), InterpretedCuda(), model, plan, slots, mode="graphs")
     return packer, executor, DummyBatches(slots, LIMITS, 48)
 
 
@@ -74,13 +71,13 @@ def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
     """The control: with a stream of its own for each part, the bits are others."""
     shape = Bucket.decode(2)
     whole = attended(made, shape)
-    forward = device_executor.DeviceExecutor._forward
+    forward = Executor._forward
 
-    def forgetful(self, shape, layers, tap=None):
+    def forgetful(self, bucket, layers, tap=None):
         self._residual.mul_(0 if layers[0] else 1)
-        forward(self, shape, layers, tap)
+        return forward(self, bucket, layers, tap)
 
-    monkeypatch.setattr(device_executor.DeviceExecutor, "_forward", forgetful)
+    monkeypatch.setattr(Executor, "_forward", forgetful)
     assert torch.equal(attended(made, shape), whole)
     assert not torch.equal(attended(made, shape, config_hidden_layers=2), whole)
 
@@ -91,18 +88,19 @@ def told(made, monkeypatch, params) -> list[int]:
     """
     plan, model = made
     scheduler, packed = Scheduler(LIMITS, padded=plan.padded), []
-    packer, executor = on_device(Settings(), model, plan, scheduler.slots, mode="graphs", store=None)
-    for programs in (executor.forwards, executor.samples):
-        monkeypatch.setattr(programs, "_body", lambda key: None)
-    pack = SamplerInput.pack
-    monkeypatch.setattr(SamplerInput, "pack", lambda *args: packed.append(pack(*args)) or packed[-1])
+    packer, executor = build(Settings(), InterpretedCuda(), model, plan, scheduler.slots, mode="graphs")
+    nothing = torch.zeros(LIMITS.max_num_seqs, 1)
+    monkeypatch.setattr(executor.forwards, "_body", lambda key: Attended(nothing, nothing))
+    monkeypatch.setattr(executor.samples, "_body", lambda key: nothing)
+    pack = SamplerLayout.pack
+    monkeypatch.setattr(SamplerLayout, "pack", lambda *args: packed.append(pack(*args)) or packed[-1])
     for number in range(2):
         scheduler.add(Request(number, [number + 1], SamplingParams(**params), number, 9, stop_ids=[5]))
     while (schedule := scheduler.schedule()) is not None:
         batch = packer.pack(schedule)
         result = executor.launch(batch).result()
-        host = np.zeros(executor.sampler.input.words, np.int32)
-        used = pack(executor.sampler.input, host, batch.sampling, batch.sampled_slots)
+        host = np.zeros(executor.sampler.layout.words, np.int32)
+        used = pack(executor.sampler.layout, host, batch.sampling, batch.sampled_slots)
         assert executor.sampler.settings[:used].tolist() == host[:used].tolist()
         scheduler.process_results(schedule, result)
     return packed
@@ -122,7 +120,7 @@ def test_the_sampler_is_told_what_changed(made, monkeypatch, params, count):
 
 def test_positions_that_do_not_advance_are_noticed(made, monkeypatch):
     """The control."""
-    monkeypatch.setattr(SamplerInput, "advance", lambda *_: None)
+    monkeypatch.setattr(SamplerLayout, "advance", lambda *_: None)
     with pytest.raises(AssertionError):
         told(made, monkeypatch, {"temperature": 0.5})
 
@@ -172,14 +170,14 @@ def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
 def test_a_shape_is_captured_whole_or_not_at_all(made, graphs, monkeypatch):
     """Memory runs out at the second part."""
     shape, (_, executor, _) = Bucket.decode(2), engine(made, config_hidden_layers=1)
-    capture = Programs.capture
+    capture = CudaGraphs.capture
 
     def short(self, key):
         if key.layers[0] == 1:
             raise torch.OutOfMemoryError
         capture(self, key)
 
-    monkeypatch.setattr(Programs, "capture", short)
+    monkeypatch.setattr(CudaGraphs, "capture", short)
     with pytest.raises(torch.OutOfMemoryError):
         executor.capture(shape)
     assert graphs.begun == 1

@@ -59,7 +59,7 @@ def test_rope_and_write(dtype, heads, kv_heads, dim, block_size, with_norm):
     expected, expected_cache = qkv.clone(), cache.clone()
     parts = expected[:, :turned]
     if weight is not None:
-        RMSNorm(weight, 1e-5).apply_(parts)
+        parts.copy_(RMSNorm(weight, 1e-5)(parts))
     cos, sin = rope.index_select(0, positions.long()).unbind(1)
     rotary.apply_rope_(parts, cos, sin)
     for token, block in enumerate((3, 2, 0)):

@@ -78,7 +78,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_place():
 
 def test_a_map_writes_where_it_is_told():
     weight, bias = noise(40, 64), noise(40)
-    linear = CudaLinear(weight, bias, choices=KernelConfigs())
+    linear = CudaLinear(weight, bias, configs=KernelConfigs())
     x, room = noise(3, 64, seed=1), torch.full((4, 40), 7.0)
     y = linear(x, out=room[:3])
     assert y.data_ptr() == room.data_ptr()

@@ -1,4 +1,4 @@
-"""The device's sampler in Triton's interpreter: the host's tokens, counts and log-probabilities, on tiny vocabularies.
+"""CUDA's sampler in Triton's interpreter: the host's tokens, counts and log-probabilities, on tiny vocabularies.
 
 Order keys, deficits and random integers are the host's bit for bit; its exp and log may differ in the last bits, so
 tokens are compared where the float64 reference says that rounding cannot decide.
@@ -15,14 +15,16 @@ import triton
 import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from preheat.backends.cpu.logprobs import token_logprobs
-from preheat.execution.sampling import PenaltyRows, SamplingBatch
 
-from preheat.backends.cpu.sampler import Sampler
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
 from preheat.core import Level, SamplingParams
+from preheat.execution.logit_stages import sampling_input
+from preheat.ops.logprobs import token_logprobs
 from preheat.ops.philox import gumbel_at
+from preheat.ops.sampler import HostSampler
+from preheat.ops.sampling import Penalties
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row
@@ -53,8 +55,8 @@ def rows_of_all_kinds(seed: int = 7, vocab: int = VOCAB) -> list[Row]:
 
 
 def sample_on_host(rows: list[Row], duplicates: bool = False) -> list[int]:
-    sampler = Sampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
-    batch = SamplingBatch.build(fill(rows), np.arange(len(rows)))
+    sampler = HostSampler(len(rows), len(rows[0].logits), handle_topk_duplicates=duplicates)
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
     return sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch).tolist()
 
 
@@ -197,14 +199,14 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     history = sampler.counts.history
     assert history.tolist() == [[1, 0, 3], [0, 0, 0]]
     logits = logits_of([row], torch.float32, "cpu")
-    sampler.launch(batch.level, logits, 2)
+    sampler.sample(batch.level, logits)
     assert history.tolist() == [[1, 2, 3], [0, 0, 0]]
 
     def follow(owner: int, tokens: list[int]) -> list[int]:
         one = np.ones(1, np.float32)
         zero = np.zeros(1, np.int64)
         sampler.counts.follow(
-            PenaltyRows(zero, zero, zero + owner, zero + 3, [np.array(tokens, np.int32)], one, one, one)
+            Penalties(zero, zero, zero + owner, zero + 3, [np.array(tokens, np.int32)], one, one, one)
         )
         return history[0].tolist()
 
@@ -219,12 +221,12 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_sequences_are_counted_in_parts() -> None:
-    counts = DeviceCounts(2, 5, torch.device("cpu"))
+    counts = DeviceCounts(2, 5, CpuBackend())
     tokens = np.random.default_rng(0).integers(0, 5, 300_000).astype(np.int32)
     one = np.ones(1, np.float32)
     for owner in (1, 2):
         counts.follow(
-            PenaltyRows(
+            Penalties(
                 np.zeros(1, np.int64), np.array([1]), np.array([owner]), np.array([5000]), [tokens], one, one, one
             )
         )
@@ -236,9 +238,9 @@ def test_many_sequences_are_counted_together() -> None:
     """Each in its own slot, whatever was there before; other slots are left alone."""
     slots, lengths, prompts = np.array([5, 0, 4]), [4097, 1, 20], np.array([4096, 1, 3])
     tokens = [np.random.default_rng(n).integers(0, 7, n).astype(np.int32) for n in lengths]
-    counts, one = DeviceCounts(6, 7, torch.device("cpu")), np.ones(3, np.float32)
+    counts, one = DeviceCounts(6, 7, CpuBackend()), np.ones(3, np.float32)
     counts.history.fill_(9)
-    counts.follow(PenaltyRows(np.arange(3), slots, slots + 1, prompts, tokens, one, one, one))
+    counts.follow(Penalties(np.arange(3), slots, slots + 1, prompts, tokens, one, one, one))
     for slot, all_of_it, prompt in zip(slots, tokens, prompts, strict=True):
         seen, drawn = (np.bincount(part, minlength=7) for part in np.split(all_of_it, [prompt]))
         assert counts.history[slot].tolist() == (2 * drawn + (seen > 0)).tolist()

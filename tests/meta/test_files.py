@@ -7,10 +7,9 @@ import subprocess
 import tomllib
 
 import pytest
-from preheat.backends.cpu.platform import CPU
-from preheat.backends.cuda.platform import CUDA
 
 import preheat
+from preheat.backends.registry import FACTS
 from preheat.plan.options import PlanOptions
 from preheat.settings import OPTIONS
 from tests.meta.source import MODULES, ROOT, name_of, product_files
@@ -42,8 +41,8 @@ def test_every_option_is_used():
     planned = {field.name for field in dataclasses.fields(PlanOptions)}  # read all at once
     active = [opt.name for opt in OPTIONS.values() if not isinstance(opt.later, str)]
     unused = {name for name in active if not re.search(rf"settings\.{name}\b", text)}
-    refused = CPU.refused.keys() & CUDA.refused.keys()  # cannot be set anywhere yet
-    assert unused - planned - refused - {"config"} == set()  # read by the settings
+    rejected = FACTS["cpu"].rejected.keys() & FACTS["cuda"].rejected.keys()  # cannot be set anywhere yet
+    assert unused - planned - rejected - {"config"} == set()  # read by the settings
 
 
 def test_people_and_ci_share_five_scripts():

@@ -1,4 +1,4 @@
-"""Which implementation serves a linear map: tables, the rule where they are silent, and what a proof refuses."""
+"""Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
 
 import logging
 
@@ -61,10 +61,10 @@ def test_without_invariance_the_fastest_of_all_counts():
     assert [varying(SHAPE, rows) for rows in (16, 64)] == [NARROW, Library(split=True)]
 
 
-def test_what_is_refused_is_served_by_the_plain_kernel_from_then_on():
+def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():
     found = KernelConfigs([table((64, Library()))])
     assert found(SHAPE, 64) == Library()
-    found.refuse(SHAPE, 64)
+    found.reject(SHAPE, 64)
     assert found(SHAPE, 64) == tile_rule(SHAPE, 64)
     assert found(SHAPE, 63) == Library()
 
@@ -145,14 +145,13 @@ def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
 
 
 def test_the_tuner_measures_the_maps_of_the_model(model_config):
-    from preheat.warmup.tune import merged, shapes
+    from preheat.backends.cuda.tuning import merged, shape_of
 
     spec = read_spec(model_config)
-    layers, head = shapes(spec, torch.bfloat16)
+    *layers, head = (shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
     inner = spec.layers[0].mlp.down.inputs
     assert LinearShape(2 * inner, spec.hidden_size, True, torch.bfloat16, False) in layers
     assert head == LinearShape(spec.vocab_size, spec.hidden_size)
-    assert len(layers) == len(set(layers))
     before, new = table((16, NARROW), (64, NARROW)), table((16, WIDE))
     other = table((16, NARROW), shape=LinearShape(8, 8))
     assert merged([before], new).entries == new.entries
@@ -172,5 +171,5 @@ def test_tuning_is_refused_without_a_gpu(capsys):
 
     assert main(["tune", "--model", "bundled"]) == 2
     said = capsys.readouterr().err
-    assert "--device cpu" in said
+    assert "nothing to tune" in said
     assert "Traceback" not in said

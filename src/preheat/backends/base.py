@@ -84,6 +84,35 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
+class LinearSize(Protocol):
+    """What is known of a linear layer without its weights, see :class:`preheat.model.specs.LinearSpec`."""
+
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def bias(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """Linear layers of ``dtype`` to measure at up to ``max_rows`` rows, the head at up to ``max_head_rows``, for about
+    ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for it.
+    """
+
+    layers: Sequence[LinearSize]
+    head: LinearSize
+    dtype: str
+    max_rows: int
+    max_head_rows: int
+    seconds: float
+    output: str | None
+    folder: Path | None
+
+
 class Norm(Protocol):
     """A root-mean-square norm of rows, see :mod:`preheat.ops.norm`."""
 
@@ -329,6 +358,12 @@ class Backend(Operations, Protocol):
 
     def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
         """Choose and prove what serves linear layers at so many rows, before there is a cache."""
+
+    def tune(self, request: TuneRequest) -> str:
+        """Measure which kernel is fastest for each linear layer, for later boots; what was done, in a sentence.
+
+        Raises SettingsError where there is nothing to choose from, or no place for the result.
+        """
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> Attention:
         """``contiguous``: decode reads the cache in place (``--contiguous-pa``)."""

@@ -52,6 +52,7 @@ class LaunchedStep:
 class Executor:
     """Runs steps of one model on one device. A graph holds ``layers_per_graph`` layers, or all."""
 
+    @torch.inference_mode()  # so are all tensors of a step: compiled regions would tell them apart
     def __init__(
         self,
         backend: Backend,

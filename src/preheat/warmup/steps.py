@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from preheat.backends.base import Backend
-from preheat.backends.cpu.backend import CpuBackend
 from preheat.plan import lines
+from preheat.utils import memory
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.record import BootStep
 
@@ -25,13 +25,13 @@ class Steps:
 
     def __init__(self, backend: Backend, started: float | None = None, span: Span = no_span) -> None:
         self.done: list[BootStep] = []
-        self._device, self._host = backend, CpuBackend()
+        self._device = backend
         self._started = time.monotonic() if started is None else started
         self._span = span
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        began, device, host = time.monotonic(), self._device.used_memory(), self._host.used_memory()
+        began, device, host = time.monotonic(), self._device.used_memory(), memory.used_memory()
         with self._span(name):
             yield
         taken = self._log(name, device, host)
@@ -40,16 +40,16 @@ class Steps:
     @contextmanager
     def total(self, name: str) -> Iterator[None]:
         """Log what several steps took together."""
-        device, host = self._device.used_memory(), self._host.used_memory()
+        device, host = self._device.used_memory(), memory.used_memory()
         yield
         self._log(name, device, host, in_total=True)
 
     def _log(self, name: str, device: int, host: int, *, in_total: bool = False) -> int:
-        device_now, host_now = self._device.used_memory(), self._host.used_memory()
+        device_now, host_now = self._device.used_memory(), memory.used_memory()
         line = lines.memory_step(
             name,
             (device_now - device, device_now, device_now + self._device.free_memory()),
-            (host_now - host, host_now, host_now + self._host.free_memory()),
+            (host_now - host, host_now, host_now + memory.free_memory()),
             in_total=in_total,
         )
         logger.info("%s", line)

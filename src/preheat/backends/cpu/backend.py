@@ -5,7 +5,6 @@ Thread count and instruction set are part of what fixes the bits.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs
+from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs, TuneRequest
 from preheat.backends.cold import Watched
 from preheat.backends.cpu.attention import CpuAttention
 from preheat.backends.cpu.cold import COLD_SOURCES
@@ -23,12 +22,13 @@ from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import GatedLinear, OneDnnLinear
 from preheat.backends.cpu.sampler import CpuSampler
+from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
 from preheat.ops.norm import RMSNorm
 from preheat.settings import Settings
+from preheat.utils import memory
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KV_CACHE_BYTES = 1 << 30
 
 
@@ -44,15 +44,10 @@ class CpuBackend:
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def free_memory(self) -> int:
-        """What the kernel says is available without swapping."""
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        raise OSError("/proc/meminfo has no MemAvailable line; set --kv-cache-memory-bytes")
+        return memory.free_memory()
 
     def used_memory(self) -> int:
-        """The resident set."""
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+        return memory.used_memory()
 
     def kv_cache_memory(self) -> int | None:
         """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
@@ -88,6 +83,11 @@ class CpuBackend:
 
     def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
         """A linear layer proves a number of rows when it first occurs, which is before ready."""
+
+    def tune(self, request: TuneRequest) -> str:
+        raise SettingsError(
+            "on a CPU torch's own kernels serve: there is nothing to tune; run it where there is a GPU", param="device"
+        )
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CpuAttention:
         return CpuAttention(layers, contiguous)

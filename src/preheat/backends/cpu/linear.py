@@ -30,7 +30,6 @@ REFERENCES = (64, 32, 16)
 PROBES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 _kernel = torch.ops.mkldnn._linear_pointwise.default
-_sizes: dict[tuple[object, ...], int] = {}
 
 
 class OneDnnLinear:
@@ -64,8 +63,7 @@ class GatedLinear:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """``weight`` is oneDNN's."""
     rows, inputs = x.shape
-    key = (rows, outputs, inputs, x.dtype, torch.get_num_threads())
-    size = _sizes.get(key) or _sizes.setdefault(key, _proven_size(rows, outputs, inputs, x.dtype))
+    size = _proven_size(rows, outputs, inputs, x.dtype, torch.get_num_threads())
     if size == rows:
         return _product(x, weight, bias)
     if size > rows:
@@ -83,9 +81,10 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
     return torch.cat([_product(part, weight, bias) for part in torch.split(padded, rows)])[: len(x)]
 
 
-def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+@functools.cache
+def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
     """The least size at which ``rows`` rows have the reference's bits; the reference's, for parts, if none has."""
-    reference = _reference(outputs, inputs, dtype, torch.get_num_threads())
+    reference = _reference(outputs, inputs, dtype, threads)
     candidates = _candidates(rows)
     if rows < reference:
         candidates = [size for size in candidates if size < reference] + [reference]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs
+from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs, TuneRequest
 from preheat.backends.cold import Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.cold import COLD_SOURCES
@@ -27,6 +27,7 @@ from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.prove import settle
 from preheat.backends.cuda.sampler import CudaSampler
+from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.tuning import KernelConfigs, kernel_configs
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import SettingsError
@@ -119,6 +120,9 @@ class CudaBackend:
     def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
         """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
+
+    def tune(self, request: TuneRequest) -> str:
+        return tune_layers(request, self.device)
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CudaAttention:
         return CudaAttention(layers, limits, self)

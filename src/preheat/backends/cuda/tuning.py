@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
+
+from preheat.backends.base import LinearSize
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +213,18 @@ def read(path: Path) -> list[Table]:
     except (OSError, msgspec.DecodeError) as error:
         logger.warning("%s cannot be read and is ignored: %s", path, error)
         return []
+
+
+def shape_of(layer: LinearSize, dtype: torch.dtype) -> LinearShape:
+    """What the choice of a kernel depends on."""
+    return LinearShape(layer.outputs, layer.inputs, layer.gated, dtype, layer.bias)
+
+
+def merged(before: Sequence[Table], new: Table) -> Table:
+    """``new``, with the entries of the tables ``before`` for shapes that are not in it."""
+    known = {entry.shape for entry in new.entries}
+    kept = [entry for table in before for entry in table.entries if entry.shape not in known]
+    return Table(new.device, new.capability, kept + new.entries)
 
 
 def encode(table: Table) -> bytes:

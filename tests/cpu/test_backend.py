@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from preheat.backends.cpu.platform import CPU
-from preheat.sizing import resolve_limits
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import pick_platform, works_ahead
-from preheat.backends.cuda import early
-from preheat.backends.cuda import platform as cuda_module
+from preheat.backends.base import Facts
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda import device, early
+from preheat.backends.registry import FACTS, pick_backend
 from preheat.errors import SettingsError
-from preheat.settings import Settings
+from preheat.limits import check_options
+from preheat.plan.policy import policy_named
+from preheat.settings import OPTIONS, Settings
+
+
+def check(settings: Settings, facts: Facts) -> None:
+    """As a boot does, before anything is loaded."""
+    check_options(settings, facts, mixed_steps=policy_named(settings.bucketing_policy).mixed_steps)
 
 
 @pytest.fixture
@@ -25,12 +32,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
-    monkeypatch.setattr(cuda_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(device, "find_spec", lambda name: name)
     return monkeypatch
 
 
 def test_a_gpu_is_taken_where_it_can_be_used(gpu):
-    assert [pick_platform(asked).name for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [pick_backend(asked).facts.name for asked in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -39,23 +46,23 @@ def test_a_gpu_is_taken_where_it_can_be_used(gpu):
         ((torch.version, "cuda", None), "built without CUDA"),
         ((torch.cuda, "is_available", lambda: False), "sees no NVIDIA GPU"),
         ((torch.cuda, "get_device_capability", lambda *_: (8, 9)), r"compute capability 8\.9.*need 9\.0 \(Hopper\)"),
-        ((cuda_module, "find_spec", lambda _: None), "Triton is not installed"),
+        ((device, "find_spec", lambda _: None), "Triton is not installed"),
     ],
 )
-def test_cuda_is_refused_with_the_reason_and_auto_logs_it(gpu, caplog, tmp_path, change, reason):
+def test_cuda_is_rejected_with_the_reason_and_auto_logs_it(gpu, caplog, tmp_path, change, reason):
     gpu.setattr(*change)
-    gpu.setattr(cuda_module, "DRIVER", tmp_path / "version")
+    gpu.setattr(device, "DRIVER", tmp_path / "version")
     (tmp_path / "version").touch()
     with pytest.raises(SettingsError, match=f"{reason}.*--device cpu"):
-        pick_platform("cuda")
+        pick_backend("cuda")
     with caplog.at_level(logging.INFO):
-        assert pick_platform("auto").name == "cpu"
+        assert pick_backend("auto").facts.name == "cpu"
     assert "Running on the CPU: " in caplog.text
     caplog.clear()
-    assert pick_platform("cpu").name == "cpu"
-    gpu.setattr(cuda_module, "DRIVER", tmp_path / "none")  # a machine without a GPU says nothing of it
+    assert pick_backend("cpu").facts.name == "cpu"
+    gpu.setattr(device, "DRIVER", tmp_path / "none")  # a machine without a GPU says nothing of it
     with caplog.at_level(logging.INFO):
-        assert pick_platform("auto").name == "cpu"
+        assert pick_backend("auto").facts.name == "cpu"
     assert caplog.text == ""
 
 
@@ -64,13 +71,13 @@ def test_the_fingerprint_names_what_bits_and_code_depend_on(gpu, tmp_path):
     gpu.setattr(torch.cuda, "get_device_properties", lambda *_: size)
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC 13.2.0")
-    gpu.setattr(cuda_module, "DRIVER", version)
-    named = pick_platform("cuda").fingerprint
+    gpu.setattr(device, "DRIVER", version)
+    named = pick_backend("cuda").fingerprint
     expected = "Some GPU, compute capability 9.0, 132 multiprocessors, 140.0 GiB, driver 580.159.04, CUDA 13.0"
     assert named == expected
-    gpu.setattr(cuda_module, "DRIVER", tmp_path / "none")
-    assert "driver of unknown version" in pick_platform("cuda").fingerprint
-    assert torch.backends.cpu.get_cpu_capability() in CPU().fingerprint
+    gpu.setattr(device, "DRIVER", tmp_path / "none")
+    assert "driver of unknown version" in pick_backend("cuda").fingerprint
+    assert torch.backends.cpu.get_cpu_capability() in CpuBackend().fingerprint
 
 
 def test_cublas_is_told_to_keep_one_accumulator():
@@ -78,7 +85,7 @@ def test_cublas_is_told_to_keep_one_accumulator():
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     try:
         matmul.allow_bf16_reduced_precision_reduction = (True, True)
-        cuda_module.fix_arithmetic()
+        device.fix_arithmetic()
         assert not matmul.allow_bf16_reduced_precision_reduction
         assert not matmul.allow_bf16_reduced_precision_reduction_split_k
         assert not matmul.allow_tf32
@@ -86,12 +93,13 @@ def test_cublas_is_told_to_keep_one_accumulator():
         matmul.allow_bf16_reduced_precision_reduction = before
 
 
-def test_working_ahead_is_for_devices_that_run_on(gpu):
-    cuda, cpu = pick_platform("cuda"), CPU()
-    assert [works_ahead(Settings(async_scheduling=asked), cuda) for asked in (None, True, False)] == [True, True, False]
-    assert [works_ahead(Settings(async_scheduling=asked), cpu) for asked in (None, False)] == [False, False]
+def test_working_ahead_is_for_devices_that_run_on():
+    for asked in (None, True, False):
+        check(Settings(async_scheduling=asked), FACTS["cuda"])
+    assert [FACTS[name].asynchronous for name in ("cpu", "cuda")] == [False, True]
+    assert [LLM(max_num_seqs=1, async_scheduling=asked).loop.overlap for asked in (None, False)] == [False, False]
     with pytest.raises(SettingsError, match="leave it unset"):
-        works_ahead(Settings(async_scheduling=True), cpu)
+        LLM(async_scheduling=True)
 
 
 def test_waking_a_gpu_that_is_not_there_fails_in_silence(monkeypatch):
@@ -129,20 +137,30 @@ def test_an_engine_with_a_seed_gives_the_same_tokens_again():
 
 
 @pytest.mark.parametrize("more", [{"bucketing_policy": "split"}, {"enable_chunked_prefill": False}])
-def test_a_bound_on_mixed_steps_is_refused_where_there_are_none(more):
-    spec = SimpleNamespace(max_position_embeddings=64)
+def test_a_bound_on_mixed_steps_is_rejected_where_there_are_none(more):
     with pytest.raises(SettingsError, match="max_num_mixed_tokens bounds"):
-        resolve_limits(Settings(max_num_mixed_tokens=64, **more), spec, pick_platform("cpu"), 1024, 1 << 20)
-    resolve_limits(Settings(max_num_mixed_tokens=64), spec, pick_platform("cpu"), 1024, 1 << 20)
+        check(Settings(max_num_mixed_tokens=64, **more), FACTS["cpu"])
+    check(Settings(max_num_mixed_tokens=64), FACTS["cpu"])
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [("contiguous_pa", "reads every block where it lies"), ("defrag_with_graphs", "swapped operation by operation")],
 )
-def test_what_a_gpu_has_no_use_for_is_refused(gpu, option, message):
-    spec = SimpleNamespace(max_position_embeddings=64)
-    asked = {"block_size": 256, option: True}
-    with pytest.raises(SettingsError, match=message):
-        resolve_limits(Settings(**asked), spec, pick_platform("cuda"), 1024, 1 << 20)
-    resolve_limits(Settings(block_size=256), spec, pick_platform("cuda"), 1024, 1 << 20)
+def test_what_a_gpu_has_no_use_for_is_rejected(option, message):
+    with pytest.raises(SettingsError, match=message) as error:
+        check(Settings(block_size=256, **{option: True}), FACTS["cuda"])
+    assert error.value.param == option
+    check(Settings(block_size=256), FACTS["cuda"])
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
+    """And a value that means the same as the default is no reason to stop."""
+    facts = FACTS[name]
+    check(Settings(), facts)
+    for option, reason in facts.rejected.items():
+        default = OPTIONS[option].default
+        with pytest.raises(SettingsError, match=re.escape(reason)):
+            check(Settings(**{option: not default}), facts)
+        check(Settings(**{option: default}), facts)

@@ -1,4 +1,4 @@
-"""What a device that replays programs finds in its buffers: every step said again in plain Python."""
+"""What a device finds in its buffers, step by step, compared with the same step described in plain Python."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preheat.execution.flat import FlatBatch, FlatPacker
-from preheat.execution.sampling import SamplingBatch
 
+from preheat.backends.base import AttentionLayer
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import NO_PERSISTENT_BATCH, Schedule, StepResult
-from preheat.execution import flat
 from preheat.execution.buffers import StepBuffers
+from preheat.execution.input_batch import InputBatch, Packer
+from preheat.ops.sampling import SamplingInput
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.schedule.scheduler import Scheduler
 from tests.pure.paper import limits, request
 
+pytest.importorskip("triton")  # attention on CUDA cuts its work on the host, and its kernels are not run here
+
+from preheat.backends.cuda import attention
+from preheat.backends.cuda.attention import CudaAttention
+
 TILE, SPLIT, WINDOWS = 4, 8, (None, 5)
+CACHE, ROPE = torch.zeros(1, 2, 1, 4, 64), torch.zeros(1, 2, 1, 64)
+LAYERS = [
+    AttentionLayer(
+        num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0, window=window, cache=CACHE, rope=ROPE, qk_norm=None
+    )
+    for window in WINDOWS
+]
 
 
 class Steps:
@@ -34,19 +47,20 @@ class Steps:
         self.plan = plan = make_plan(self.limits, PlanOptions())
         self.scheduler = Scheduler(self.limits, padded=plan.padded)
         self.buffers = self.new_buffers()
-        self.packer = FlatPacker(self.scheduler.slots, plan, self.buffers)
+        self.packer = Packer(self.scheduler.slots, plan, self.buffers)
         self.batch_numbers: list[int] = []
 
     def new_buffers(self) -> StepBuffers:
-        return StepBuffers(self.limits, tile=TILE, split=SPLIT, windows=WINDOWS, device=torch.device("cpu"))
+        backend = CpuBackend()
+        return StepBuffers(self.limits, CudaAttention(LAYERS, self.limits, backend, tile=TILE, split=SPLIT), backend)
 
-    def pack(self) -> tuple[Schedule, FlatBatch, dict] | None:
+    def pack(self) -> tuple[Schedule, InputBatch, dict] | None:
         schedule = self.scheduler.schedule()
         if schedule is None:
             return None
         batch = self.packer.pack(schedule)
         self.batch_numbers.append(schedule.persistent_batch)
-        fresh = FlatPacker(self.scheduler.slots, self.plan, self.new_buffers()).pack(schedule)
+        fresh = Packer(self.scheduler.slots, self.plan, self.new_buffers()).pack(schedule)
         assert plain(batch) == plain(fresh)
         return schedule, batch, self.expected(schedule, batch)
 
@@ -54,7 +68,7 @@ class Steps:
         tokens = np.arange(np.count_nonzero(schedule.samples), dtype=np.int32)
         self.scheduler.process_results(schedule, StepResult(tokens))
 
-    def expected(self, schedule: Schedule, batch: FlatBatch) -> dict:
+    def expected(self, schedule: Schedule, batch: InputBatch) -> dict:
         slots, tokens, tiles, last = self.scheduler.slots, [], [], []
         splits: list[list[list[int]]] = [[] for _ in WINDOWS]
         for slot, first, extend in zip(
@@ -69,7 +83,7 @@ class Steps:
             for listed, window in zip(splits, WINDOWS, strict=True):
                 oldest = max(first - window + 1, 0) // SPLIT if window else 0
                 listed += [[begin, split] for split in range(oldest, first // SPLIT + 1)]
-        pad = batch.shape.tokens - len(tokens)
+        pad = self.buffers.layout(batch.bucket).tokens - len(tokens)
         sampled = [at for at, samples in zip(last, schedule.samples, strict=True) if samples]
         return {
             "tokens": tokens + [(0, self.limits.max_num_seqs, 0)] * pad,
@@ -79,33 +93,48 @@ class Steps:
             "table": {slot: slots.block_table[slot].tolist() for slot in schedule.slots.tolist()},
         }
 
-    def seen(self, batch: FlatBatch, chosen: list[int]) -> dict:
+    def seen(self, batch: InputBatch, chosen: list[int]) -> dict:
         """What lies on the device."""
-        inputs = self.buffers.inputs(batch.shape)
-        table = self.buffers.table.rows
+        inputs, table = self.buffers.inputs(batch.bucket), self.table
+        tiles, *splits = (entries[:count] for entries, count in zip(inputs.lists, inputs.counts.tolist(), strict=False))
         assert not table[self.limits.max_num_seqs].any()
         return {
             "tokens": list(zip(inputs.tokens.tolist(), inputs.slots.tolist(), inputs.positions.tolist(), strict=True)),
-            "tiles": sorted(inputs.tiles[: int(inputs.num_tiles)].tolist()),
-            "splits": [inputs.splits[i][: int(inputs.num_splits(i))].tolist() for i in range(len(WINDOWS))],
+            "tiles": sorted(tiles.tolist()),
+            "splits": [entries.tolist() for entries in splits],
             "sampled": self.buffers.sampled[: batch.sampling_size].tolist(),
             "table": {slot: table[slot].tolist() for slot in chosen},
         }
 
-    def sent(self, schedule: Schedule, batch: FlatBatch) -> dict:
+    def sent(self, schedule: Schedule, batch: InputBatch) -> dict:
         """What lies there once a batch was sent."""
-        self.buffers.send(batch.turn, batch.pieces)
+        self.send(batch)
         return self.seen(batch, schedule.slots.tolist())
+
+    def send(self, batch: InputBatch) -> None:
+        self.buffers.send(batch.turn, batch.pieces)
+        self.buffers.attention.send(batch.turn, batch.work, self.buffers.inputs(batch.bucket))
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The device's block table."""
+        assert isinstance(self.buffers.attention, CudaAttention)
+        return self.buffers.attention.table.rows
+
+
+MAY_DIFFER = {"turn", "steady"}
 
 
 def plain(value: object) -> object:
-    """A batch as lists and numbers, without the host copy that it is in."""
+    """A batch as lists and numbers, without the host copy that it is in and for how long its work was to last."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list):
         return [plain(each) for each in value]
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name != "turn"}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in fields(value) if field.name not in MAY_DIFFER
+        }
     return value
 
 
@@ -151,10 +180,10 @@ def test_only_rows_that_changed_travel() -> None:
     steps.scheduler.add(request(0, [1, 2], 8))
     steps.scheduler.add(request(1, [1, 2, 3], 8))
     for sent in ([0, 1], [], [1], [0], []):  # of blocks of four tokens each row gets one, the longer fills it first
-        steps.buffers.table.rows.fill_(-1)
+        steps.table.fill_(-1)
         schedule, batch, _ = steps.pack()
-        steps.buffers.send(batch.turn, batch.pieces)
-        written = (steps.buffers.table.rows >= 0).all(1).nonzero().flatten().tolist()
+        steps.send(batch)
+        written = (steps.table >= 0).all(1).nonzero().flatten().tolist()
         assert written == sent
         steps.settle(schedule)
 
@@ -175,13 +204,13 @@ def test_rows_that_only_decode_are_one_persistent_batch() -> None:
     assert steps.batch_numbers == [NO_PERSISTENT_BATCH] + [1] * 23
 
 
-@pytest.mark.parametrize("later", [SamplingBatch.later, flat.steady_steps])
+@pytest.mark.parametrize("later", [SamplingInput.later, attention.steady_steps])
 def test_what_is_kept_for_too_long_is_noticed(later, monkeypatch) -> None:
     """The control: positions that do not move, splits that are never begun."""
-    if later is SamplingBatch.later:
-        monkeypatch.setattr(SamplingBatch, "later", lambda self, steps: self)
+    if later is SamplingInput.later:
+        monkeypatch.setattr(SamplingInput, "later", lambda self, steps: self)
     else:
-        monkeypatch.setattr(flat, "steady_steps", lambda *_: 1000)
+        monkeypatch.setattr(attention, "steady_steps", lambda *_: 1000)
     with pytest.raises(AssertionError):
         run_steady(Steps())
 

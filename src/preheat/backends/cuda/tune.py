@@ -1,0 +1,71 @@
+"""``preheat tune`` on CUDA: measure which kernel is fastest for each linear layer, and keep the table for later
+boots.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from preheat.backends.base import TuneRequest
+from preheat.backends.cuda.tuner import ROWS, tune
+from preheat.backends.cuda.tuning import Entry, KernelConfig, LinearShape, Table, encode, merged, place, read, shape_of
+from preheat.errors import PreheatError, SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+def tune_layers(request: TuneRequest, device: torch.device) -> str:
+    """See :meth:`preheat.backends.base.Backend.tune`."""
+    name = torch.cuda.get_device_name(device)
+    path = _path(request, name)
+    found = _measure(request)
+    if not found:
+        raise PreheatError("no time for a single measurement: give more --seconds")
+    table = merged(read(path), Table(name, torch.cuda.get_device_capability(device), found))
+    _write(path, encode(table))
+    return f"{path}: {len(found)} entries measured, {len(table.entries)} in all"
+
+
+def _measure(request: TuneRequest) -> list[Entry]:
+    """Each shape once, up to the most rows of a step. The head, a single layer, has its share of the time."""
+
+    def report(shape: LinearShape, rows: int, times: dict[KernelConfig, float]) -> None:
+        best = min(times, key=lambda config: times[config])
+        logger.info("%d x %d, %d rows: %.1f us, %s", shape.outputs, shape.inputs, rows, times[best], best)
+
+    dtype = getattr(torch, request.dtype)
+    layers = list(dict.fromkeys(shape_of(layer, dtype) for layer in request.layers))
+    share = request.seconds / (len(layers) + 1)
+    rows = [size for size in ROWS if size <= request.max_rows]
+    found = tune(layers, rows, share * len(layers), report)
+    head_rows = [size for size in rows if size <= request.max_head_rows]
+    return found + tune([shape_of(request.head, dtype)], head_rows, share, report)
+
+
+def _path(request: TuneRequest, device: str) -> Path:
+    if request.output is not None:
+        path = Path(request.output).absolute()
+        if not path.parent.is_dir():
+            raise SettingsError(f"--output {request.output}: there is no such folder")
+        return path
+    if request.folder is None:
+        raise SettingsError(
+            "cache_dir is off, so there is no place for the table: give --output FILE", param="cache_dir"
+        )
+    return place(request.folder, device)
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Write the whole file or none of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise PreheatError(f"cannot write {path}: {error.strerror}") from None

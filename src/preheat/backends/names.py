@@ -1,0 +1,3 @@
+"""The names that ``--device`` takes beside ``auto``. Imports nothing, so that the settings can list them."""
+
+DEVICES = ("cpu", "cuda")

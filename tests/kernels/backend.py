@@ -1,0 +1,34 @@
+"""The CUDA backend without a GPU: on the host, its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.tuning import KernelConfigs
+
+
+class InterpretedCuda(CudaBackend):
+    """CUDA's operations, packer layout and graph driver; memory, copies and settings of the host, which is the device.
+
+    Nothing is proven: there is one implementation of a linear layer in the interpreter. A graph that is captured needs
+    a stand-in for `torch.cuda.CUDAGraph`.
+    """
+
+    fingerprint = "Triton's interpreter"
+    _pool = None
+
+    prepare = CpuBackend.prepare
+    free_memory = CpuBackend.free_memory
+    used_memory = CpuBackend.used_memory
+    kv_cache_memory = CpuBackend.kv_cache_memory
+    synchronize = CpuBackend.synchronize
+    host_copy = CpuBackend.host_copy
+    compiling = CpuBackend.compiling
+    settle = CpuBackend.settle
+    cold_sources = CpuBackend.cold_sources
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._configs = KernelConfigs()

@@ -1,0 +1,62 @@
+"""What belongs to a platform stands in its folder of backends/: nowhere else is one named, or asked what it is."""
+
+import ast
+
+import pytest
+
+from tests.meta.source import MODULES, imports, name_of
+
+PLATFORMS = {"cpu", "cuda", "hpu"}
+
+MODULES_OF_PLATFORMS = tuple(f"{package}.{name}" for package in ("torch", "preheat.backends") for name in PLATFORMS)
+
+
+def platform_facts(tree: ast.AST) -> set[str]:
+    """The places in ``tree`` that name a platform, or ask a tensor, a device or torch which one it is."""
+    return {f"line {node.lineno}: {said}" for node in ast.walk(tree) if (said := platform_fact(node))}
+
+
+def platform_fact(node: ast.AST) -> str | None:
+    match node:
+        case ast.Constant(value=str(name)) if name in PLATFORMS:
+            return repr(name)
+        case ast.Attribute(attr="is_cuda" | "is_cpu" | "is_hpu" as name):
+            return name
+        case ast.Attribute(attr="type", value=ast.Name(id="device") | ast.Attribute(attr="device")):
+            return "device.type"
+        case ast.Attribute(attr="cuda" | "hpu" | "cpu" as name, value=ast.Name(id="torch")):
+            return f"torch.{name}"
+        case ast.Attribute(attr="cuda" | "hpu" | "cpu" as name, value=ast.Attribute(attr="backends")):
+            return f"backends.{name}"
+        case ast.ImportFrom() | ast.Import():
+            return next((name for name in imports(node) if name.startswith(MODULES_OF_PLATFORMS)), None)
+    return None
+
+
+def outside(module: str) -> bool:
+    return module.partition(".")[0] != "backends"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if outside(name_of(path))], ids=name_of)
+def test_no_platform_is_named_outside_of_backends(path):
+    assert platform_facts(ast.parse(path.read_text())) == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if name == "cuda": ...', 'table = {"hpu": 1}', "x.is_cuda", "x.device.type", "device.type",
+        "torch.cuda.Stream()", "torch.backends.cuda.matmul", "import torch.cuda", "from torch.cuda import graph",
+        "from preheat.backends.cuda.graph import capture", 'device = torch.device("cpu")',
+    ],
+)  # fmt: skip
+def test_the_walk_finds_a_planted_one(line):
+    assert platform_facts(ast.parse(line))
+
+
+def test_the_walk_takes_nothing_else_for_one():
+    """Prose and other words are no platform's name, nor is every type."""
+    source = (
+        '"""On cuda, as on a cpu."""\nraise E("use --device cpu")\nx.type; torch.mm\nfrom preheat.backends import base'
+    )
+    assert platform_facts(ast.parse(source)) == set()
