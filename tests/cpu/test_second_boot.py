@@ -7,9 +7,9 @@ import mmap
 from types import SimpleNamespace
 
 import pytest
-from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.plan.cost import ModelSizes
 from preheat.warmup.graphs import CountedGraphs, divide_memory
 from preheat.warmup.record import Record
@@ -66,7 +66,7 @@ def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
 
 
 def test_several_steps_in_total(caplog):
-    steps = Steps(CPU())
+    steps = Steps(CpuBackend())
     with caplog.at_level(logging.INFO), steps.total("Both"), steps("one"):
         kept = mmap.mmap(-1, 32 << 20)  # new pages, whatever the allocator has in store
         kept.write(b"x" * len(kept))

@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import pytest
 import torch
-from preheat.execution.pack import Batch
 
 from preheat import LLM, SamplingParams
 from preheat.errors import PreheatError, SettingsError
 from preheat.execution.executor import Executor
+from preheat.execution.input_batch import InputBatch
 from preheat.warmup.record import Record
 
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "max_model_len": 96, "block_size": 16}
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_an_engine_that_was_not_warmed(llm):
 def test_out_of_memory_drops_the_item_and_errors_are_loud(monkeypatch, caplog):
     execute = Executor.execute
 
-    def fail(self: Executor, batch: Batch):
+    def fail(self: Executor, batch: InputBatch):
         if batch.shape.phase == "decode" and batch.shape.rows == 2:
             raise MemoryError("no room")
         if batch.shape.phase == "decode" and batch.shape.rows == 4:
