@@ -171,7 +171,7 @@ def test_without_warm_up_raise_fails_first_runs_only(llm):
 def test_all_events_are_counted_and_some_are_kept(llm):
     guard = watch(llm, "count")
     for _ in range(MAX_EVENTS + 3):
-        guard._tell([("dynamo", "again")])
+        guard._report([("dynamo", "again")])
     assert guard.record.cold == {"dynamo": MAX_EVENTS + 3}
     assert len(guard.record.events) == MAX_EVENTS
     assert Record.from_json(guard.report()).cold == guard.record.cold

@@ -79,7 +79,7 @@ def test_several_steps_in_total(caplog):
 @pytest.mark.parametrize("policy", ["unified", "split"])
 def test_the_twin_counts_graphs_of_the_engines_own_plan(policy, caplog):
     llm = LLM(**SMALL, bucketing_policy=policy)
-    plan, spec = llm.loop.packer.plan, llm.loop.packer.spec
+    plan, spec = llm.loop.packer.plan, llm.loop.executor.decoder.spec
     sizes, block_bytes = ModelSizes.of(spec), 16 * spec.kv_bytes_per_token(2)
     free = plan.limits.num_blocks * block_bytes * 2
     split = divide_memory(llm.settings, "graphs", free, block_bytes)
