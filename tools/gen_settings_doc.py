@@ -1,4 +1,4 @@
-"""Write docs/settings.md, and the knobs of docs/warm-up.md, from the registry: ``python -m tools.gen_settings_doc``."""
+"""Write docs/settings.md and the options in docs/warm-up.md from the registry: ``python -m tools.gen_settings_doc``."""
 
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +10,7 @@ HEAD = """# Settings
 
 <!-- Written by tools/gen_settings_doc.py from src/preheat/settings.py: change it there. -->
 
-Every option can be given in four ways. The first of these that is present counts:
+Every option can be given in four ways. The first of these that is present wins:
 
 1. a flag of `preheat serve` and `preheat generate`, or a keyword of `LLM(...)`: `--max-num-seqs 64`, `max_num_seqs=64`;
 2. an environment variable: `PREHEAT_` and the name in capitals, else the variable in the table (the names that vLLM
@@ -18,10 +18,10 @@ Every option can be given in four ways. The first of these that is present count
 3. a key in the YAML file that `--config` names, with dashes or underscores: `max-num-seqs: 64`;
 4. the default.
 
-Yes-or-no options are flags with a twin (`--enable-prefix-caching`, `--no-enable-prefix-caching`); elsewhere write
+Yes-or-no options are pairs of flags (`--enable-prefix-caching`, `--no-enable-prefix-caching`); elsewhere write
 1/0, true/false or yes/no. Lists are `a,b` or a JSON list in the environment, several words after a flag, lists in YAML.
 An unknown flag, keyword or key is an error; an unknown variable that begins with `VLLM_` or `PREHEAT_` is warned about.
-What comes in a later version is listed here too, and refused, with the reason, for any value but the default.
+Options that are not implemented yet are listed here too; any value but the default is rejected with the reason.
 `HF_TOKEN` and `HF_HOME` are read by the Hugging Face library.
 """
 
@@ -34,19 +34,19 @@ SIZES = (
 )  # fmt: skip
 """Options of other groups that decide what is planned and run."""
 
-KNOBS = ("Buckets", "Warm-up", "Device graphs", "Defragmenter", "Diagnostics")
-"""The groups that are about nothing else."""
+GROUPS = ("Buckets", "Warm-up", "Device graphs", "Defragmenter", "Diagnostics")
+"""The groups that are about warm-up alone."""
 
-BEGIN, END = "<!-- knobs: written by tools/gen_settings_doc.py -->\n", "<!-- end of knobs -->\n"
+BEGIN, END = "<!-- options: written by tools/gen_settings_doc.py -->\n", "<!-- end of options -->\n"
 
 
-def with_knobs(text: str) -> str:
-    """``text``, a document with both marks, with the tables of knobs between them."""
+def with_tables(text: str) -> str:
+    """``text``, a document with both marks, with the tables of options between them."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = [f"\n### Limits\n\n{_table([OPTIONS[name] for name in SIZES])}"]
     for group, options in groupby(OPTIONS.values(), key=lambda opt: opt.group):
-        if group in KNOBS:
+        if group in GROUPS:
             parts.append(f"\n### {group}\n\n{_table(list(options))}")
     return f"{before}{BEGIN}{''.join(parts)}\n{END}{after}"
 
@@ -82,4 +82,4 @@ def _later(opt: Option) -> str:
 if __name__ == "__main__":
     (DOCS / "settings.md").write_text(render(), encoding="utf-8")
     guide = DOCS / "warm-up.md"
-    guide.write_text(with_knobs(guide.read_text(encoding="utf-8")), encoding="utf-8")
+    guide.write_text(with_tables(guide.read_text(encoding="utf-8")), encoding="utf-8")

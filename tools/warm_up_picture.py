@@ -14,7 +14,7 @@ from preheat.warmup.record import Record
 from tests.api.browser import find, tab
 
 PICTURE = Path(__file__).parents[1] / "docs" / "warm-up.webp"
-HEIGHT = 1130
+HEIGHT = 1500
 
 
 def served() -> Record:

@@ -27,7 +27,7 @@ class TokenBan:
     def __init__(self, prompt: list[int], token: int) -> None:
         self.prompt, self.token = prompt, token
 
-    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
+    def needed(self, slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
         requests = (slots.request[row] for row in rows.tolist())
         return np.array([request is not None and request.prompt == self.prompt for request in requests], bool)
 
@@ -58,6 +58,23 @@ def test_a_banned_token_is_not_drawn_and_other_rows_do_not_notice(free: list[lis
     assert found[1][:2] == free[1][:2] or banned in free[1][:2]
     assert found[1] != free[1]
     assert [found[0], found[2]] == [free[0], free[2]]
+
+
+class LateBan(TokenBan):
+    """The ban begins after ``wait`` tokens of output."""
+
+    wait = 4
+
+    def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
+        late = length >= len(request.prompt) + self.wait
+        return super().edits(request, length, min_length) if late else ()
+
+
+def test_edits_may_begin_while_the_same_rows_decode(free: list[list[int]]) -> None:
+    banned = free[1][LateBan.wait]
+    found = drawn(LateBan(PROMPTS[1], banned))
+    assert found[1][: LateBan.wait] == free[1][: LateBan.wait]
+    assert banned not in found[1][LateBan.wait :]
 
 
 def test_a_banned_token_is_not_drawn_at_random_either() -> None:

@@ -10,9 +10,21 @@ import pytest
 
 from preheat.settings import OPTIONS
 from tests.meta.source import PACKAGE, ROOT
-from tools.gen_settings_doc import BEGIN, END, render, with_knobs
+from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+ADDING, DECISIONS = ROOT / "docs" / "adding.md", ROOT / "docs" / "decisions.md"
+ANCHOR = re.compile(r'<a id="([^"]*)"></a>')
+FIGURES = {
+    "ready, cold start, s": "ready, cold, s",
+    "first request ÷ steady, worst case": "first request ÷ steady, offline, worst",
+    "time between tokens, 1 sequence, ms": "ITL, batch 1, ms",
+    "time between tokens, 256 sequences, ms": "ITL, batch 256, ms",
+    "time to first token, 2,048 tokens, ms": "TTFT of 2,048 tokens, ms",
+    "prefill 32 × 2,048, tokens/s": "prefill 32 × 2,048, tokens/s",
+    "throughput, mixed lengths, tokens/s": "nanobench, tokens/s",
+}
+"""The rows of figures in the README, and their names in docs/performance.md."""
 RUNS = re.compile(r"<!-- run -->\n```(python|sh)\n(.*?)```", re.DOTALL)
 
 
@@ -25,12 +37,12 @@ def test_settings_are_documented_as_they_are():
     assert (ROOT / "docs" / "settings.md").read_text() == render(), "run: python -m tools.gen_settings_doc"
 
 
-def test_the_knobs_of_warm_up_are_documented_as_they_are():
+def test_the_options_of_warm_up_are_documented_as_they_are():
     text = (ROOT / "docs" / "warm-up.md").read_text()
-    assert text == with_knobs(text), "run: python -m tools.gen_settings_doc"
-    knobs = text.partition(BEGIN)[2].partition(END)[0]
+    assert text == with_tables(text), "run: python -m tools.gen_settings_doc"
+    options = text.partition(BEGIN)[2].partition(END)[0]
     owned = [opt for opt in OPTIONS.values() if opt.group in ("Buckets", "Warm-up", "Device graphs", "Defragmenter")]
-    assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in knobs] == []
+    assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in options] == []
 
 
 def test_options_in_prose_exist():
@@ -52,11 +64,62 @@ def test_stations_of_a_request_exist():
     assert [station for station in stations if not (PACKAGE / station).is_file()] == []
 
 
+def test_what_is_added_where_exists():
+    text = ADDING.read_text()
+    files = re.findall(r"`((?:src|tests|docs)/[\w./]+)`", text)
+    assert len(files) >= 40
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_sections_on_adding_are_short():
+    _, *sections = re.split(r"^## ", ADDING.read_text(), flags=re.MULTILINE)
+    assert len(sections) >= 7
+    assert [section.partition("\n")[0] for section in sections if len(section.strip().splitlines()) > 30] == []
+
+
+def test_every_decision_can_be_linked_to():
+    """All rows of both tables have an anchor of their own."""
+    rows = [line for line in DECISIONS.read_text().splitlines() if line.startswith("| ") and "---" not in line]
+    heads = [row for row in rows if row.startswith(("| Choice |", "| Where |"))]
+    slugs = [slug for row in rows for slug in ANCHOR.findall(row)]
+    assert len(heads) == 2
+    assert all(row.startswith('| <a id="') for row in rows if row not in heads)
+    assert len(set(slugs)) == len(slugs) == len(rows) - len(heads)
+    assert [slug for slug in slugs if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug)] == []
+
+
+def test_figures_of_the_readme_are_those_of_the_page():
+    """Which has them from the files of figures, as tests/meta/test_performance_doc.py shows."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    section = page.partition("### Llama-3.1-8B\n")[2].partition("### Qwen3")[0]
+    taken = {row[0]: row[1:] for row in cells(section)}  # preheat, vLLM, vLLM invariant
+    shown = {row[0]: [row[3].strip("*"), row[1], row[2]] for row in cells((ROOT / "README.md").read_text())}
+    assert {name: shown[name] for name in FIGURES} == {name: taken[there] for name, there in FIGURES.items()}
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the tables in ``text``."""
+    return [[cell.strip() for cell in row.strip("| ").split("|")] for row in text.splitlines() if row.startswith("| ")]
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)|src=\"([^\"]+)\"", path.read_text())
     local = [a or b for a, b in links if not (a or b).startswith(("http:", "https:"))]
     assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_links_to_a_section_find_it(path):
+    links = re.findall(r"\]\(((?!http)[^)#]*)#([^)]+)\)", path.read_text())
+    assert [link for link in links if link[1] not in anchors(path.parent / link[0] if link[0] else path)] == []
+
+
+def anchors(path: Path) -> set[str]:
+    """The places in a document that can be linked to: its headings, as GitHub names them, and its own anchors."""
+    text = path.read_text()
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads} | set(ANCHOR.findall(text))
 
 
 @pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "python")], ids=lambda path: path.name)

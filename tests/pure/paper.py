@@ -399,7 +399,7 @@ class Harness:
         if scheduler.mixed_steps:
             going = [slot for slot in order if slot in schedule.slots or self._can_run(slot)]
             assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
-        arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting._sequences)
+        arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting)
         assert arrivals == sorted(arrivals), "first come, first served"
 
     def _can_run(self, slot: int) -> bool:
@@ -407,7 +407,7 @@ class Harness:
         slots = self.scheduler.slots
         known, cached = slots.device_len[slot], slots.cached_len[slot]
         waits = known == cached or slots.tokens[slot, known - 1] == UNSEEN
-        drafting = self.scheduler.proposer.num_speculative_tokens > 0
+        drafting = self.scheduler.proposer is not None
         return known < slots.max_len[slot] and not (drafting and waits)
 
     def _check_published(self) -> None:

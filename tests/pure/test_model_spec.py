@@ -19,7 +19,6 @@ from preheat.model.files import (
     find_checkpoint,
     indexed_names,
     read_config,
-    read_generation_defaults,
     weight_files,
 )
 from preheat.model.formats import expected_tensors
@@ -232,17 +231,6 @@ def write(folder: Path, **files: Any) -> Path:
     for name, value in files.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     return folder
-
-
-def test_generation_defaults(tmp_path):
-    write(
-        tmp_path, config={"eos_token_id": 3}, generation_config={"temperature": 0.6, "top_k": None, "do_sample": True}
-    )
-    defaults = read_generation_defaults(tmp_path)
-    assert defaults.sampling == {"temperature": 0.6}
-    assert defaults.eos_ids == (3,)
-    write(tmp_path, generation_config={"eos_token_id": [4, 5], "top_p": 0.9})
-    assert read_generation_defaults(tmp_path).eos_ids == (4, 5)
 
 
 def test_finding_checkpoints(tmp_path):

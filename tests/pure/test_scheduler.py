@@ -18,7 +18,6 @@ from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
-from preheat.schedule.queue import WaitingQueue
 from preheat.schedule.scheduler import Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
 from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
@@ -370,23 +369,23 @@ def test_stats_count_each_token_once_despite_preemption() -> None:
     assert stats.steps == harness.steps
 
 
-class DequeQueue(WaitingQueue):
-    """The obvious queue, which scans when someone leaves."""
+class ScannedQueue(OrderedDict):
+    """The obvious queue, which scans when a sequence leaves."""
 
     def __init__(self) -> None:
         super().__init__()
         self._line: deque[Sequence] = deque()
 
-    def append(self, sequence) -> None:
-        super().append(sequence)
+    def __setitem__(self, request_id, sequence) -> None:
+        super().__setitem__(request_id, sequence)
         self._line.append(sequence)
 
-    def remove(self, request_id) -> bool:
-        self._line.remove(self._sequences[request_id])
-        return super().remove(request_id)
+    def pop(self, request_id, default=None):
+        self._line.remove(self[request_id])
+        return super().pop(request_id, default)
 
 
-def comparisons(monkeypatch, queue: WaitingQueue, count: int) -> int:
+def comparisons(monkeypatch, queue: type[OrderedDict], count: int) -> int:
     """How often two sequences are compared while ``count`` of them are queued and leave in random order."""
     seen = 0
 
@@ -397,19 +396,19 @@ def comparisons(monkeypatch, queue: WaitingQueue, count: int) -> int:
 
     monkeypatch.setattr(Sequence, "__eq__", equal)
     scheduler = Scheduler(limits())
-    scheduler.waiting = queue
+    assert type(scheduler.waiting) is OrderedDict
+    scheduler.waiting = queue()
     for number in range(count):
         scheduler.add(request(number, [1]))
     ids = list(range(count))
     random.Random(0).shuffle(ids)
     assert all(scheduler.cancel(number) for number in ids)
-    assert isinstance(queue._sequences, OrderedDict)
     return seen
 
 
 def test_leaving_the_queue_compares_nobody(monkeypatch) -> None:
-    assert comparisons(monkeypatch, WaitingQueue(), 20_000) == 0
-    assert comparisons(monkeypatch, DequeQueue(), 300) > 300 * 20, "the control must scan"
+    assert comparisons(monkeypatch, OrderedDict, 20_000) == 0
+    assert comparisons(monkeypatch, ScannedQueue, 300) > 300 * 20, "the control must scan"
 
 
 def calls_of(action: Callable[[], object]) -> int:

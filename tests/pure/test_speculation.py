@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.schedule import results as results_module
-from preheat.schedule.proposer import NoProposer
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
@@ -62,7 +61,7 @@ def test_drafts_are_counted(overlap, right) -> None:
 
 def test_right_drafts_save_steps() -> None:
     steps = [drafted(MANY[:1], Scripted(most, 1.0), False, spare=60).steps for most in (1, 5)]
-    plain = drafted(MANY[:1], NoProposer(), False, spare=60).steps
+    plain = drafted(MANY[:1], Scripted(0, 1.0), False, spare=60).steps
     assert plain == 20
     assert steps[1] < steps[0] < plain
 
@@ -165,15 +164,16 @@ class Silent(Scripted):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_proposer_that_proposes_nothing_leaves_the_schedule_as_it_is(seed) -> None:
     plain = steps_of(workload(seed, False, True))
-    assert steps_of(workload(seed, False, True, proposer=NoProposer())) == plain
+    assert steps_of(workload(seed, False, True, proposer=Scripted(0, 1.0))) == plain
     silent = Silent(3, 1.0)
     assert steps_of(workload(seed, False, True, proposer=silent)) == plain
     assert silent.asked > 0
 
 
 def test_nobody_asks_a_proposer_of_no_tokens() -> None:
-    harness = drafted(MANY, Silent(0, 1.0), True, spare=60)
-    assert harness.scheduler.proposer.asked == 0
+    silent = Silent(0, 1.0)
+    drafted(MANY, silent, True, spare=60)
+    assert silent.asked == 0
 
 
 def test_separate_phases_cannot_speculate() -> None:

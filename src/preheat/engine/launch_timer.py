@@ -1,9 +1,7 @@
-"""When to prepare the next step: late, so that requests that arrive meanwhile join it, but never so late that the
-device waits.
+"""When to prepare the next step: late, so that new requests can join it, but before the device runs out of work.
 
-With a step in flight the next one could be prepared at once, but requests that arrive while the first one runs would
-then have to wait for both. So the loop keeps listening until the step in flight is about to end, judging by how long
-steps of its bucket took before.
+If the next step were prepared as soon as one is in flight, requests that arrive meanwhile would wait for both. So the
+loop keeps listening until the step in flight is about to end, estimated from earlier steps of the same bucket.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from collections.abc import Callable, Hashable
 LEAST = 0.0005
 """Seconds of margin, on top of twice what preparing a step took."""
 EASE = 1.05
-"""How much the estimate for a bucket, or for the preparation, may grow or fade from one step to the next. The shortest
-recent time counts: being early costs little, being late leaves the device idle."""
+"""The factor by which the estimate for a bucket may grow, or that for the preparation fade, in a step. The shortest
+recent time of a bucket counts: being early costs little, being late leaves the device idle."""
 
 
 class LaunchTimer:
-    """The loop tells it about every step. ``clock`` gives seconds."""
+    """The loop reports every step to it. ``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -29,11 +27,11 @@ class LaunchTimer:
         self._begun = self._ended = self._preparation = 0.0
 
     def preparing(self) -> None:
-        """The next step begins to be prepared."""
+        """The preparation of the next step begins."""
         self._begun = self._clock()
 
     def launched(self, bucket: Hashable) -> None:
-        """It is in flight, behind those launched before."""
+        """The prepared step is in flight, behind those launched before."""
         now = self._clock()
         self._preparation = max(now - self._begun, self._preparation / EASE)
         self._in_flight.append((bucket, now))

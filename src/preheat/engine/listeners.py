@@ -1,7 +1,4 @@
-"""Optional reports about every step: the log of compilations and fallbacks, and the trace.
-
-The log is a listener in front of the one that the loop always has; the trace sees the calls that the loop makes.
-"""
+"""Optional reports about every step: a log of compilations and fallbacks, and the contents of trace events."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Meter:
-    """Logs under ``name`` how much ``count``, and ``seconds`` if there are any, grew in a step.
+    """Logs under ``name`` by how much ``count``, and ``seconds`` if given, grew in a step.
 
-    Of ``every`` step, or only of those in which it grew.
+    It logs ``every`` step, or only those in which ``count`` grew.
     """
 
     name: str
@@ -48,16 +45,15 @@ class Meter:
         grown = now[0] - before[0]
         if grown or self.every:
             took = f" in {now[1] - before[1]:.3f} s" if self.seconds else ""
-            what = f"a swap of {event.size}" if isinstance(event, Swaps) else _step_text(event)
+            if isinstance(event, Swaps):
+                what = f"a swap of {event.size}"
+            else:
+                what = f"{event.bucket}, {len(event.sampled_rows)} tokens sampled"
             logger.info("%s: %d%s, %s", self.name, grown, took, what)
 
 
-def _step_text(batch: InputBatch) -> str:
-    return f"{batch.bucket}, {len(batch.sampled_rows)} tokens sampled"
-
-
 class StepLog:
-    """Logs each step, then tells ``inner`` of it."""
+    """Logs each step, then passes it on to ``inner``."""
 
     def __init__(self, inner: StepListener, meters: Sequence[Meter]) -> None:
         self._inner, self._meters = inner, meters
@@ -72,7 +68,7 @@ class StepLog:
 
 
 def with_step_log(settings: Settings, mode: Mode, inner: StepListener) -> StepListener:
-    """``inner``, behind the log that the settings ask for. It counts from now on."""
+    """``inner`` with the log that the settings enable, which counts from now on."""
     meters = []
     if settings.log_step_graph_compilation or settings.log_step_graph_compilation_all:
         every = settings.log_step_graph_compilation_all
@@ -102,4 +98,4 @@ STEP_EVENTS: dict[str, Describe] = {
     },
     "process_results": lambda args, _: _of_schedule(args[0]),
 }
-"""What a trace says of each part of a step."""
+"""What a trace shows of each part of a step."""

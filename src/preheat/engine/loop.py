@@ -1,13 +1,11 @@
-"""The loop: three beats, schedule - run - process results.
+"""The engine's loop: schedule, run, process results.
 
-The life of a request, from here: the transport hands over a Request (``take``); the scheduler gives it a slot and
-blocks (``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and samples
-tokens (``launch``); the scheduler applies the outcome (``process_results``); the transport carries the Delta back to
-the frontend. The only message against this direction is Cancel, and it too arrives through the transport.
+The life of a request: the transport hands over a Request (``take``); the scheduler gives it a slot and blocks
+(``schedule``); the packer turns the step's rows into tensors (``pack``); the executor runs the model and samples tokens
+(``launch``); the scheduler applies the outcome (``process_results``); the transport carries the Delta to the frontend.
 
-With ``overlap`` the loop is one step ahead: it launches a step before it waits for the previous one, so that the device
-always has work. The beats are the same; only the number of steps left in flight differs. Until a step must be prepared
-the loop keeps listening, so that requests that arrive in time join it.
+With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work.
+Until a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from preheat.core import (
     Report,
     Request,
     Schedule,
-    StepResult,
     Swaps,
     ToEngine,
 )
@@ -37,7 +34,8 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
 
 if TYPE_CHECKING:
-    from preheat.execution.input_batch import InputBatch
+    from preheat.execution.executor import Executor, LaunchedStep
+    from preheat.execution.input_batch import InputBatch, Packer
 
 logger = logging.getLogger(__name__)
 
@@ -49,49 +47,28 @@ class EngineSide(Protocol):
     """The engine's end of the transport."""
 
     def take(self, timeout: float | None) -> list[ToEngine]:
-        """What arrived; waits up to ``timeout`` seconds for the first message (None: as long as it takes)."""
+        """The messages that arrived; waits at most ``timeout`` seconds for the first one (None: without limit)."""
 
     def put(self, message: FromEngine) -> None:
         """Send to the frontend."""
 
 
-class StepPacker(Protocol):
-    """Turns a step's rows into a batch."""
-
-    def pack(self, schedule: Schedule) -> InputBatch: ...
-
-
-class PendingStep(Protocol):
-    """A step on the device."""
-
-    def result(self) -> StepResult:
-        """Waits for it; raises what went wrong."""
-
-
-class StepExecutor(Protocol):
-    """Runs what it is given in the order in which it is given."""
-
-    def launch(self, batch: InputBatch) -> PendingStep: ...
-
-    def swap(self, swaps: Swaps) -> None: ...
-
-
 class StepListener(Protocol):
-    """Is told of every batch once it is launched, which is when a step can be cold, and of every compaction. An error
+    """Hears of every batch once it is launched, which is when a step can be cold, and of every compaction. An error
     that it raises fails the step's requests.
     """
 
     def step(self, event: InputBatch | Swaps) -> None: ...
 
     def report(self) -> bytes:
-        """What it has seen, for a Report."""
+        """What it has recorded, for a Report."""
 
 
 class SilentListener:
-    """A listener that nothing interests: for dummy requests."""
+    """A listener that records nothing, for dummy requests."""
 
     def step(self, event: InputBatch | Swaps) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def report(self) -> bytes:
         return b""
@@ -102,27 +79,21 @@ class InFlightStep:
     """A launched step, or one that could not be launched and fails when its turn comes."""
 
     schedule: Schedule
-    pending: PendingStep | None = None
+    launched: LaunchedStep | None = None
     error: Exception | None = None
-
-    def result(self) -> StepResult:
-        result = self.pending.result() if self.pending else None  # even if the listener failed: it uses the device
-        if self.error or result is None:
-            raise self.error or PreheatError("The step was interrupted before it ran")
-        return result
 
 
 class Loop:
-    """Runs requests from the transport until it is drained. ``overlap`` needs a device that runs while the host goes
-    on. ``call`` makes the calls of a step, by name: a trace sees them there.
+    """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
+    step are called through ``call``, by name, for the trace.
     """
 
     def __init__(
         self,
         transport: EngineSide,
         scheduler: Scheduler,
-        packer: StepPacker,
-        executor: StepExecutor,
+        packer: Packer,
+        executor: Executor,
         listener: StepListener,
         *,
         overlap: bool = False,
@@ -134,7 +105,7 @@ class Loop:
         self._in_flight: deque[InFlightStep] = deque()
 
     def run(self) -> None:
-        """Step until drained; sleep in the transport while there is nothing to run."""
+        """Step until drained; wait in the transport while there is nothing to run."""
         while not (self.draining and self.scheduler.idle):
             self.take(None if self.scheduler.idle else 0)
             while (spare := self.launch_timer.spare()) >= TICK:
@@ -147,8 +118,9 @@ class Loop:
             self.step()
 
     def step(self) -> bool:
-        """Launch a step and process the results of the one before, or of the same one without ``overlap``. False when
-        idle.
+        """Launch a step and process the results of the previous one, or of the same one without ``overlap``.
+
+        False when idle.
         """
         if self.scheduler.idle:
             return False
@@ -163,12 +135,12 @@ class Loop:
         self._process_results(leave=1 if self.overlap and runs else 0)
 
     def _launch(self, schedule: Schedule) -> bool:
-        """Put a step in flight; False if it will fail, so that none is launched behind it."""
+        """Put a step in flight; False if it will fail, so that no other is launched behind it."""
         step = InFlightStep(schedule)
         self._in_flight.append(step)
         try:
             batch = self.call("pack", self.packer.pack, schedule)
-            step.pending = self.call("launch", self.executor.launch, batch)
+            step.launched = self.call("launch", self.executor.launch, batch)
             self.launch_timer.launched(batch.bucket)
             self.listener.step(batch)
         except Exception as error:
@@ -176,16 +148,19 @@ class Loop:
         return step.error is None
 
     def _process_results(self, leave: int = 0) -> None:
-        """Wait for the steps in flight, but for the last ``leave``, and tell the frontend what became of them."""
+        """Wait for all steps in flight but the last ``leave``, and send their outcomes to the frontend."""
         while len(self._in_flight) > leave:
             self.transport.put(self._outcome(self._in_flight[0]))
-            if self._in_flight.popleft().pending:
+            if self._in_flight.popleft().launched:
                 self.launch_timer.finished()
 
     def _outcome(self, step: InFlightStep) -> Delta:
         try:
-            result = step.result()
-        except Exception as error:  # a failing step fails its requests; everyone else goes on
+            # Waited for even after an error of the listener: the step uses the device.
+            result = step.launched.result() if step.launched else None
+            if step.error or result is None:
+                raise step.error or PreheatError("The step was interrupted before it ran")
+        except Exception as error:  # a failing step fails its requests; all others go on
             logger.error("A step of %d rows failed", step.schedule.rows, exc_info=error)
             return self.scheduler.fail(step.schedule, error)
         delta = self.call("process_results", self.scheduler.process_results, step.schedule, result)
@@ -193,7 +168,7 @@ class Loop:
         return delta
 
     def _compact(self) -> None:
-        """Bring the blocks in use together if they are too scattered."""
+        """Compact the KV cache if its blocks in use are too scattered."""
         if self._in_flight and not self.scheduler.scattered:
             return
         self._process_results()
@@ -203,7 +178,7 @@ class Loop:
         try:
             self.executor.swap(swaps)
             self.listener.step(swaps)
-        except Exception as error:  # the contents of the cache are unknown: it must not be read
+        except Exception as error:  # the cache's contents are unknown and must not be read
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
             self.transport.put(self.scheduler.lose_cache(error))
 

@@ -7,17 +7,17 @@ from typing import Any, TextIO
 
 from preheat.core import Died, FromEngine, Progress, Ready
 
-_WIDTH = 72  # less than a line of the log, which is written over the bar
+_WIDTH = 72  # shorter than a log line, which overwrites the bar
 
 
 class ProgressBar:
-    """Give every message of the engine to :meth:`show`. Nothing is drawn unless standard error is a terminal."""
+    """Shows the engine's messages. Nothing is drawn unless standard error is a terminal."""
 
     def __init__(self) -> None:
         self._bar: Any = None
 
     def show(self, message: FromEngine) -> None:
-        """Draw a Progress; clear the bar once the engine is ready, or dead."""
+        """Draw a Progress message; remove the bar once the engine is ready or dead."""
         match message:
             case Progress():
                 self._draw(message)
@@ -39,7 +39,7 @@ class ProgressBar:
 
 
 class _LineStart:
-    """Leaves the cursor at the line's start, so that what others log replaces the bar instead of continuing it."""
+    """Leaves the cursor at the start of the line, so that log lines overwrite the bar instead of continuing it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

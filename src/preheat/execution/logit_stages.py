@@ -26,8 +26,10 @@ class LogitStage(Protocol):
 
     name: str
 
-    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
-        """Which of the slots ``rows`` [n] may have edits: bool [n]. Asked at every step, so it must be cheap."""
+    def needed(self, slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Which of the slots ``rows`` [n], about to draw the tokens at ``position`` [n], have edits now or later: bool
+        [n]. While any has, the stages are asked at every step; once none has, not before the step's rows change.
+        """
 
     def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
         """The edits for the token after the first ``length`` of a sequence that must reach ``min_length``."""
@@ -38,8 +40,8 @@ class LogitBias:
 
     name = "logit_bias"
 
-    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
-        needed: np.ndarray = slots.needs_edit[rows]
+    def needed(self, slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
+        needed: np.ndarray = slots.has_logit_bias[rows]
         return needed
 
     def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
@@ -51,8 +53,8 @@ class MinTokens:
 
     name = "min_tokens"
 
-    def needed(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
-        needed: np.ndarray = slots.needs_edit[rows]
+    def needed(self, slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
+        needed: np.ndarray = slots.bans_stop_ids[rows] & (position < slots.min_len[rows])
         return needed
 
     def edits(self, request: Request, length: int, min_length: int) -> Iterable[Edit]:
@@ -72,18 +74,22 @@ def sampling_input(
     position = slots.device_len[rows] if position is None else position
     random = (slots.temperature[rows] > 0).nonzero()[0]
     penalised = slots.needs_penalty[rows].nonzero()[0]
+    needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
         size=len(rows),
         random=_metadata(slots, rows[random], random, position[random]) if len(random) else None,
         penalties=_penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None,
-        edits=_edits(slots, rows, position, stages),
+        edits=_edits(slots, rows, position, needs),
+        edits_follow=bool(needs),
     )
 
 
-def _edits(slots: Slots, rows: np.ndarray, position: np.ndarray, stages: Sequence[LogitStage]) -> Edits | None:
+def _edits(
+    slots: Slots, rows: np.ndarray, position: np.ndarray, needs: Sequence[tuple[LogitStage, np.ndarray]]
+) -> Edits | None:
     found: list[tuple[int, int, float]] = []
-    for stage in stages:
-        for row in stage.needed(slots, rows).nonzero()[0].tolist():
+    for stage, needed in needs:
+        for row in needed.nonzero()[0].tolist():
             slot = int(rows[row])
             edits = stage.edits(_request(slots, slot), int(position[row]), int(slots.min_len[slot]))
             found += [(row, token, change) for token, change in edits]

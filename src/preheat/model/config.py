@@ -1,7 +1,4 @@
-"""Reading a Hugging Face ``config.json``: sizes, flags, rope, sliding windows and dtype, with errors that name fields.
-
-No torch here.
-"""
+"""Reading a Hugging Face ``config.json``: sizes, flags, rope, sliding windows, dtype. No torch here."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ _DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 class Config:
-    """The fields of a ``config.json``, of a model of the ``architecture``. A field that is absent or null has its
-    ``defaults``, if there is one: those of the reference implementation's own config class.
+    """The fields of a ``config.json``. An absent or null field has its value in ``defaults``, if there is one: those of
+    the reference implementation's config class.
 
-    Methods raise ModelError for a field that is missing, wrong or not supported.
+    Methods raise ModelError, naming the field, for one that is missing, wrong or not supported.
     """
 
     def __init__(self, architecture: str, values: Mapping[str, Any], **defaults: object) -> None:
@@ -32,7 +29,7 @@ class Config:
         self._fields = {**defaults, **{name: value for name, value in values.items() if value is not None}}
 
     def with_defaults(self, **defaults: object) -> Config:
-        """The same with other defaults."""
+        """The same fields with other defaults."""
         return Config(self.architecture, self._values, **defaults)
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -76,7 +73,7 @@ class Config:
         raise ModelError(f"checkpoint dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
 
     def rope(self) -> RopeSpec:
-        """Both forms: ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling`` beside it."""
+        """From ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling``."""
         fields = self._fields
         params: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         kind = params.get("rope_type", params.get("type", "default"))
@@ -98,15 +95,15 @@ class Config:
         return RopeSpec(**given | {"kind": kind})
 
     def max_positions(self, rope: RopeSpec) -> int:
-        """The longest sequence: configs state the length before linear or yarn scaling, or the one after it."""
+        """The longest sequence. With linear or yarn scaling, configs state the length either before or after it."""
         stated = self.size("max_position_embeddings")
         if rope.kind in ("linear", "yarn"):
             return max(stated, int(rope.original_length * rope.factor))
         return stated
 
     def windows(self, *, used: bool = True, first_layer: str | None = None) -> tuple[int | None, ...]:
-        """Each layer's sliding window: by ``layer_types`` where the config has it, else that of all layers from number
-        ``first_layer``, a field, on. Not ``used``: none.
+        """Each layer's sliding window: by ``layer_types`` if the config has it, else for all layers from the one that
+        the field ``first_layer`` names. Not ``used``: none.
         """
         num_layers = self.size("num_hidden_layers")
         # An explicit null means "none", an absent field means the default.
@@ -127,7 +124,7 @@ class Config:
 
 
 def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple[RunDtype, str | None]:
-    """The dtype to compute in for ``--dtype asked``, and a sentence to log where it is not simply what was asked.
+    """The dtype to compute in for ``--dtype asked``, and a sentence to log if it is another one.
 
     ``auto`` is the checkpoint's dtype, except that float32 replaces bfloat16 where the device has no native bfloat16.
     """
@@ -144,7 +141,7 @@ def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """A config's token id field, which may be one id, a list or null, as a tuple."""
+    """The ids of a token id field, which may be one id, a list or null."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

@@ -1,4 +1,4 @@
-"""The decoder: one class for every architecture; what differs between them is in the spec and in the weights."""
+"""The decoder: one class for every architecture; they differ in the spec and the weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
 
 Tap = Callable[[int, Tensor], None]
-"""``tap(layer, residual)``: look at the residual stream [tokens, hidden] after a layer; the next one changes it. After
-the last layer it is that of the tokens that went on."""
+"""``tap(layer, residual)`` sees the residual stream [tokens, hidden] after a layer; the next layer overwrites it. After
+the last layer it only has the tokens that :meth:`Decoder.finish` was given."""
 
 
 class Attended(NamedTuple):
-    """Where a step stands behind its last attention: what that gave, ``out`` [tokens, heads * dim], and the stream
-    ``residual`` [tokens, hidden]. No token needs another from here on, so only those that are asked for go on.
+    """The state after the last layer's attention: its output ``out`` [tokens, heads * dim] and ``residual`` [tokens,
+    hidden]. From here on tokens do not depend on each other, so only those that are sampled continue.
     """
 
     out: Tensor
@@ -32,20 +32,20 @@ def project(normed: Tensor, layer: Layer, dim: int) -> Tensor:
 
 
 def after_attention(attended: Tensor, residual: Tensor, layer: Layer, norm: Norm) -> Tensor:
-    """The rest of a layer, from ``attended`` [tokens, heads * dim].
+    """The rest of a layer, from the attention's output ``attended`` [tokens, heads * dim].
 
-    Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, with which the next layer begins.
+    Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, the input of the next layer.
     """
     normed = layer.post_norm.add(layer.attention.o(attended), residual)
     return norm.add(layer.mlp(normed), residual)
 
 
 class Decoder:
-    """Runs ``weights`` as ``spec`` says, for positions below ``max_model_len``. Call it under inference mode.
+    """Runs ``weights`` according to ``spec``, for positions below ``max_model_len``. Call it under inference mode.
 
-    A layer is two regions around attention, each as ``build`` makes it. ``ropes[layer]`` [max_model_len, 2, 1, dim] are
-    the cosines and sines of each position, for attention; layers of the same kind share them. The rest of the last
-    layer is run by :meth:`finish`, only for tokens that are sampled: of a prompt that is one.
+    A layer is two regions around attention, each compiled by ``build``. ``ropes[layer]`` [max_model_len, 2, 1, dim] are
+    the cosines and sines of each position; layers of the same kind share them. :meth:`finish` runs the rest of the last
+    layer, only for tokens that are sampled.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Decoder:
         eager: bool = False,
         tap: Tap | None = None,
     ) -> Tensor:
-        """What the last layer's attention gave, from the tokens' embeddings ``residual`` [tokens, hidden], which are
-        overwritten. ``eager`` runs the regions as they are written; ``tap`` is told of every layer but the last.
+        """The output of the last layer's attention, from the embeddings ``residual`` [tokens, hidden], which are
+        overwritten. ``eager`` runs the regions uncompiled; ``tap`` is called after every layer but the last.
 
-        ``only`` runs some of the layers, ascending: those of one kind run the same programs. Where the last layer is
-        not among them, what the next one begins with is returned: it is given back as ``normed``, with ``residual``.
+        ``only`` runs some of the layers, ascending. If the last one is not among them, the input of the next one is
+        returned, to be passed as ``normed`` together with ``residual``.
         """
         before, after = self._eager if eager else self._built
         weights = self.weights.layers
@@ -95,9 +95,8 @@ class Decoder:
         return normed
 
     def finish(self, attended: Attended, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """Hidden states [tokens, hidden] after the final norm; the residual stream is overwritten.
-
-        ``eager`` and ``tap`` as in :meth:`layers`: it is told of the last layer.
+        """Hidden states [tokens, hidden] after the final norm; the residual stream is overwritten. ``eager`` is as in
+        :meth:`layers`; ``tap`` is called after the last layer.
         """
         _, after = self._eager if eager else self._built
         hidden = after(attended.out, attended.residual, self.weights.layers[self._last], self.weights.final_norm)

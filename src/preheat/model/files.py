@@ -1,15 +1,12 @@
-"""A checkpoint's files: finding them, and reading the JSON ones. No torch here: the HTTP process reads them too."""
+"""Finding a checkpoint's files and reading the JSON ones. No torch here: the HTTP process uses it too."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError
-from preheat.model.config import token_ids
 
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
@@ -18,22 +15,12 @@ _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _NOT_NEEDED = ["*/*", "consolidated*"]  # copies of the weights in other formats
 
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """What ``generation_config.json`` says: sampling parameters by their usual names, and ids that end a sequence."""
-
-    sampling: Mapping[str, float]
-    eos_ids: tuple[int, ...]
-
 
 def find_checkpoint(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
     """The directory of ``model``: "bundled", a local directory, or a Hub id, which is downloaded unless it is cached.
 
-    ``revision`` is a branch, tag or commit of a Hub repository; the Hub's own HF_TOKEN gives access to gated ones.
-    Without ``with_weights`` only configuration and tokenizer are fetched. Raises ModelError if there is no such model.
+    ``revision`` is a branch, tag or commit of a Hub repository; HF_TOKEN gives access to gated ones. Without
+    ``with_weights`` only configuration and tokenizer are fetched. Raises ModelError if there is no such model.
     """
     if model == BUNDLED:
         return _with_config(BUNDLED_PATH, model)
@@ -64,18 +51,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json(directory, "config.json")
 
 
-def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """``generation_config.json``, with the end-of-sequence ids of ``config.json`` where it has none."""
-    generation = read_json(directory, "generation_config.json")
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = read_config(directory).get("eos_token_id")
-    sampling = {name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None}
-    return GenerationDefaults(sampling, token_ids(eos))
-
-
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order: those of its index if it has one, else all there are."""
+    """The safetensors files of a checkpoint, in name order: those of its index if it has one, else all of them."""
     index = read_json(directory, "model.safetensors.index.json").get("weight_map")
     if index is not None:
         files = sorted({directory / name for name in index.values()})
@@ -91,7 +68,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def indexed_names(directory: Path) -> set[str]:
-    """The tensors that a sharded checkpoint's index promises; empty without an index."""
+    """The tensor names in a sharded checkpoint's index; empty without an index."""
     return set(read_json(directory, "model.safetensors.index.json").get("weight_map", ()))
 
 
@@ -107,7 +84,7 @@ def _download(model: str, revision: str | None, with_weights: bool) -> Path:
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
-    except Exception as error:  # the Hub's client raises errors of many libraries; each is the same fact for the user
+    except Exception as error:  # the Hub's client raises errors of many libraries
         at = f" at revision {revision}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot get model {model!r}{at} from the Hub: {reason}", param="model") from error

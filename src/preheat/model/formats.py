@@ -1,7 +1,7 @@
-"""How a checkpoint stores a linear layer, and how that becomes a layer that runs. Only names and shapes: no torch.
+"""How a checkpoint stores linear layers, and how they are loaded. No torch here.
 
-A quantization scheme is a format: a class here or in a file of its own, and a line in :data:`FORMATS`. Its kernels are
-the backend's.
+A quantization scheme is a format: a class here or in a file of its own, and a line in :data:`FORMATS`. Its kernels
+belong to the backend.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LinearFormat(Protocol):
         """Name and shape of every tensor that ``spec`` is loaded from."""
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """The layer of ``spec``: allocate with ``loader.empty``, read each tensor once, straight into its place, with
-        ``loader.source.fill``, and have ``loader.backend`` make a layer of it.
+        """The layer of ``spec``: allocate it with ``loader.empty``, read each tensor once, straight into its place,
+        with ``loader.source.fill``, and let ``loader.backend`` make the layer.
         """
 
 
@@ -40,7 +40,7 @@ class Plain:
         return found
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """The parts become one matrix, each read into its rows."""
+        """One matrix, each part read into its rows."""
         weight = loader.empty(spec.outputs, spec.inputs)
         bias = loader.empty(spec.outputs) if spec.bias else None
         start = 0
@@ -53,7 +53,7 @@ class Plain:
 
 
 FORMATS: Mapping[str, LinearFormat] = {"plain": Plain()}
-"""By the names that a LinearSpec's ``format`` has."""
+"""The formats by the name in :attr:`LinearSpec.format`."""
 
 
 def expected_tensors(spec: ModelSpec, formats: Mapping[str, LinearFormat] = FORMATS) -> dict[str, Shape]:

@@ -1,10 +1,9 @@
-"""The parts of a loaded model, as a tree of the same form as its :class:`~preheat.model.specs.ModelSpec`."""
+"""The parts of a loaded model, a tree of the same form as its :class:`~preheat.model.specs.ModelSpec`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ Linears = Iterator[tuple[str, Linear]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """What attention needs besides the cache. ``qk_norm`` norms each query and key head by itself; None without."""
+    """The weights of attention. ``qk_norm`` is the norm of each query and key head, if there is one."""
 
     qkv: Linear
     o: Linear
@@ -27,17 +26,9 @@ class AttentionWeights:
         yield "o", self.o
 
 
-class Mlp(Protocol):
-    """The feed-forward block of a layer, [tokens, hidden] -> [tokens, hidden]."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def linears(self) -> Linears: ...
-
-
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """``gate_up`` ends in its activation, so that it gives what ``down`` takes."""
+    """The feed-forward block, [tokens, hidden] -> [tokens, hidden]. ``gate_up`` includes the activation."""
 
     gate_up: Linear
     down: Linear
@@ -55,7 +46,7 @@ class Layer:
     """One decoder layer."""
 
     attention: AttentionWeights
-    mlp: Mlp
+    mlp: DenseMlp
     input_norm: Norm
     post_norm: Norm
 

@@ -1,7 +1,7 @@
-"""Loading a model: its spec, then its weights, from a checkpoint's files or drawn at random, as layers that run.
+"""Loading a model: its spec, then its weights, from a checkpoint's files or random.
 
-Tensors are read one at a time straight into their place on the device, so that no second copy of the model is ever
-held, neither there nor on the host.
+Tensors are read one at a time straight into their place on the device, so there is never a second copy of the model,
+neither there nor on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from preheat.model.files import find_checkpoint, read_config
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.layers import AttentionWeights, DenseMlp, Layer, Weights
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
-from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
 from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint, loaded to run in ``dtype``. ``bytes_per_block`` are those of a block of the KV cache."""
+    """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache."""
 
     folder: Path
     spec: ModelSpec
@@ -63,10 +63,10 @@ def load_weights(
     seed: int = 0,
     formats: Mapping[str, LinearFormat] = FORMATS,
 ) -> Weights:
-    """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, for ``load_format``
-    dummy, drawn there by ``seed``. ``formats`` are the ways in which linear layers may be stored.
+    """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, with ``load_format``
+    dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``.
 
-    Raises ModelError, naming the tensors, if the checkpoint lacks one, has one too many or one of another shape.
+    Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
     if load_format == "dummy":
         return WeightLoader(DummyTensors(seed), dtype, backend, formats).model(spec)
@@ -80,7 +80,7 @@ def load_weights(
 
 
 class WeightLoader:
-    """Makes the parts of a model from their specs: allocates them on the backend's device for ``source`` to fill."""
+    """Makes the parts of a model from their specs, on the backend's device, filled by ``source``."""
 
     def __init__(
         self, source: TensorSource, dtype: torch.dtype, backend: Backend, formats: Mapping[str, LinearFormat] = FORMATS
@@ -97,16 +97,12 @@ class WeightLoader:
     def layer(self, spec: LayerSpec) -> Layer:
         return Layer(
             input_norm=self.norm(spec.input_norm),
-            attention=self.attention(spec.attention),
+            attention=AttentionWeights(
+                self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention)
+            ),
             post_norm=self.norm(spec.post_norm),
-            mlp=self.mlp(spec.mlp),
+            mlp=DenseMlp(self.linear(spec.mlp.gate_up), self.linear(spec.mlp.down)),
         )
-
-    def attention(self, spec: AttentionSpec) -> AttentionWeights:
-        return AttentionWeights(self.linear(spec.qkv), self.linear(spec.o), self.qk_norm(spec))
-
-    def mlp(self, spec: MlpSpec) -> DenseMlp:
-        return DenseMlp(self.linear(spec.gate_up), self.linear(spec.down))
 
     def linear(self, spec: LinearSpec) -> Linear:
         return self._formats[spec.format].load(spec, self)
@@ -115,7 +111,7 @@ class WeightLoader:
         return self.backend.norm(self.tensor(f"{spec.name}.weight", *spec.shape), spec.eps)
 
     def qk_norm(self, spec: AttentionSpec) -> Norm | None:
-        """One norm for all heads that have one, queries first."""
+        """One norm for all query and key heads, queries first."""
         if spec.qk_norm is None:
             return None
         q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
@@ -129,5 +125,5 @@ class WeightLoader:
         return out
 
     def empty(self, *shape: int) -> Tensor:
-        """Room on the device, in the model's dtype."""
+        """An uninitialized tensor on the device, in the model's dtype."""
         return torch.empty(shape, dtype=self.dtype, device=self.backend.device)

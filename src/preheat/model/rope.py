@@ -1,4 +1,4 @@
-"""Rotary frequencies and the table of cosines and sines, built once for every position a sequence may reach."""
+"""Rotary frequencies and the table of cosines and sines for every position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """What cosines and sines are multiplied by: 1 except for yarn."""
+    """The factor of cosines and sines: 1 except for yarn."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -32,10 +32,10 @@ def attention_factor(rope: RopeSpec) -> float:
 
 
 def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -> Tensor:
-    """[length, 2, 1, head_dim]: at index 0 the cosines, at 1 the sines, in the form that ``ops.rotary`` takes.
+    """[length, 2, 1, head_dim]: at index 0 the cosines, at 1 the sines, as ``ops.rotary`` takes them.
 
-    Angles are fp32 products of position and frequency, as in the models' training, rounded to ``dtype`` at the end.
-    The sines of the first half are negated, which turns "rotate half" into an exchange of halves.
+    Angles are fp32 products of position and frequency, as in training, rounded to ``dtype`` at the end. The sines of
+    the first half are negated, which turns "rotate half" into a swap of the halves.
     """
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, head_dim))
     cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)

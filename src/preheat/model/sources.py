@@ -1,4 +1,4 @@
-"""Where the numbers of a model come from: a checkpoint's safetensors files, or a generator of random ones."""
+"""The sources of a model's tensors: a checkpoint's safetensors files, or a random generator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NAMES_SHOWN = 8
 
 
 class TensorSource(Protocol):
-    """Where tensors come from."""
+    """Provides tensors by name."""
 
     def fill(self, name: str, out: Tensor) -> None:
         """Write tensor ``name`` into ``out``, which has its shape, converting to the dtype of ``out``."""
 
 
 class SafetensorsFiles:
-    """The files of a checkpoint. ``shapes`` are those of its tensors, by name; ``copy`` brings one into its place."""
+    """The files of a checkpoint. ``shapes`` are those of its tensors, by name; ``copy(source, out)`` copies one."""
 
     def __init__(self, directory: Path, copy: Callable[[Tensor, Tensor], object]) -> None:
         self._copy = copy
@@ -36,7 +36,7 @@ class SafetensorsFiles:
         for path in weight_files(directory):
             try:
                 file: Any = safe_open(path, framework="pt")
-            except Exception as error:  # a truncated or foreign file; the library has no error class of its own for it
+            except Exception as error:  # the library has no error class of its own
                 raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name in self.shapes:
@@ -51,10 +51,9 @@ class SafetensorsFiles:
 
 
 class DummyTensors:
-    """Random weights that behave like a model's: normal with std 1/sqrt(inputs), norms scattered around 1.
+    """Random weights that behave like a model's: normal with std 1/sqrt(inputs), norms around 1.
 
-    A tensor is a function of its name, its shape, the dtype and the seed, so the order of loading does not matter; on
-    another kind of device it is another one.
+    A tensor depends only on its name, shape, dtype, the seed and the kind of device, not on the order of loading.
     """
 
     def __init__(self, seed: int) -> None:
@@ -71,7 +70,7 @@ class DummyTensors:
 
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
-    """Raise ModelError unless ``shapes`` are what ``spec`` needs, apart from tensors that are known to be harmless."""
+    """Raise ModelError unless ``shapes`` are those of ``spec``, apart from tensors that are known to be harmless."""
     expected = expected_tensors(spec, formats)
     problems = []
     if missing := sorted(expected.keys() - shapes.keys()):

@@ -1,7 +1,7 @@
-"""What a model is made of, as a tree: ModelSpec, LayerSpec, AttentionSpec and DenseSpec, LinearSpec and NormSpec.
+"""A model's parts as a tree: ModelSpec, LayerSpec, AttentionSpec and DenseSpec, LinearSpec and NormSpec.
 
-A family builds the tree from a ``config.json`` (:mod:`preheat.model.families`), with the names that tensors have in a
-checkpoint. Loader, cost model and tuner walk it. No torch here: planning needs a model's sizes long before its weights.
+A family (:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names.
+Loader, cost model and tuner walk it. No torch here: planning needs the sizes long before the weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ T = TypeVar("T")
 class LinearSpec:
     """A linear layer y = x W^T + b: the checkpoint's ``parts`` (module name, outputs), stacked from top to bottom.
 
-    ``format`` names how these modules are stored (:mod:`preheat.model.formats`). Activation "silu_and_mul": the first
-    half of the outputs is the gate of the second, and SwiGLU of both is what the layer gives.
+    ``format`` is how these modules are stored (:mod:`preheat.model.formats`). With activation "silu_and_mul" the first
+    half of the outputs is the gate of the second, and the layer returns SwiGLU of both.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -108,14 +108,14 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What a layer keeps of each token in the KV cache: a key and a value of ``head_dim`` numbers for each head."""
+    """A layer's entry of a token in the KV cache: a key and a value of ``head_dim`` numbers for each head."""
 
     num_kv_heads: int
     head_dim: int
 
     @property
     def values(self) -> int:
-        """Numbers a token."""
+        """Numbers per token."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -124,7 +124,7 @@ class AttentionSpec:
     """Causal attention of one layer.
 
     ``window`` is the sliding window in tokens, None for full attention. ``qk_norm`` are the norms of each query head
-    and of each key head. ``qkv`` gives queries, keys and values in this order. ``scale`` multiplies the scores.
+    and of each key head. ``qkv`` returns queries, keys and values in this order. ``scale`` multiplies the scores.
     """
 
     num_heads: int
@@ -146,25 +146,21 @@ class AttentionSpec:
 
     @property
     def activations(self) -> int:
-        """Numbers that a token has inside: queries, keys, values and what attention gives."""
+        """Intermediate numbers per token: queries, keys, values and the output of attention."""
         return self.qkv.outputs + self.o.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
-    """A feed-forward block: ``gate_up``, which ends in its activation, then ``down``."""
+    """A feed-forward block: ``gate_up``, which includes the activation, then ``down``."""
 
     gate_up: LinearSpec
     down: LinearSpec
 
     @property
     def activations(self) -> int:
-        """Numbers that a token has inside: gate, up, and what the activation gives."""
+        """Intermediate numbers per token: gate, up, and the output of the activation."""
         return self.gate_up.outputs + self.down.inputs
-
-
-MlpSpec = DenseSpec
-"""The feed-forward block of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,19 +168,19 @@ class LayerSpec:
     """One decoder layer: norm, attention, residual addition, norm, feed-forward block, residual addition."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: DenseSpec
     input_norm: NormSpec
     post_norm: NormSpec
 
     @property
     def step_params(self) -> int:
-        """Numbers that a step reads and multiplies each token with; biases and norms of heads are too few to count."""
+        """How many weights a step reads; biases and norms of heads are too few to count."""
         linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return linears + self.input_norm.size + self.post_norm.size
 
     @property
     def activations(self) -> int:
-        """Numbers that a token has at the layer's widest moment, beside residual and normed input."""
+        """The most intermediate numbers per token at any time, besides residual and normed input."""
         return max(self.attention.activations, self.mlp.activations)
 
     @property
@@ -196,9 +192,9 @@ class LayerSpec:
 class ModelSpec:
     """A decoder-only transformer.
 
-    ``head`` gives the logits; where embeddings are tied its only part is the embedding's module.
+    ``head`` returns the logits; if embeddings are tied its only part is the embedding's module.
     ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
-    ``eos_ids`` end a sequence; ``bos_id`` begins one where the tokenizer says so.
+    ``eos_ids`` end a sequence; ``bos_id`` begins one if the tokenizer says so.
     """
 
     architecture: str
@@ -234,10 +230,10 @@ class ModelSpec:
         return ((path, leaf) for path, leaf in leaves(self) if isinstance(leaf, LinearSpec))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of KV cache that a token takes over all layers, in a dtype of ``itemsize`` bytes."""
+        """Bytes of KV cache per token in all layers, in a dtype of ``itemsize`` bytes."""
         return sum(layer.kv.values for layer in self.layers) * itemsize
 
-    # What follows is for code that knows a single kind of layer; it goes when that code reads ``layers``.
+    # For code that supports only one kind of layer.
 
     @property
     def num_layers(self) -> int:
@@ -257,7 +253,7 @@ class ModelSpec:
 
 
 Leaf = LinearSpec | NormSpec | EmbeddingSpec
-"""What has tensors of its own."""
+"""The specs with tensors of their own."""
 
 
 def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:

@@ -57,12 +57,16 @@ class Edits:
 
 @dataclass(slots=True)
 class SamplingInput:
-    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None."""
+    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None.
+
+    ``edits_follow``: the same rows may have other edits at the next step.
+    """
 
     size: int
     random: SamplingMetadata | None
     penalties: Penalties | None
     edits: Edits | None
+    edits_follow: bool = False
 
     @property
     def level(self) -> Level:
@@ -74,7 +78,7 @@ class SamplingInput:
         """The sampling of the same rows ``steps`` steps later; None where more than positions may change."""
         if not steps:
             return self
-        if self.penalties or self.edits:
+        if self.penalties or self.edits_follow:
             return None
         if self.random is None:
             return self

@@ -1,12 +1,9 @@
-"""The pool of cache blocks: reference counts of physical blocks, and which contents can be found again.
+"""The pool of KV cache blocks: reference counts, and which contents can be found by their block hash.
 
-A block is in one of three states: *used* (referenced by at least one sequence), *cached* (free, but its content has a
-known block hash and may be shared again) or *blank* (free, nothing worth keeping). A used block may have a known hash
-as well. Allocation takes the lowest blank id, then evicts the least recently used cached block.
-
-Only the pool maps block hashes to ids, so moving a block changes this map and the slots' block tables, nothing else:
-:meth:`preheat.schedule.running.RunningSequences.swap` does both. Block 0 is the pad block: never allocated, never
-published, never moved.
+A block is *used* (referenced by at least one sequence), *cached* (free, but its content has a known block hash and may
+be shared again) or *blank* (free, without such content). A used block may have a known hash as well. Allocation takes
+the lowest blank id, then evicts the least recently used cached block. Block 0 is the pad block: never allocated,
+published or moved.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ PAD_BLOCK = 0
 
 
 class BlockPool:
-    """``num_blocks`` blocks (block 0, the pad block, among them) of ``block_size`` tokens each."""
+    """``num_blocks`` blocks, including the pad block, of ``block_size`` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2 or block_size < 1:
@@ -39,7 +36,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that :meth:`allocate` can hand out; those holding cached content count."""
+        """How many blocks :meth:`allocate` can return, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -65,9 +62,9 @@ class BlockPool:
             self.refs[block] += 1
 
     def release(self, blocks: Ids[int]) -> None:
-        """Drop one reference to each of one sequence's ``blocks``, in the sequence's order.
+        """Drop one reference to each of a sequence's ``blocks``, in the sequence's order.
 
-        The last ones become the first to be evicted: a prefix is worth more than what follows it.
+        The last ones are evicted first: a prefix is worth more than what follows it.
         """
         for block in reversed(blocks):
             if self.refs[block] < 1:
@@ -82,23 +79,23 @@ class BlockPool:
                 self._cached[block_hash] = None
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Make used ``block`` findable by ``block_hash``; the first block published for a hash stays the one found."""
+        """Let :meth:`find` return the used ``block`` for ``block_hash``; the first block published for a hash stays."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block whose content has ``block_hash``, used or cached."""
+        """The used or cached block whose content has ``block_hash``."""
         return self._block_of.get(block_hash)
 
     def count_cached(self, blocks: Ids[int]) -> int:
-        """How many of ``blocks`` are not referenced: sharing those takes them out of the free ones."""
+        """How many of ``blocks`` are free: sharing them lowers :attr:`num_free`."""
         return int(np.count_nonzero(self.refs[blocks] == 0)) if blocks else 0
 
     def swap(self, pairs: np.ndarray, moved: np.ndarray) -> None:
-        """The contents of each of the ``pairs`` [n, 2], no id twice, change places, and all that is known of them.
+        """Swap the records of each of the ``pairs`` [n, 2], no id twice. ``moved`` [num_blocks] maps old ids to new.
 
-        ``moved`` [num_blocks] gives each content its new id. The order of eviction, kept by hash, does not change.
+        The order of eviction, kept by hash, does not change.
         """
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
         self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
@@ -111,7 +108,7 @@ class BlockPool:
                     self._block_of[block_hash] = block
 
     def forget_contents(self) -> None:
-        """The contents are lost: no block, used or free, is found any more."""
+        """Empty the prefix cache: no block, used or free, is found any more."""
         self._blank += [self._block_of[block_hash] for block_hash in self._cached]
         heapq.heapify(self._blank)
         self._cached.clear()
@@ -119,9 +116,8 @@ class BlockPool:
         self._hash_of = [None] * self.num_blocks
 
     def check(self, references: np.ndarray | None = None) -> None:
-        """Prove that all records agree; with ``references`` [num_blocks], that they are exactly the counts held.
-
-        All zeros proves that nothing leaks. Raises RuntimeError naming the first disagreement.
+        """Raise RuntimeError, naming the first fault, unless all records agree and, if given, ``references``
+        [num_blocks] are exactly the reference counts (all zero when idle: nothing leaks).
         """
         blank, cached = set(self._blank), {self._block_of.get(block_hash, PAD_BLOCK) for block_hash in self._cached}
         free = set(np.flatnonzero(self.refs == 0).tolist()) - {PAD_BLOCK}

@@ -1,9 +1,7 @@
 """Compaction: which blocks of the KV cache to swap so that those in use lie together at the bottom.
 
-Pure planning on the ids that the block pool owns. The contents of both blocks of a pair change places, so a free block
-that holds a cached prefix keeps it, under its new id. Source: the defragmenter of vLLM on Gaudi.
-
-:func:`compact` runs when no step is in flight, and logs what it does at debug level.
+The contents of both blocks of a pair change places, so a free block with a cached prefix keeps it, under its new id.
+Source: the defragmenter of vLLM on Gaudi.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ THRESHOLD = 32
 
 
 def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | None:
-    """Apply the next swaps to the pool and the block tables; the device must exchange the contents first.
-
-    None up to the threshold. More than 512 pairs take several calls.
+    """Apply the next swaps to the pool and the block tables, while no step is in flight; the device must exchange the
+    contents before the next one. None up to the threshold. More than 512 pairs take several calls.
     """
     if not is_due(running.pool, threshold):
         return None
@@ -44,14 +41,14 @@ def compact(running: RunningSequences, threshold: int = THRESHOLD) -> Swaps | No
 
 
 def is_due(pool: BlockPool, threshold: int) -> bool:
-    """Whether some block in use lies more than ``threshold`` above where all could lie together."""
+    """Whether the highest block in use lies more than ``threshold`` above the number in use."""
     return bool(pool.refs[pool.num_used + threshold + 1 :].max(initial=0))
 
 
 def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:
-    """How far the highest block in use lies above where it would if all lay together; ``in_use`` is bool [blocks].
+    """How far the highest block in use lies above the number in use; ``in_use`` is bool [blocks].
 
-    The first ``reserved`` ids (the pad block, scratch blocks) do not count.
+    The first ``reserved`` ids, such as the pad block, do not count.
     """
     used = np.flatnonzero(in_use[reserved:])
     return int(used[-1]) + 1 - len(used) if len(used) else 0
@@ -73,7 +70,7 @@ def plan_swaps(in_use: np.ndarray, threshold: int = THRESHOLD, reserved: int = 1
 
 
 def padded_size(pairs: int) -> int:
-    """The size that ``pairs`` swaps run at. Raises ValueError above 512: more go to the following steps."""
+    """The size that ``pairs`` swaps are padded to. Raises ValueError above 512."""
     for size in SWAP_SIZES:
         if pairs <= size:
             return size
@@ -81,7 +78,7 @@ def padded_size(pairs: int) -> int:
 
 
 def pad_pairs(pairs: np.ndarray, size: int | None = None) -> np.ndarray:
-    """``pairs`` followed by (0, 0), the pad block swapped with itself, up to ``size`` or the next of the sizes."""
+    """``pairs``, padded with (0, 0), the pad block itself, to ``size`` or the next of the sizes."""
     size = padded_size(len(pairs)) if size is None else size
     padded = np.zeros((size, 2), np.int32)
     padded[: len(pairs)] = pairs

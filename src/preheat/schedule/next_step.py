@@ -26,7 +26,7 @@ class NextStep:
         return decode + len(self.prefill) + 1, decode + self.more_tokens + chunk, max(self.longest, chunk)
 
     def with_drafts(self, count: int) -> tuple[int, int, int]:
-        """The same with ``count`` drafts for a decode slot."""
+        """The same for ``count`` drafts of a decode slot."""
         decode = len(self.decode)
         return decode + len(self.prefill), decode + self.more_tokens + count, max(self.longest, 1 + count)
 

@@ -1,4 +1,4 @@
-"""What a step costs with padding, and the limits under which every sequence can run."""
+"""The cost of a step with padding, and the check that every sequence can run within the limits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits
 
 Padded = Callable[[int, int, int], int]
-"""(rows, tokens, longest row) of a step -> the tokens it is padded to; grows with each of the three."""
+"""(rows, tokens, longest row) of a step -> the tokens that it is padded to, monotonic in all three."""
 
 
 def unpadded(rows: int, tokens: int, longest: int) -> int:
-    """A flat batch that is not padded."""
+    """The cost without padding."""
     return tokens
 
 
 def check_limits(limits: Limits, padded: Padded) -> None:
-    """Every sequence must be able to run alone, and every slot to advance by a token in one step."""
+    """Raise SettingsError unless every sequence can run alone and every slot can advance by a token in one step."""
     if limits.num_blocks - 1 < limits.max_blocks_per_seq:
         raise SettingsError(
             f"max_model_len {limits.max_model_len} needs {limits.max_blocks_per_seq} blocks of {limits.block_size} "

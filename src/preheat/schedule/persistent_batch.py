@@ -1,4 +1,4 @@
-"""The persistent batch: while all running sequences decode, steps keep the same rows until a sequence comes or goes."""
+"""The persistent batch: while all running sequences decode, steps have the same rows until a sequence comes or goes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from preheat.schedule.running import RunningSequences
 
 @dataclass(slots=True)
 class PersistentBatch:
-    """What its steps have in common. ``changes`` is the counter of the running sequences at its start, ``left`` the
-    number of steps until one of its rows reaches its length.
+    """What the steps have in common. ``changes`` is the running sequences' counter at the start, ``left`` the number of
+    steps until a row reaches its maximum length.
     """
 
     number: int

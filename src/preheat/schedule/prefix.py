@@ -1,7 +1,7 @@
-"""Automatic prefix caching: full blocks of computed tokens are found again by a hash of everything before them.
+"""Automatic prefix caching: full blocks of computed tokens are found again by their block hash.
 
-A block's hash covers its parent's hash and its own tokens, and the chain starts from whatever else decides a sequence's
-keys and values. Equal hashes therefore mean equal cache contents, position for position.
+A block's hash covers its parent's hash and its own tokens; the chain starts from everything else that decides a
+sequence's keys and values. Equal hashes therefore mean equal cache contents.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ HASH_BYTES = 16
 
 
 def chain_root(request: Request) -> bytes:
-    """Where the request's chain of hashes starts: all that makes equal tokens differ in the cache, today the salt."""
+    """The start of the request's chain of hashes: what else makes equal tokens differ in the cache, here the salt."""
     return hashlib.blake2b(request.cache_salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 class PrefixCache:
-    """Finds and publishes blocks in ``pool``; when not ``enabled`` it does neither."""
+    """Finds and publishes blocks in ``pool``, if ``enabled``."""
 
     def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
         self.pool, self.enabled = pool, enabled
 
     def reads_for(self, sequence: Sequence) -> bool:
-        """Whether cached blocks may be used: not for one that owes prompt logprobs, which take every position."""
+        """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed."""
         return self.enabled and not sequence.owes_prompt_logprobs
 
     def lookup(self, sequence: Sequence) -> list[int]:
-        """The blocks that hold the longest cached prefix of a waiting sequence.
-
-        The last known token is never among them: it must be computed to sample its successor.
+        """The blocks of the longest cached prefix of a waiting sequence, without its last token: that must be computed
+        to sample the next one.
         """
         if not self.reads_for(sequence):
             return []
@@ -48,9 +47,9 @@ class PrefixCache:
         return blocks
 
     def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
-        """Make the logical blocks ``first`` to ``last`` - 1 findable; their keys and values must be in the cache.
+        """Publish the logical blocks ``first`` to ``last`` - 1, whose keys and values must be in the cache.
 
-        ``tokens`` int32 and ``table`` int32 are the sequence's rows of the slots' arrays.
+        ``tokens`` and ``table``, both int32, are the sequence's rows of the slots' arrays.
         """
         if not self.enabled:
             return
@@ -58,7 +57,7 @@ class PrefixCache:
             self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index))
 
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
-        """Hash of logical block ``index``. Remembered: the known tokens of a sequence only grow."""
+        """The hash of logical block ``index``, kept in the sequence."""
         hashes, size = sequence.block_hashes, self.pool.block_size
         while len(hashes) <= index:
             done = len(hashes)

@@ -1,9 +1,8 @@
 """Processing a step's result: tokens are written, full blocks are published, sequences end.
 
-Lengths moved when the step was scheduled, and the slots may be one step ahead; everything here goes by what the
-:class:`~preheat.core.Schedule` recorded. Only rows with draft tokens get their lengths here: how many drafts were
-accepted is not known before. Rows whose sequence has ended or was cancelled in the meantime are dropped: their tokens
-are neither written nor counted nor reported.
+Lengths moved when the step was scheduled, and the slots may be one step ahead, so everything here follows the
+:class:`~preheat.core.Schedule`. Only rows with drafts get their lengths here, once it is known how many were accepted.
+Rows whose sequence has ended meanwhile are dropped: their tokens are neither written nor counted nor reported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 
 class _Tokens(NamedTuple):
-    """Sampled tokens: each one's slot, position, request id, the token itself, and its place in the step's result."""
+    """Sampled tokens: slot, position, request id, token, and place in the step's result of each."""
 
     slots: np.ndarray
     positions: np.ndarray
@@ -29,7 +28,7 @@ class _Tokens(NamedTuple):
     places: np.ndarray | None = None  # None: all of the result
 
     def logprobs(self, result: StepResult) -> dict[int, TokenLogprobs]:
-        """The logprobs of these tokens, by their place among these."""
+        """The logprobs of these tokens, by their index in this tuple's arrays."""
         if not result.logprobs or self.places is None:
             return result.logprobs
         places = enumerate(self.places.tolist())
@@ -39,10 +38,10 @@ class _Tokens(NamedTuple):
 def process_results(
     running: RunningSequences, prefix: PrefixCache, schedule: Schedule, result: StepResult, totals: Stats
 ) -> Delta:
-    """Write ``result`` into the slots and say what changed. Plain rows cost no Python loop, only special events do.
+    """Write ``result`` into the slots and report what changed. There is no Python loop over plain rows.
 
-    Results are processed in the order in which the steps run. Raises ValueError, changing nothing, if the result does
-    not have one token for each sampled position.
+    Call it in the order in which the steps run. Raises ValueError, changing nothing, unless the result has one token
+    for each sampled position.
     """
     if result.tokens.shape != (schedule.total_sampled,):
         raise ValueError(f"{result.tokens.shape} tokens for {schedule.total_sampled} sampled positions")
@@ -68,7 +67,7 @@ def process_results(
 
 
 def fail(running: RunningSequences, schedule: Schedule, error: Exception) -> Delta:
-    """The step failed: its sequences end with an error and give back what they hold."""
+    """The step failed: its sequences end with an error and free what they own."""
     live = _live(running, schedule)
     running.stop(schedule.slots[live].tolist())
     finish = Finish("error", error=WireError.of(error))
@@ -76,7 +75,7 @@ def fail(running: RunningSequences, schedule: Schedule, error: Exception) -> Del
 
 
 def lose_cache(running: RunningSequences, error: Exception) -> Delta:
-    """All running sequences end with an error, and nothing that the cache holds is ever read again."""
+    """All running sequences end with an error, and the prefix cache is emptied."""
     ids = running.ids[running.order].tolist()
     running.stop(running.order.tolist())
     running.pool.forget_contents()
@@ -84,7 +83,7 @@ def lose_cache(running: RunningSequences, error: Exception) -> Delta:
 
 
 def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:
-    """bool [rows]: whose sequence still runs. A slot that was freed, or given to another, has another id."""
+    """bool [rows]: whose sequence still runs. A slot that was freed or reused has another id."""
     live: np.ndarray = running.ids.take(schedule.slots) == schedule.ids
     return live
 
@@ -92,8 +91,8 @@ def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:
 def _kept_tokens(
     slots: Slots, schedule: Schedule, result: StepResult, live: np.ndarray, totals: Stats
 ) -> tuple[_Tokens, np.ndarray]:
-    """The result's tokens that become part of their sequences; and where each row ends now, int [rows]: after the
-    tokens whose keys and values in the cache are right.
+    """The tokens that become part of their sequences; and where each row ends now, int [rows]: behind the tokens whose
+    keys and values in the cache are valid.
     """
     if schedule.num_decode == schedule.rows and live.all():
         return _Tokens(schedule.slots, schedule.ends, schedule.ids, result.tokens), schedule.ends
@@ -115,9 +114,7 @@ def _take(
 
 
 def _wrong_drafts(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """bool: where something else was drafted than was sampled. Meaningless for a row's last token: no draft is there,
-    and nothing follows it.
-    """
+    """bool: where the draft differs from the sampled token. Meaningless for a row's last token, which has no draft."""
     wrong: np.ndarray = slots.tokens[sampled.slots, sampled.positions] != sampled.tokens
     return wrong
 
@@ -130,8 +127,8 @@ def _up_to_first(last: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, kept_rows: np.ndarray, totals: Stats) -> np.ndarray:
-    """Set the lengths of the rows with drafts, now that it is known how many of their tokens are kept: where each row
-    ends. Rejected drafts stay in the slot and the cache, beyond both lengths: they are overwritten before being read.
+    """Set the lengths of the rows with drafts to the tokens that are kept; where each row ends. Rejected drafts stay in
+    the slot and the cache, beyond both lengths: they are overwritten before being read.
     """
     drafted = ((schedule.num_sampled > 1) & live).nonzero()[0]
     kept = np.bincount(kept_rows, minlength=schedule.rows)[drafted]
@@ -147,9 +144,7 @@ def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, kept_rows: np
 def _publish(
     running: RunningSequences, prefix: PrefixCache, schedule: Schedule, ends: np.ndarray, live: np.ndarray
 ) -> None:
-    """Publish the blocks that the step filled. All their tokens are known: the last was sampled by an earlier step, or
-    drafted and accepted.
-    """
+    """Publish the blocks that the step filled, whose tokens are all known."""
     slots, size = running.slots, running.slots.block_size
     first, last = schedule.first // size, ends // size
     for row in ((last > first) & live).nonzero()[0].tolist():
@@ -159,7 +154,7 @@ def _publish(
 
 
 def _stops(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """bool: tokens that are stop ids of their sequence, which has its ``min_tokens``."""
+    """bool: tokens that are stop ids of their sequence, from ``min_tokens`` on."""
     stop: np.ndarray = (slots.stop_ids.take(sampled.slots, axis=1) == sampled.tokens).any(0)
     if slots.many_stop_ids:
         for j in slots.has_many_stop_ids[sampled.slots].nonzero()[0].tolist():
@@ -170,13 +165,13 @@ def _stops(slots: Slots, sampled: _Tokens) -> np.ndarray:
 
 
 def _at_max_len(slots: Slots, sampled: _Tokens) -> np.ndarray:
-    """bool: tokens with which their sequence has its length."""
+    """bool: tokens with which their sequence reaches its maximum length."""
     at_end: np.ndarray = sampled.positions + 1 >= slots.max_len.take(sampled.slots)
     return at_end
 
 
 def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
-    """The places among ``kept`` at which a sequence ends. A stop id has precedence over the length."""
+    """The indices in ``kept`` at which a sequence ends. A stop id takes precedence over the length."""
     stop, ended = _stops(slots, kept), {}
     for j in (stop | _at_max_len(slots, kept)).nonzero()[0].tolist():
         ended[j] = Finish("stop", stop_id=int(kept.tokens[j])) if stop[j] else Finish("length")
@@ -186,7 +181,7 @@ def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
 def _prompt_logprobs(
     running: RunningSequences, schedule: Schedule, result: StepResult, live: np.ndarray
 ) -> dict[int, list[TokenLogprobs | None]]:
-    """Add each chunk's entries to its sequence; return the lists of those whose prompt is now computed."""
+    """Add each chunk's entries to its sequence; the lists of the prompts that are now computed, by request id."""
     slots, done = running.slots, {}
     owed = slots.prompt_logprobs.take(schedule.slots) != NO_LOGPROBS
     for row in (owed & live).nonzero()[0].tolist():

@@ -1,8 +1,8 @@
 """The running sequences and the slots and blocks that they own. Every block reference is taken and dropped here.
 
-A freed block may be handed out again at once, even while a step in flight still writes a token of its former owner to
-it: the device runs steps in order, so the new owner writes later. The prefix cache cannot know such a block either:
-only blocks full of tokens whose results were processed are published.
+A freed block may be reused at once, even while a step in flight still writes a token of its former owner to it: steps
+run in order, so the new owner writes later. Such a block is not in the prefix cache: only blocks whose tokens have all
+been processed are published.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ FREE = np.iinfo(np.int64).min
 
 
 class RunningSequences:
-    """``order`` int64 lists the running slots by arrival: sequences start in that order and the last is preempted.
-
-    ``ids`` int64 [slots] are their request ids, FREE where a slot is free. ``changes`` counts arrivals and departures.
-    Every running sequence arrived before every waiting one.
+    """``order`` int64 lists the running slots by arrival; all of them arrived before every waiting sequence. ``ids``
+    int64 [slots] are the request ids, FREE for a free slot. ``changes`` counts arrivals and departures.
     """
 
     def __init__(self, slots: Slots, pool: BlockPool) -> None:
@@ -45,7 +43,7 @@ class RunningSequences:
         return sequence
 
     def start(self, sequence: Sequence, cached: list[int]) -> int:
-        """Give ``sequence`` a slot that begins with the ``cached`` blocks, which become shared."""
+        """Give ``sequence`` a slot whose first blocks are the ``cached`` ones, now shared."""
         slots = self.slots
         slot = slots.take(sequence.request, sequence.tokens)
         self.pool.share(cached)
@@ -53,7 +51,7 @@ class RunningSequences:
         slots.num_blocks[slot] = len(cached)
         slots.cached_len[slot] = len(cached) * slots.block_size
         if not sequence.owes_prompt_logprobs:
-            slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence computes its prompt without them
+            slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence has reported them
         self.sequences[slot] = sequence
         self.ids[slot] = sequence.request.id
         self._slot_of[sequence.request.id] = slot
@@ -62,31 +60,31 @@ class RunningSequences:
         return slot
 
     def blocks_lacking(self, slot: int, length: int) -> int:
-        """Blocks to allocate before the first ``length`` tokens of the sequence have a place (not below 0)."""
+        """How many more blocks the first ``length`` tokens of the sequence need."""
         return max(-(-length // self.slots.block_size) - int(self.slots.num_blocks[slot]), 0)
 
     def grow(self, slot: int, length: int) -> None:
-        """Give the first ``length`` tokens a place; enough blocks must be free."""
+        """Allocate blocks for the first ``length`` tokens; enough must be free."""
         lacking = self.blocks_lacking(slot, length)
         if lacking:
-            held = int(self.slots.num_blocks[slot])
-            self.slots.set_blocks(slot, slice(held, held + lacking), self.pool.allocate(lacking))
-            self.slots.num_blocks[slot] = held + lacking
+            count = int(self.slots.num_blocks[slot])
+            self.slots.set_blocks(slot, slice(count, count + lacking), self.pool.allocate(lacking))
+            self.slots.num_blocks[slot] = count + lacking
 
     def grow_each(self, grown: np.ndarray) -> None:
-        """Give each of the slots ``grown`` one more block; enough must be free."""
+        """Allocate one more block for each of the slots ``grown``; enough must be free."""
         slots = self.slots
         slots.set_blocks(grown, slots.num_blocks[grown], self.pool.allocate(len(grown)))
         slots.num_blocks[grown] += 1
 
     def blocks_promised(self) -> int:
-        """Blocks that the running sequences still lack for the tokens they already know."""
+        """How many blocks the running sequences still need for their known tokens."""
         slots = self.slots
         wanted = -(-slots.device_len[self.order] // slots.block_size)
         return int(np.maximum(wanted - slots.num_blocks[self.order], 0).sum())
 
     def stop(self, stopped: list[int]) -> None:
-        """Take back these slots and their blocks."""
+        """Free these slots and their blocks."""
         for slot in stopped:
             self.pool.release(self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist())
             self.slots.give_back(slot)
@@ -97,7 +95,7 @@ class RunningSequences:
         self.order = self.order[self.ids[self.order] != FREE]
 
     def preempt_last(self) -> tuple[int, Sequence]:
-        """Stop the latest arrival, keeping all its tokens, which must be known; returns the slot it left, and it."""
+        """Stop the latest arrival, whose tokens must be known; returns its former slot and the sequence."""
         slot = int(self.order[-1])
         sequence = self.sequence(slot)
         sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])
@@ -105,9 +103,9 @@ class RunningSequences:
         return slot, sequence
 
     def swap(self, pairs: np.ndarray) -> None:
-        """The contents of each of the ``pairs`` of blocks [n, 2], no id twice, change places: pool and tables follow.
+        """Update pool and tables for a swap of the contents of each of the ``pairs`` of blocks [n, 2], no id twice.
 
-        Nothing else keeps a block's id from one step to the next: waiting sequences hold none.
+        Block ids are kept nowhere else: waiting sequences have none.
         """
         moved = np.arange(self.pool.num_blocks, dtype=np.int32)
         moved[pairs] = pairs[:, ::-1]
@@ -115,7 +113,7 @@ class RunningSequences:
         self.slots.set_blocks(self.order, slice(None), moved[self.slots.block_table[self.order]])
 
     def check(self) -> None:
-        """Prove that the pool's references are exactly the blocks in the running rows' tables (none when idle)."""
+        """Raise RuntimeError unless the pool's references are exactly the blocks of the running sequences."""
         slots = self.slots
         held = np.arange(slots.max_blocks) < slots.num_blocks[:, None]
         counts = np.bincount(slots.block_table[held], minlength=self.pool.num_blocks)

@@ -1,25 +1,23 @@
-"""The scheduler: which rows run in the next step, and what their results mean for the others.
+"""The scheduler: which rows run in the next step.
 
-A step is mixed. First every decoding row, one token each, so that no stream stutters; then, within what is left of the
-budget, the next chunk of prompts already begun; then waiting sequences, strictly by arrival; last the drafts of a
-proposer, if there is one. The budget counts *padded* tokens: what the step costs in the bucket that the device runs
-(source: the padding-aware scheduling of vLLM on Gaudi).
+A step has one token of every decoding row; then, within the rest of the budget, the next chunk of prompts already
+begun; then waiting sequences in order of arrival; last the drafts of a proposer, if there is one. The budget counts
+*padded* tokens, as in the bucket that the device runs (source: the padding-aware scheduling of vLLM on Gaudi).
 
-When a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
-returns to the front of the queue and is later computed again up to where it was. The earliest arrival therefore
-always advances, and so, in their turn, do all.
+If a row needs a block and none is free, the latest arrival is preempted: it gives back its blocks, keeps its tokens,
+returns to the front of the queue and is recomputed later. The earliest arrival therefore always advances.
 
-Lengths move when a step is scheduled: its tokens count as computed and those that it samples as known, so that the next
-step can be scheduled while this one runs. Few decisions depend on what a token *is*. If it ends its sequence, the row
-has been scheduled once more in vain and is dropped when that step's results are processed (that a sequence reaches its
-length is known ahead). Preemption must keep the tokens, so it waits until nothing is in flight. How many drafts of a
-row are accepted decides its next step, so that row waits for its results.
+Lengths move when a step is scheduled: its tokens count as computed and the sampled ones as known, so that the next step
+can be scheduled while this one runs. Few decisions depend on a token's value. If it ends its sequence, the row has been
+scheduled once too often and is dropped when that step's results are processed (reaching the maximum length is known
+ahead). Preemption must keep the tokens, so it waits until nothing is in flight. The next step of a row with drafts
+depends on how many are accepted, so that row waits for its results.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from copy import copy
 
@@ -34,14 +32,13 @@ from preheat.schedule.next_step import NextStep
 from preheat.schedule.padded import Padded, check_limits, unpadded
 from preheat.schedule.persistent_batch import PersistentBatch
 from preheat.schedule.prefix import PrefixCache
-from preheat.schedule.proposer import NoProposer, Proposer
-from preheat.schedule.queue import WaitingQueue
+from preheat.schedule.proposer import Proposer
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import UNSEEN, Slots
 
 WATERMARK = 0.01
-"""The share of blocks that stay free when a sequence is admitted, so that no running one is preempted at once."""
+"""The share of blocks that stays free when a sequence is admitted, so that none is preempted right away."""
 
 
 class _MustWait(Exception):
@@ -50,13 +47,13 @@ class _MustWait(Exception):
 
 class Scheduler:
     """Continuous batching within ``limits``. A step is in flight from :meth:`schedule` until :meth:`process_results` or
-    :meth:`fail`. Several may be: the device runs them in order, and their results are processed in that order. Requests
-    come and go at any time; blocks are compacted, and sequences preempted, only when nothing is in flight.
+    :meth:`fail`. Several may be; results are processed in the order in which the steps run. Requests come and go at any
+    time; blocks are compacted, and sequences preempted, only when nothing is in flight.
 
-    ``padded`` says what a step costs (see :data:`Padded`), ``defrag_threshold`` when to compact (None: never). A step
-    with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without ``mixed_steps`` a step
-    either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi). ``proposer`` drafts
-    tokens. Raises SettingsError, naming the options, for limits under which some sequence could never run.
+    ``padded`` is the cost of a step (see :data:`Padded`), ``defrag_threshold`` that of :func:`defrag.is_due` (None:
+    never compact). A step with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without
+    ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
+    ``proposer`` drafts tokens. Raises SettingsError for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -72,9 +69,8 @@ class Scheduler:
         proposer: Proposer | None = None,
     ) -> None:
         check_limits(limits, padded)
-        self.proposer = proposer or NoProposer()
-        self._speculates = self.proposer.num_speculative_tokens > 0
-        if self._speculates and not mixed_steps:
+        self.proposer = proposer if proposer is not None and proposer.num_speculative_tokens else None
+        if self.proposer is not None and not mixed_steps:
             raise SettingsError("speculative decoding needs steps that mix prompts and decoding: use unified bucketing")
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
@@ -82,7 +78,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching)
         self.running = RunningSequences(self.slots, self.pool)
-        self.waiting = WaitingQueue()
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by request id, in order of arrival
         self._defrag_threshold = defrag_threshold
         self._watermark = int(WATERMARK * self.pool.num_usable)
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
@@ -92,7 +88,7 @@ class Scheduler:
         self._batches = NO_PERSISTENT_BATCH
 
     def forget(self) -> None:
-        """Count from zero again."""
+        """Reset the counters."""
         self._totals = Stats(blocks_total=self.pool.num_usable)
 
     @property
@@ -101,7 +97,7 @@ class Scheduler:
         return not self.running and not self.waiting and not self._in_flight
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest for one that could never run; the frontend rejects those before."""
+        """Queue a request. Raises InvalidRequest for one that could never run; the frontend rejects those already."""
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
             raise InvalidRequest(f"request {request.id} is already here")
@@ -115,29 +111,29 @@ class Scheduler:
                 f"a prompt of {length} tokens does not fit max_num_batched_tokens "
                 f"({self.limits.max_num_batched_tokens}) in one step: raise it or enable chunked prefill"
             )
-        self.waiting.append(Sequence(request))
+        self.waiting[request.id] = Sequence(request)
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request and free what it holds, at once; False if it is not here (any more)."""
+        """Drop a request and free its slot and blocks at once; False if it is not here (any more)."""
         slot = self.running.slot_of(request_id)
         if slot is None:
-            return self.waiting.remove(request_id)
+            return self.waiting.pop(request_id, None) is not None
         self.running.stop([slot])
         return True
 
     def cancel_all(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
 
     @property
     def scattered(self) -> bool:
-        """Whether :meth:`compact` has something to do, which may be asked while a step is in flight."""
+        """Whether :meth:`compact` has something to do; a step may be in flight."""
         return self._defrag_threshold is not None and defrag.is_due(self.pool, self._defrag_threshold)
 
     def compact(self) -> Swaps | None:
-        """The swaps that bring scattered blocks in use together; pool and tables are updated already, so the device
-        must exchange the contents before the next step. None when there is nothing to do.
+        """The swaps that bring scattered blocks together, or None. Pool and tables are updated already, so the device
+        must exchange the contents before the next step.
         """
         self._nothing_in_flight()
         if self._defrag_threshold is None:
@@ -148,15 +144,15 @@ class Scheduler:
         return swaps
 
     def lose_cache(self, error: Exception) -> Delta:
-        """The cache's contents are unknown: end all running requests with an error, keep nothing for later prompts."""
+        """The cache's contents are unknown: end all running requests with an error and empty the prefix cache."""
         self._nothing_in_flight()
         return results.lose_cache(self.running, error)
 
     def schedule(self) -> Schedule | None:
         """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
 
-        None when nothing can run now. With nothing in flight that means :attr:`idle`; otherwise what runs next depends
-        on what is in flight: process the oldest results and ask again.
+        None when nothing can run now: with nothing in flight that means :attr:`idle`, otherwise the oldest results must
+        be processed first.
         """
         try:
             step = self._compose()
@@ -170,33 +166,31 @@ class Scheduler:
         return schedule
 
     def process_results(self, schedule: Schedule, result: StepResult) -> Delta:
-        """Apply what the device computed for ``schedule``; see :func:`preheat.schedule.results.process_results`."""
+        """Apply the results of ``schedule``; see :func:`preheat.schedule.results.process_results`."""
         self._must_be_oldest(schedule)
         delta = results.process_results(self.running, self.prefix, schedule, result, self._totals)
         self._in_flight.popleft()
         return delta
 
     def fail(self, schedule: Schedule, error: Exception) -> Delta:
-        """The step failed: end its requests with an error and free what they hold; the others go on.
+        """The step failed: end its requests with an error and free what they own; the others go on.
 
-        Rows of the same requests in later steps are dropped when those steps' results are processed.
+        Their rows in later steps are dropped when those steps' results are processed.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
         return results.fail(self.running, schedule, error)
 
     def stats(self) -> Stats:
-        """Counters since the start and gauges of this moment, a new object each time.
-
-        Prefix queries and hits are prompt tokens of sequences as they start; prompt tokens count with the first
-        token generated.
+        """A copy of the counters and gauges. Prefix queries and hits are tokens of sequences as they start; prompt
+        tokens count with the first generated token.
         """
         totals = self._totals
         totals.running, totals.waiting, totals.blocks_used = len(self.running), len(self.waiting), self.pool.num_used
         return copy(totals)
 
     def check(self) -> None:
-        """Prove that blocks and slots are exactly those of the running sequences. RuntimeError if not."""
+        """Raise RuntimeError unless the blocks and slots in use are exactly those of the running sequences."""
         self.running.check()
 
     def _compose(self) -> NextStep:
@@ -204,15 +198,15 @@ class Scheduler:
         step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)
-        if self._speculates:
-            self._add_drafts(step)
+        if self.proposer is not None:
+            self._add_drafts(step, self.proposer)
         return step if self.mixed_steps or step.prefill else self._decoding()
 
     def _book(self, step: NextStep) -> Schedule:
         """Move the lengths of the rows of ``step`` as if it had run.
 
-        A row with drafts counts them as known and nothing as left to compute, so that it is in no other step before
-        its results are processed and say how many were right.
+        A row with drafts counts them as known and has nothing left to compute, so that it is in no other step until its
+        results are processed.
         """
         slots, schedule = self.slots, self._schedule_of(step)
         rows, ends = schedule.slots, schedule.ends
@@ -229,7 +223,7 @@ class Scheduler:
         return schedule
 
     def _schedule_of(self, step: NextStep) -> Schedule:
-        """``step`` in the form that the packer gets."""
+        """``step`` in the form that the packer takes."""
         slots, running = self.slots, self.running
         if not step.prefill and not step.drafts and len(step.decode) == len(running):
             batch = self._last_batch()
@@ -255,17 +249,17 @@ class Scheduler:
         return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
-        """The tokens int32 that each running sequence has to compute, by arrival: none once it reaches its length."""
+        """How many tokens each running sequence has to compute, int32, by arrival: none at its maximum length."""
         slots = self.slots
-        due = slots.device_len - slots.cached_len  # of all slots, which is cheaper than picking them first
+        due = slots.device_len - slots.cached_len  # of all slots: cheaper than selecting first
         due *= slots.device_len < slots.max_len
         running: np.ndarray = due[self.running.order]
         return running
 
     def _decoding(self) -> NextStep:
-        """Begin a step with the rows that have one token to compute; a missing block may cost the latest arrivals."""
+        """Begin a step with the rows that have one token to compute; preempts if blocks are lacking."""
         slots, batch = self.slots, self._last_batch()
-        step = NextStep(self._decode_slots() if batch is None or self._speculates else batch.slots)
+        step = NextStep(self._decode_slots() if batch is None or self.proposer is not None else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
@@ -273,9 +267,9 @@ class Scheduler:
         return step
 
     def _decode_slots(self) -> np.ndarray:
-        """The slots with one token to compute; a proposer must know that token, so its rows wait for their results."""
+        """The slots with one token to compute; with a proposer, which must see that token, only if it is known."""
         decode: np.ndarray = self.running.order[self._due() == 1]
-        if self._speculates:
+        if self.proposer is not None:
             decode = decode[self.slots.tokens[decode, self.slots.device_len[decode] - 1] != UNSEEN]
         return decode
 
@@ -299,14 +293,14 @@ class Scheduler:
     def _admit(self, step: NextStep) -> None:
         """Start waiting sequences, in order, as far as slots, budget and blocks go."""
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
-            sequence = self.waiting.first()
+            sequence = next(iter(self.waiting.values()))
             cached = self.prefix.lookup(sequence)
             extend = len(sequence.tokens) - len(cached) * self.pool.block_size
             chunk = self._chunk(step, extend)
             whole = self.chunked or chunk == extend or not self._fits_alone(extend)
             if not chunk or not whole or not self._blocks_last(sequence, cached):
                 return
-            self.waiting.remove(sequence.request.id)
+            del self.waiting[sequence.request.id]
             self._count_start(step, sequence, len(cached) * self.pool.block_size)
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
 
@@ -314,13 +308,11 @@ class Scheduler:
         self.running.grow(slot, int(self.slots.cached_len[slot]) + chunk)
         step.add_row(slot, chunk)
 
-    def _add_drafts(self, step: NextStep) -> None:
-        """Give decoding rows the drafts of the proposer, with what budget and blocks are left when all else has its
-        share.
-        """
-        slots, most = self.slots, self.proposer.num_speculative_tokens
+    def _add_drafts(self, step: NextStep, proposer: Proposer) -> None:
+        """Give decoding rows drafts of ``proposer``, as far as the remaining budget and blocks allow."""
+        slots, most = self.slots, proposer.num_speculative_tokens
         budget = self._budget(len(step.decode))
-        proposed = self.proposer.propose(slots, step.decode)
+        proposed = proposer.propose(slots, step.decode)
         for slot, drafts in zip(step.decode.tolist(), proposed, strict=True):
             if len(step.prefill) + len(step.drafts) == self._max_prefills:
                 return
@@ -346,7 +338,7 @@ class Scheduler:
         return self._most(wanted, self._budget(len(step.decode)), step.with_row)
 
     def _most(self, wanted: int, budget: int, size: Callable[[int], tuple[int, int, int]]) -> int:
-        """The most tokens, up to ``wanted``, with which the step has a padded ``size`` within the budget."""
+        """The most tokens, up to ``wanted``, for which the padded ``size`` of the step is within ``budget``."""
         if self.padded(*size(wanted)) <= budget:
             return wanted
         fits, too_many = 0, wanted
@@ -359,17 +351,17 @@ class Scheduler:
         return fits
 
     def _budget(self, decoding: int) -> int:
-        """The most tokens of a step with ``decoding`` rows: always enough for one more row to join them."""
+        """The most tokens of a step with ``decoding`` rows; always enough for one more row."""
         most = self.limits.max_num_batched_tokens
         if self._mixed_tokens is None or not decoding or not self.chunked:
             return most
         return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
 
     def _blocks_last(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Whether all that is known of ``sequence`` has a place besides what the running ones still need.
+        """Whether there are blocks for all known tokens of ``sequence``, besides those the running ones still need.
 
-        Asking for the whole of it, not just the first chunk, keeps a long prompt from being begun, preempted and
-        begun again. A sequence alone always fits.
+        If only the first chunk had to fit, a long prompt could be started, preempted and started again. A sequence
+        alone always fits.
         """
         if not self.running:
             return True
@@ -377,12 +369,13 @@ class Scheduler:
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
     def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
-        """Make sure each of ``slots`` can have a block, preempting from the end; returns those not preempted."""
+        """Make sure that each of ``slots`` can get a block, preempting the latest; returns those not preempted."""
         while len(slots) > self.pool.num_free:
             if self._in_flight:
                 raise _MustWait
             left, sequence = self.running.preempt_last()
-            self.waiting.return_to_front(sequence)
+            self.waiting[sequence.request.id] = sequence  # in front: it arrived before all that wait
+            self.waiting.move_to_end(sequence.request.id, last=False)
             slots, step.decode = slots[slots != left], step.decode[step.decode != left]
             step.preempted = True
             self._totals.preemptions += 1

@@ -1,4 +1,4 @@
-"""A sequence: one request in progress, and what must be remembered of it while it owns no slot."""
+"""A sequence: one request in progress, and the state that it keeps while it has no slot."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from preheat.core import Request, TokenLogprobs
 
 
 class Sequence:
-    """Waits in the queue, runs in a slot, and may go back and forth between the two.
+    """Waits in the queue or runs in a slot.
 
-    ``tokens`` int32 is everything known when it last began to wait: the prompt, and after a preemption the output
-    too. While it runs, the slots' arrays are ahead of it. ``block_hashes`` are those of its leading full blocks.
+    ``tokens`` int32 are those known when it was last queued: the prompt and, after a preemption, the output. While it
+    runs, the slots' arrays are ahead. ``block_hashes`` are those of its leading full blocks.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.started = False  # it ran before: a resumed sequence does not start again
+        self.started = False  # stays True after a preemption
         self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
         self.owes_prompt_logprobs = request.params.prompt_logprobs is not None
 
     @cached_property
-    def tokens(self) -> np.ndarray:  # only made when it is about to run: a queued request costs its prompt once
+    def tokens(self) -> np.ndarray:  # made when it is about to run: a queued request keeps its prompt once
         return np.array(self.request.prompt, np.int32)
 
     def preempted(self, tokens: np.ndarray) -> None:
-        """Keep ``tokens``, all that is known, and forget what must be computed again."""
+        """Keep a copy of all known ``tokens``; the prompt logprobs are computed again."""
         self.tokens = tokens.copy()
         self.prompt_logprobs = [None]

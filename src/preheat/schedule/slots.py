@@ -1,12 +1,12 @@
-"""Slots: everything a step needs to know of a running sequence, in arrays indexed by its slot.
+"""Slots: everything a step needs to know about a running sequence, in arrays indexed by its slot.
 
-A step is a list of slots, so packing a batch is a handful of numpy gathers, whose cost hardly grows with the rows.
-Lengths have mini-sglang's names: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens
-are known (prompt and output), ``extend_len = device_len - cached_len`` are to be computed and
-``remain_len = max_len - device_len`` may still be generated.
+A step is a list of slots, so packing a batch is a few numpy gathers, whose cost hardly grows with the rows. Lengths
+have mini-sglang's names: ``cached_len`` tokens have their keys and values in the cache, ``device_len`` tokens are
+known, ``extend_len = device_len - cached_len`` are to be computed and ``remain_len = max_len - device_len`` may be
+generated.
 
-All of them run ahead of the host by the steps in flight: a token that the device is about to sample counts as known,
-and is ``UNSEEN`` until the step's results are processed.
+Lengths are ahead by the steps in flight: a token that the device is about to sample counts as known, and is ``UNSEEN``
+until the step's results are processed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 class SamplingFields:
-    """What the sampler must know of each slot's request: one line a field, whose array is [slots] of that type.
+    """What the sampler needs of each slot's request: one array [slots] of the given type for each field.
 
-    ``needs_*`` let a step find the rows that need more of the sampler in one reduction. Free slots have the values of a
-    request with default parameters, or those of the last request that had them.
+    ``needs_*`` let a step find the rows with special sampling in one reduction. Free slots have default values, or
+    those of their last request.
     """
 
     temperature = _param(np.float32, lambda params: params.temperature)
@@ -62,9 +62,8 @@ class SamplingFields:
     logprobs = _param(np.int32, lambda params: params.logprobs)  # NO_LOGPROBS: none are wanted
     prompt_logprobs = _param(np.int32, lambda params: params.prompt_logprobs)
     needs_penalty = _param(np.bool_, _has_penalty)
-    needs_edit = _field(  # logit_bias, or stop ids banned until min_tokens
-        np.bool_, lambda request: bool(request.params.logit_bias or (request.params.min_tokens and request.stop_ids))
-    )
+    has_logit_bias = _param(np.bool_, lambda params: bool(params.logit_bias))
+    bans_stop_ids = _field(np.bool_, lambda request: bool(request.params.min_tokens and request.stop_ids))
 
     def __init__(self, num_slots: int) -> None:
         nothing = Request(0, [], SamplingParams(temperature=0.0), seed=0, max_tokens=1)
@@ -72,7 +71,7 @@ class SamplingFields:
             setattr(self, name, np.full(num_slots, of(nothing), dtype))
 
     def describe(self, slots: Index, request: Request) -> None:
-        """Fill in ``request``, for one slot or for several alike."""
+        """Fill in the fields of one slot, or of several with requests that differ in nothing here."""
         for name, field in FIELDS.items():
             getattr(self, name)[slots] = field.of(request)
 
@@ -81,11 +80,11 @@ FIELDS: dict[str, _Field] = {name: field for name, field in vars(SamplingFields)
 
 
 class Slots(SamplingFields):
-    """The arrays, for ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
+    """The arrays of ``num_slots`` sequences of at most ``max_len`` tokens in blocks of ``block_size``.
 
-    Row r of ``block_table`` lists the physical block of each logical block of the sequence; unused entries are 0, the
-    pad block. Only :meth:`set_blocks` writes it, and has done so ``table_writes`` times: rows with the same
-    ``table_version`` are equal, whichever copy of the table they are in. ``tokens`` holds prompt and output.
+    ``tokens`` are prompt and output. A row of ``block_table`` lists a sequence's physical blocks; unused entries are 0,
+    the pad block. Only :meth:`set_blocks` writes it, and counts ``table_writes``: rows of any copy of the table with
+    the same ``table_version`` are equal.
     """
 
     def __init__(self, num_slots: int, max_len: int, block_size: int) -> None:
@@ -107,7 +106,7 @@ class Slots(SamplingFields):
         self.min_len = np.zeros(n, np.int32)  # prompt_len + min_tokens: no stop id before
         self.seed = np.zeros(n, np.uint64)
         self.stop_ids = np.full((FEW_STOP_IDS, n), NO_ID, np.int32)
-        self.has_many_stop_ids = np.zeros(n, bool)  # more than a column of stop_ids holds: in many_stop_ids
+        self.has_many_stop_ids = np.zeros(n, bool)  # they do not fit stop_ids: see many_stop_ids
         self.many_stop_ids: dict[int, frozenset[int]] = {}
         self.request: list[Request | None] = [None] * n
         self._free = list(range(n))
@@ -126,7 +125,7 @@ class Slots(SamplingFields):
         return slot
 
     def take_alike(self, requests: Sequence[Request], tokens: Sequence[np.ndarray]) -> np.ndarray:
-        """As :meth:`take`, for ``requests`` that differ in nothing but id, prompt and seed: their slots, int64."""
+        """As :meth:`take`, for ``requests`` that differ only in id, prompt and seed: their slots, int64."""
         pairs = zip(requests, tokens, strict=True)
         slots = np.array([self._take(request, known) for request, known in pairs], np.int64)
         if len(slots):
@@ -143,7 +142,7 @@ class Slots(SamplingFields):
         return slot
 
     def _describe(self, slot: int | np.ndarray, request: Request) -> None:
-        """All that follows from what the request asks for and the length of its prompt, which is known."""
+        """Set everything that follows from the request's parameters and ``prompt_len``."""
         self.num_blocks[slot] = self.cached_len[slot] = 0
         self.max_len[slot] = self.prompt_len[slot] + request.max_tokens
         self.min_len[slot] = self.prompt_len[slot] + request.params.min_tokens
@@ -151,7 +150,7 @@ class Slots(SamplingFields):
         self._take_stop_ids(slot, request.stop_ids)
 
     def set_blocks(self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray) -> None:
-        """Write ``blocks`` into these entries of the block table, whose rows are ``slots``."""
+        """Write ``blocks`` into these entries of the block table."""
         self._blocks[slots, columns] = blocks
         self.table_writes += 1
         self.table_version[slots] = self.table_writes

@@ -1,6 +1,6 @@
-"""``preheat verify --against URL``: the same comparison with any OpenAI-compatible server, as far as HTTP lets one see.
+"""``preheat verify --against URL``: the same comparison with any OpenAI-compatible server.
 
-Compared at every position are the token and its logprob. No torch; only the standard library speaks HTTP.
+The token and its logprob are compared at every position. No torch here.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from preheat.verify.compare import PathResult, Seen, compare
 from preheat.verify.prompts import Prompt, Size, make_prompts
 
 VOCAB_SIZE = 4_000
-"""Ids that every tokenizer has."""
+"""Ids below this exist in every tokenizer."""
 
 MAX_MODEL_LEN = 2_048
-"""Where the server does not tell."""
+"""If the server does not say."""
 
 TIMEOUT_SECONDS = 600.0
 MOST = 64
-"""Requests at once."""
+"""The most requests at once."""
 
 GROUPS = (1, 4, MOST)
 SENT = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class Server:
-    """At ``url``, with or without its ``/v1``. Raises PreheatError where it cannot be used."""
+    """The server at ``url``, with or without ``/v1``."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -45,7 +45,7 @@ class Server:
         self._more: dict[str, Any] = {"return_token_ids": True}
 
     def run(self, prompts: Sequence[Prompt], at_once: int) -> list[Seen]:
-        """What is seen of ``prompts``, of which so many are sent at once."""
+        """What is seen of ``prompts``, sent ``at_once`` at a time."""
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(self._ask, prompts))
 
@@ -59,7 +59,7 @@ class Server:
         except urllib.error.HTTPError as error:
             if error.code != 400 or not self._more:
                 raise
-            self._more = {}  # it knows tokens by their text alone
+            self._more = {}  # the server cannot return token ids: compare their text
             answer = self._call("/completions", body)
         (choice,) = answer["choices"]
         found = choice["logprobs"]
@@ -74,14 +74,14 @@ class Server:
 
 
 def _neutral(name: str) -> tuple[object, ...]:
-    """Values that need not be sent, as other servers may not know the field."""
+    """Values that need not be sent; other servers may not know the field."""
     return {"top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}.get(name, ())
 
 
 def verify_server(
     url: str, size: Size, prompts: Sequence[Prompt] | None = None, api_key: str | None = None
 ) -> Iterator[PathResult]:
-    """The paths that a client can make a server take. Raises PreheatError where it does not answer as it should."""
+    """The paths that a client can cause in a server. Raises PreheatError if the server does not answer as expected."""
     try:
         server = Server(url, api_key)
         prompts = prompts or make_prompts(size, VOCAB_SIZE, server.max_model_len)

@@ -1,7 +1,7 @@
-"""The lab: made-up sequences on real blocks of the pool, and steps of them through packer and executor.
+"""Test sequences on real blocks of the pool, and steps of them through the packer and the executor that serve.
 
-A sequence is a slot, as every running one. Its rows go into steps by the scheduler's rules: what lacks one token
-decodes, what lacks more prefills, and a token is sampled where nothing is lacking any more.
+A test sequence owns a slot, as every running one. Rows follow the scheduler's rules: one that lacks a single token
+decodes, one that lacks more prefills, and a row samples once it lacks nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from preheat.core import OWN_ID, Request, Schedule, Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import SWAP_SIZES
+from preheat.plan.items import SWAP_SIZES, NothingToRun
 from preheat.plan.plan import Plan
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import padded_size
@@ -27,7 +27,7 @@ from preheat.warmup.dummy_batch import GREEDY
 
 
 class Row(NamedTuple):
-    """A neighbour in a step: it lacks some tokens after its ``cached`` ones."""
+    """A row that shares a step: it has ``cached`` tokens and lacks some more."""
 
     cached: int
     lacking: int
@@ -35,15 +35,17 @@ class Row(NamedTuple):
 
 @dataclass
 class CheckRunner:
-    """``shape`` is that of the last step. ``eager`` runs steps operation by operation, and then ``layers`` are the last
-    step's residual stream after each layer, [hidden] each, where its logits come from.
+    """``bucket`` is that of the last step. ``eager`` runs steps operation by operation; ``layers`` are then the last
+    step's residual stream after each layer, [hidden] each, at the token whose logits are returned.
+
+    A sequence that finds too few free slots or blocks raises NothingToRun.
     """
 
     pool: BlockPool
     packer: Packer
     executor: Executor
     eager: bool = False
-    shape: Bucket | None = None
+    bucket: Bucket | None = None
     layers: list[Tensor] = field(default_factory=list)
 
     @property
@@ -60,47 +62,56 @@ class CheckRunner:
 
     @contextmanager
     def sequence(self, tokens: np.ndarray, *, cached: int = 0, of: int = 0) -> Iterator[int]:
-        """The slot of a sequence of ``tokens``, int32, on blocks of its own; all is given back after.
+        """The slot of a sequence of ``tokens``, int32, on blocks of its own; both are given back afterwards.
 
-        The blocks of its ``cached`` first tokens, a multiple of the block size, are those of slot ``of``.
+        The blocks of its first ``cached`` tokens, a multiple of the block size, are those of slot ``of``.
         """
         slots, shared = self.slots, cached // self.slots.block_size
-        own = self.pool.allocate(-(-len(tokens) // slots.block_size) - shared)
-        slot = self._take(tokens, cached, 0)
-        slots.set_blocks(slot, slice(slots.num_blocks[slot]), [*slots.block_table[of, :shared], *own])
+        slot = self._take_slot(tokens, cached)
+        own: list[int] = []
         try:
+            own = self._allocate(int(slots.num_blocks[slot]) - shared)
+            slots.set_blocks(slot, slice(slots.num_blocks[slot]), [*slots.block_table[of, :shared], *own])
             yield slot
         finally:
-            self.pool.release(slots.block_table[slot, shared : slots.num_blocks[slot]].tolist())
+            if own:  # read from the table: :meth:`move` may have replaced them
+                self.pool.release(slots.block_table[slot, shared : slots.num_blocks[slot]].tolist())
             slots.give_back(slot)
 
     @contextmanager
     def neighbours(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Slots for ``rows`` whose outcome nobody reads: their blocks are the pad block."""
+        """Slots for ``rows`` whose results are not read: their blocks are the pad block."""
         taken: list[int] = []
         try:
             for number, (cached, lacking) in enumerate(rows, 1):
                 tokens = (np.arange(cached + lacking, dtype=np.int32) * 7 + number) % self.vocab_size
-                taken.append(self._take(tokens, cached, number))
+                taken.append(self._take_slot(tokens, cached, number))
             yield taken
         finally:
             for slot in taken:
                 self.slots.give_back(slot)
 
-    def _take(self, tokens: np.ndarray, cached: int, number: int) -> int:
+    def _take_slot(self, tokens: np.ndarray, cached: int, number: int = 0) -> int:
         slots = self.slots
+        if not slots.num_free:
+            raise NothingToRun(f"all {slots.num_slots} slots are taken")
         request = Request(OWN_ID - number, tokens.tolist(), GREEDY, 0, slots.max_model_len - len(tokens))
         slot = slots.take(request, tokens)
         slots.cached_len[slot] = cached
         slots.num_blocks[slot] = -(-len(tokens) // slots.block_size)
         return slot
 
+    def _allocate(self, count: int) -> list[int]:
+        if count > self.pool.num_free:
+            raise NothingToRun(f"it needs {count} blocks, {self.pool.num_free} are free")
+        return self.pool.allocate(count)
+
     def lengthen(self, slot: int, known: int) -> None:
-        """From now on, ``known`` tokens of the sequence are known."""
+        """Let the sequence have ``known`` tokens."""
         self.slots.device_len[slot] = known
 
-    def shape_of(self, rows: Sequence[Row]) -> Bucket | None:
-        """The bucket of a step in which ``rows`` compute all that they lack; None if there is none."""
+    def bucket_of(self, rows: Sequence[Row]) -> Bucket | None:
+        """The bucket of a step in which ``rows`` compute everything they lack; None if there is none."""
         limits, lacking = self.plan.limits, [row.lacking for row in rows]
         lengths = [sum(row) for row in rows]
         blocks = sum(-(-length // limits.block_size) for length in lengths)
@@ -114,20 +125,19 @@ class CheckRunner:
         return self.plan.dispatcher.find(size)
 
     def read(self, slot: int, count: int) -> None:
-        """A step of its own, in which ``slot`` computes its next ``count`` tokens."""
+        """Compute the next ``count`` tokens of ``slot`` in a step of its own."""
         self._run(self._schedule([slot], [count]))
 
     def step(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> Tensor:
-        """A step in which ``slot`` and its neighbours compute all that they lack; decoding rows go first.
-
-        The logits after the slot's last token, fp32 [vocab] on the host.
+        """The logits after the last token of ``slot``, fp32 [vocab] on the host, from a step in which it and its
+        neighbours compute everything they lack; decoding rows go first.
         """
         schedule = self._schedule([*before, slot, *behind])
         row = int(np.flatnonzero(schedule.slots == slot)[0])
         return self._run(schedule, row)[row].cpu()
 
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
-        """A step in which each of ``chosen`` computes ``extend`` tokens, by default all that it lacks."""
+        """A step in which each of ``chosen`` computes ``extend`` tokens, by default everything it lacks."""
         cached = self.slots.cached_len[np.array(chosen)]
         lacking = self.slots.device_len[np.array(chosen)] - cached
         some = lacking if extend is None else np.array(extend, np.int32)
@@ -136,9 +146,9 @@ class CheckRunner:
         return Schedule(slots, cached[order], some[order], (some == lacking)[order].astype(np.int32), decoding)
 
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:
-        """The logits of the step, whose layers are kept of ``row``."""
+        """The logits of the step; :attr:`layers` are kept for ``row``."""
         batch = self.packer.pack(schedule)
-        self.shape, self.layers = batch.bucket, []
+        self.bucket, self.layers = batch.bucket, []
         token, final = int(schedule.extend[: row + 1].sum()) - 1, self.executor.decoder.spec.num_layers - 1
 
         def tap(layer: int, residual: Tensor) -> None:
@@ -150,13 +160,16 @@ class CheckRunner:
         return logits
 
     def move(self, slot: int) -> None:
-        """The blocks of ``slot`` change places with free ones, as in a compaction."""
+        """Swap the blocks of ``slot`` with free ones, as compaction does."""
         slots, count = self.slots, int(self.slots.num_blocks[slot])
-        here = slots.block_table[slot, :count].copy()
-        there = np.array(self.pool.allocate(count), np.int32)
-        pairs = np.stack([here, there], axis=1)
-        for at in range(0, count, SWAP_SIZES[-1]):
-            part = pairs[at : at + SWAP_SIZES[-1]]
-            self.executor.swap(Swaps(part, padded_size(len(part))))
-        slots.set_blocks(slot, slice(count), there)
-        self.pool.release(here.tolist())
+        here, there = slots.block_table[slot, :count].copy(), self._allocate(count)
+        left = there
+        try:
+            pairs = np.stack([here, np.array(there, np.int32)], axis=1)
+            for at in range(0, count, SWAP_SIZES[-1]):
+                part = pairs[at : at + SWAP_SIZES[-1]]
+                self.executor.swap(Swaps(part, padded_size(len(part))))
+            slots.set_blocks(slot, slice(count), there)
+            left = here.tolist()
+        finally:
+            self.pool.release(left)

@@ -1,4 +1,4 @@
-"""What ``preheat verify`` does, for the command line. Torch is imported where an engine is booted."""
+"""``preheat verify`` for the command line. Torch is imported only where an engine is booted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Given = list[str | list[int]] | None
-"""Prompts of the user's, as text or as token ids."""
+"""The user's prompts, as text or as token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Asked:
 
 
 def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
-    """Verify the engine of ``settings``, telling of each path as it is done."""
+    """Verify the engine of ``settings`` and print each path's result as it is done."""
     from preheat.verify.verification import Verification
 
     def prompts(engine: Engine) -> list[Prompt]:
@@ -55,7 +55,7 @@ def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
         return with_settings(_encoded(settings, given), asked.size.outputs)
 
     verification = Verification(boot, settings, prompts, asked.size)
-    verdict = verification.verdict(_told(verification.results(), say))
+    verdict = verification.verdict(_printed(verification.results(), say))
     say(summary(verdict))
     return verdict
 
@@ -65,7 +65,7 @@ def server(settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
     assert asked.against is not None
     prompts = None if given is None else with_settings(_encoded(settings, given), asked.size.outputs)
     key = next(iter(settings.api_key), None)
-    return Verdict(_told(verify_server(asked.against, asked.size, prompts, key), say))
+    return Verdict(_printed(verify_server(asked.against, asked.size, prompts, key), say))
 
 
 def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
@@ -77,8 +77,8 @@ def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
     now = Record.from_json(ready.record).proof
     if not now.digest:
         raise SettingsError("this boot has no digest: it needs the warm-up and --boot-check quick or full")
-    for said in differences(stored, now):
-        say(said)
+    for difference in differences(stored, now):
+        say(difference)
     equal = stored.digest == now.digest
     say(f"The bits are {'equal' if equal else 'not equal'}: digest {now.digest}")
     if ready.blocked_reason:
@@ -86,8 +86,8 @@ def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
     return 0 if equal and not ready.blocked_reason else 1
 
 
-def _told(results: Iterable[PathResult], say: Say) -> list[PathResult]:
-    """All results; each is told when it is there."""
+def _printed(results: Iterable[PathResult], say: Say) -> list[PathResult]:
+    """All results, each printed as it arrives."""
     say(header())
     found = []
     for result in results:

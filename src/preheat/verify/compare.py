@@ -1,4 +1,4 @@
-"""Runs of the same prompts, compared position by position with the first one; and the table of it."""
+"""Runs of the same prompts, compared position by position with the first one; the results as a table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAGE = "{:<28}{:>9}{:>6}{:>12}  {}"
 
 
 class Seen(NamedTuple):
-    """What was seen of a prompt's output: at each position its ``bits``, which are equal or not, and a ``level``, by
-    which two that differ are said to be apart.
+    """What was seen of a prompt's output: at each position the ``bits`` to compare, and a ``level``, whose difference
+    says how far two positions are apart.
     """
 
     bits: Sequence[object]
@@ -22,7 +22,7 @@ class Seen(NamedTuple):
 
 
 class Divergence(msgspec.Struct):
-    """Where a run first left the first one: at ``position`` of the output of ``prompt``, by ``gap``."""
+    """Where a run first differs from the first one: at ``position`` of the output of ``prompt``, by ``gap``."""
 
     run: int
     prompt: int
@@ -51,21 +51,21 @@ class PathResult(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """All of it. ``digest`` stands for every position of the first run; ``held`` says why the check at boot failed."""
+    """All results. ``digest`` covers the first run; ``blocked_reason`` says why the check at boot failed."""
 
     paths: list[PathResult]
     positions: int = 0
     digest: str = ""
     proof: Proof | None = None
-    held: str = ""
+    blocked_reason: str = ""
 
     @property
     def ok(self) -> bool:
-        return not self.held and all(result.identical == result.prompts for result in self.paths)
+        return not self.blocked_reason and all(result.identical == result.prompts for result in self.paths)
 
 
 def compare(path: str, first: Sequence[Seen], runs: Sequence[Sequence[Seen]], note: str = "") -> PathResult:
-    """``runs`` with the ``first`` one, prompt by prompt."""
+    """Compare ``runs`` with the ``first`` one, prompt by prompt."""
     found: list[Divergence] = []
     for number, run in enumerate(runs, 1):
         for prompt, (one, other) in enumerate(zip(first, run, strict=True)):
@@ -90,12 +90,12 @@ def header() -> str:
 
 
 def line(result: PathResult) -> str:
-    """Its line for one path."""
+    """The line of one path."""
     said = str(result.first) if result.first else result.note
     return PAGE.format(result.path, f"{result.prompts:,}", result.runs, result.share, said).rstrip()
 
 
 def summary(verdict: Verdict) -> str:
-    """What stands below it."""
-    check = verdict.held or (verdict.proof and verdict.proof.digest) or "did not run"
+    """The lines below the table."""
+    check = verdict.blocked_reason or (verdict.proof and verdict.proof.digest) or "did not run"
     return f"{verdict.positions:,} positions of the first run, digest {verdict.digest}\ncheck at boot: {check}"

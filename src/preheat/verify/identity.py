@@ -1,4 +1,4 @@
-"""The digest of a boot, beside all that bits may depend on: stored, and compared with another's."""
+"""A boot's digest with everything that the bits may depend on, stored and compared with another boot's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from preheat.warmup.store import fingerprint
 
 
 def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
-    """A proof that is still to be made; of the long lists among ``parts`` a fingerprint is kept."""
+    """A proof without a digest yet; the plan among ``parts`` is reduced to a fingerprint."""
     short = {name: fingerprint({name: part}) if name == "plan" else part for name, part in parts.items()}
     return Proof(level=level, parts=json.loads(json.dumps(short)))  # tuples become lists, as in a file
 
 
 def read_proof(path: str) -> Proof:
-    """The proof in a file of JSON: a record (``/warmup``, ``preheat warm --json``) or what ``preheat verify --json``
-    printed. Raises SettingsError for anything else.
+    """The proof in a JSON file: a record (``/warmup``, ``preheat warm --json``) or ``preheat verify --json``'s output.
+
+    Raises SettingsError for anything else.
     """
     try:
         proof = msgspec.json.decode(Path(path).read_bytes(), type=_File).proof
@@ -38,7 +39,7 @@ class _File(msgspec.Struct):
 
 
 def differences(stored: Proof, now: Proof) -> list[str]:
-    """What is not as it was, one line each: parts by name, and the bits themselves."""
+    """What differs, one line each: parts by name, then the bits."""
     lines = [f"{name}: {was} -> {is_}" for name, was, is_ in _changed("", stored.parts, now.parts)]
     if stored.digest != now.digest:
         lines.append(f"bits: {stored.digest} -> {now.digest}")
@@ -46,7 +47,7 @@ def differences(stored: Proof, now: Proof) -> list[str]:
 
 
 def _changed(name: str, was: Any, is_: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The leaves that differ, with their dotted names."""
+    """The leaves that differ, by their dotted names."""
     if isinstance(was, dict) and isinstance(is_, dict):
         for key in [*was, *(key for key in is_ if key not in was)]:
             yield from _changed(f"{name}.{key}" if name else key, was.get(key), is_.get(key))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
@@ -13,53 +9,35 @@ from preheat.plan.policy import policy_named
 from preheat.settings import OPTIONS, Settings
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    """What determines which checks run."""
-
-    settings: Settings
-    limits: Limits
-    mode: Mode
-    lengths: tuple[int, ...]
-
-
-CHECKS: Mapping[str, Callable[[CheckOptions], bool]] = MappingProxyType(
-    {
-        "later run": lambda given: True,
-        "co-batched": lambda given: given.limits.max_num_seqs > 1,
-        "next bucket": lambda given: given.limits.max_num_seqs > 1 and given.settings.boot_check == "quick",
-        "every bucket": lambda given: given.limits.max_num_seqs > 1 and given.settings.boot_check == "full",
-        "chunked": lambda given: given.settings.enable_chunked_prefill and given.lengths[0] > 1,
-        "prefix hit": lambda given: given.settings.enable_prefix_caching and given.lengths[0] > given.limits.block_size,
-        "decode": lambda given: given.lengths[0] > 1,
-        "compaction": lambda given: (
-            policy_named(given.settings.bucketing_policy).compacts
-            and given.lengths[0] > 1
-            and given.limits.num_blocks > 2
-        ),
-        "eager": lambda given: given.mode != "eager",
-    }
-)
-"""Every check, and whether it can run: a lone slot has no neighbours, what is not captured or compiled is eager."""
-
-
 def check_names(settings: Settings, limits: Limits, mode: Mode, facts: Facts) -> tuple[str, ...]:
-    """The checks of a boot, in their order; none with ``boot_check`` off. Without invariance paths may differ, and the
-    same path again is all that is compared.
+    """The checks of a boot, in order; none with ``boot_check`` off. Without invariance paths may differ, so only
+    repeated runs of the same path are compared.
     """
     if settings.boot_check == "off":
         return ()
     if not settings.batch_invariant:
         return ("later run",)
-    options = CheckOptions(settings, limits, mode, context_lengths(limits, facts))
-    return tuple(name for name, runs in CHECKS.items() if runs(options))
+    longest, neighbours = context_lengths(limits, facts)[0], limits.max_num_seqs > 1
+    compacts = policy_named(settings.bucketing_policy).compacts
+    possible = {
+        "later run": True,
+        "co-batched": neighbours,
+        "next bucket": neighbours and settings.boot_check == "quick",
+        "every bucket": neighbours and settings.boot_check == "full",
+        "chunked": settings.enable_chunked_prefill and longest > 1,
+        "prefix hit": settings.enable_prefix_caching and longest > limits.block_size,
+        "decode": longest > 1,
+        "compaction": compacts and longest > 1 and limits.num_blocks > 2,
+        "eager": mode != "eager",
+    }
+    return tuple(name for name, can_run in possible.items() if can_run)
 
 
 def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
-    """Tokens of the contexts that are checked: across a KV split, across a block or two, and within one.
+    """The lengths in tokens of the checked contexts: across a KV split, across a block or two, within one block.
 
-    All within the limits: half a step's tokens and half of the blocks at most, so that there is room for neighbours and
-    for a second copy; one token at least.
+    At most half of a step's tokens and half of the blocks, which leaves room for neighbours and a second copy; at
+    least one token.
     """
     lengths = (facts.split + 44, 70, 5)
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
@@ -68,7 +46,7 @@ def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
 
 
 def check_required(settings: Settings) -> None:
-    """Raise SettingsError, naming them all, for settings with which ``require_invariance`` cannot be kept."""
+    """Raise SettingsError, naming all settings that make ``require_invariance`` impossible."""
     if not settings.require_invariance:
         return
     loose = {

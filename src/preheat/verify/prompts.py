@@ -1,4 +1,4 @@
-"""What ``preheat verify`` runs: prompts that are the same on every machine, each with a sampling setting of its own."""
+"""The prompts of ``preheat verify``: the same on every machine, each with its own sampling setting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 
 LONGEST = 1_900
 SHARED = 3
-"""One prompt in so many begins as another one does, so that the prefix cache has something to find."""
+"""One prompt in this many shares its beginning with another one, so that the prefix cache has hits."""
 
 FAMILIES = 8
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run: ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``."""
+    """The amount of work: ``runs`` of ``prompts`` of at most ``longest`` tokens, each continued by ``outputs``."""
 
     prompts: int
     runs: int
@@ -33,19 +33,19 @@ FULL = Size(prompts=1_492, runs=4, outputs=128, longest=LONGEST)
 REDUCED = Size(prompts=32, runs=2, outputs=24, longest=400)
 
 SETTINGS = tuple(params for name, params in SAMPLER_SETTINGS.items() if name != "prompt_logprobs" and not params.greedy)
-"""What every second prompt is sampled with, in turns; the others are greedy. Prompts with prompt_logprobs would be
-read without the prefix cache."""
+"""The settings of every second prompt, in turn; the others are greedy. Prompts with prompt_logprobs are left out: they
+do not use the prefix cache."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens``, continued as ``params`` say, which name seed and length."""
+    """``tokens`` and how to continue them; ``params`` have a seed and a length."""
 
     tokens: list[int]
     params: SamplingParams
 
     def request(self, id: int) -> Request:
-        """It, under an ``id``."""
+        """The prompt as a request."""
         params = self.params
         assert params.seed is not None
         assert params.max_tokens is not None
@@ -60,7 +60,7 @@ def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt
     longest = min(size.longest, max_model_len - size.outputs)
     if longest < 1:
         raise InvalidRequest(f"max_model_len {max_model_len} leaves no room for {size.outputs} tokens of output")
-    power = 4 if size.longest == LONGEST else 1.5  # of a uniform number: how soon lengths grow
+    power = 4 if size.longest == LONGEST else 1.5  # of a uniform number: higher means shorter prompts
     lengths = [1 + int((longest - 1) * draw.random() ** power) for _ in range(size.prompts)]
     lengths[:2] = [longest, 1][: size.prompts]
     families = [[draw.randrange(vocab_size) for _ in range(longest)] for _ in range(FAMILIES)]
@@ -72,7 +72,7 @@ def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt
 
 
 def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
-    """Every second one greedy, the others seeded, in all settings in turn."""
+    """Every second prompt greedy, the others seeded, with all settings in turn."""
     found = []
     for number, tokens in enumerate(prompts):
         params = SETTINGS[number // 2 % len(SETTINGS)] if number % 2 else SamplingParams(temperature=0.0)

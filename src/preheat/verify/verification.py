@@ -1,6 +1,6 @@
 """``preheat verify``: the same prompts by every path that requests can take, compared at every position.
 
-What is compared are digests of the logits, so that two runs are equal only if no bit of any of them differs.
+Digests of the logits are compared, so two runs are equal only if not a single bit differs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from preheat.warmup.record import Proof, Record
 
 DIGEST_BYTES = 16
 GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
-"""Requests that run together, over and over."""
+"""How many requests run together, repeated as needed."""
 
 Prompts = Callable[[Engine], list[Prompt]]
-"""Makes the prompts, once there is an engine whose model and limits they must fit."""
+"""Makes prompts that fit the model and the limits of an engine."""
 
 
 @dataclass
 class Verification:
-    """Of the engine that ``boot`` makes of ``settings``. The first run is that of a fresh engine."""
+    """Verifies the engine that ``boot`` makes from ``settings``. The first run is that of a fresh engine."""
 
     boot: Boot
     settings: Settings
@@ -37,25 +37,26 @@ class Verification:
     asked: list[Prompt] = field(default_factory=list, init=False)
     first: list[Seen] = field(default_factory=list, init=False)
     proof: Proof = field(default_factory=Proof, init=False)
-    held: str = field(default="", init=False)
+    blocked_reason: str = field(default="", init=False)
 
     def results(self) -> Iterator[PathResult]:
-        """Path by path, as they come. Raises PreheatError where an engine fails."""
+        """Each path's result as soon as it is known. Raises PreheatError if an engine fails."""
         yield from self._as_asked()
-        gc.collect()  # two engines at once may not fit
+        gc.collect()  # two engines at once may not fit into memory
         yield from self._tight()
 
     def verdict(self, results: list[PathResult]) -> Verdict:
-        """The ``results``, and what stands for the first run."""
+        """The ``results`` together with the digest of the first run."""
         bits = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for seen in self.first:
             bits.update(repr(seen.bits).encode())
-        return Verdict(results, sum(len(seen.bits) for seen in self.first), bits.hexdigest(), self.proof, self.held)
+        positions = sum(len(seen.bits) for seen in self.first)
+        return Verdict(results, positions, bits.hexdigest(), self.proof, self.blocked_reason)
 
     def _as_asked(self) -> Iterator[PathResult]:
-        """Paths that one engine takes."""
+        """The paths of an engine with the given settings."""
         engine = Engine(self.boot, self.settings)
-        self.proof, self.held = Record.from_json(engine.ready.record).proof, engine.ready.blocked_reason
+        self.proof, self.blocked_reason = Record.from_json(engine.ready.record).proof, engine.ready.blocked_reason
         prompts = self.asked = self.prompts(engine)
         first = self.first = engine.run(prompts)
         hits = engine.stats.prefix_hits
@@ -73,7 +74,7 @@ class Verification:
         yield compare(f"batches of 1 to {max(sizes)}", first, [engine.run(prompts, in_groups(sizes))])
 
     def _tight(self) -> Iterator[PathResult]:
-        """Another engine, with small steps and hardly any blocks: chunks, preemption, compaction all the time."""
+        """An engine with small steps and few blocks, so that chunks, preemption and compaction are frequent."""
         engine = Engine(self.boot, tight(self.settings, self.asked))
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
@@ -81,7 +82,7 @@ class Verification:
 
 
 def group_sizes(count: int) -> list[int]:
-    """`GROUPS`, over and over, until there are ``count`` requests."""
+    """`GROUPS`, repeated until there are ``count`` requests."""
     sizes: list[int] = []
     for size in itertools.cycle(GROUPS):
         if sum(sizes) == count:
@@ -91,7 +92,7 @@ def group_sizes(count: int) -> list[int]:
 
 
 def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """``settings`` with room for the longest of ``prompts`` and its output, in blocks of another size."""
+    """``settings`` with just enough blocks, of another size, for the longest of ``prompts`` and its output."""
     longest = max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts)
     block_size = settings.block_size if settings.contiguous_pa else 32 if settings.block_size == 16 else 16
     seqs = min(settings.max_num_seqs, 40)

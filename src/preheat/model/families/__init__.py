@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "Qwen2ForCausalLM": qwen.qwen2,
     "Qwen3ForCausalLM": qwen.qwen3,
 }
-"""By the names that ``architectures`` has in ``config.json``."""
+"""The families by the name in the ``architectures`` of ``config.json``."""
 
 
 def read_spec(values: Mapping[str, Any]) -> ModelSpec:

@@ -1,6 +1,6 @@
-"""The parts that families share, from one attention block to a whole model, with the tensor names as an argument.
+"""The parts that families share, from one attention block to a whole model.
 
-A family that differs in one part makes that part itself and takes the others from here.
+A family that differs in one part builds that part itself and takes the others from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from preheat.model.specs import (
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """A checkpoint's module names; ``layer`` with the layer's number is the prefix of those of a layer."""
+    """A checkpoint's module names; those of a layer have the prefix ``layer``, with its number."""
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
