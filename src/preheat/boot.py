@@ -1,7 +1,4 @@
-"""The boot of an engine, in order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
-
-It needs torch; :func:`preheat.startup.boot_engine`, which imports it, does not.
-"""
+"""The boot of an engine, in order: device, weights, memory, limits, plan, cache, warm-up, check, ready."""
 
 from __future__ import annotations
 
@@ -18,16 +15,15 @@ from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
 from preheat.execution.build import build
-from preheat.limits import Limits, check_options, resolve_limits
+from preheat.limits import Limits, resolve_limits
 from preheat.model.files import weight_files
 from preheat.model.loader import LoadedModel, load_model
 from preheat.plan import lines
 from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.dispatcher import WarnOnce
-from preheat.plan.modes import resolve
+from preheat.plan.modes import check_options, resolve
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
-from preheat.plan.policy import policy_named
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
@@ -41,7 +37,7 @@ from preheat.warmup.cold_monitor import ColdMonitor
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.dummy_requests import warm_up_loop
 from preheat.warmup.dummy_steps import DummySteps
-from preheat.warmup.graphs import Budget, choose_graphs, divide_memory
+from preheat.warmup.graphs import choose_graphs, divide_memory
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp
 from preheat.warmup.steps import Steps
@@ -86,11 +82,9 @@ def boot(
             record=record,
             backend=backend,
             steps=dummies,
-            graphs=choose_graphs(
-                settings, backend, dummies, record, budget=Budget(memory, model.bytes_per_block), sizes=sizes
-            ),
+            graphs=choose_graphs(settings, backend, dummies, record, split=memory, sizes=sizes),
             check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts),
-            reused=store.reused(),
+            reused=frozenset(store.costs()),
             report=transport.put,
             compiled=compile_seconds,
             span=trace.span,
@@ -110,8 +104,8 @@ def boot(
 
 
 def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Mode]:
-    """The device, and how it runs programs. Raises SettingsError for options that it cannot serve."""
-    check_options(settings, backend.facts, mixed_steps=policy_named(settings.bucketing_policy).mixed_steps)
+    """The prepared device and its execution mode. Raises SettingsError for options that it cannot serve."""
+    check_options(settings, backend.facts)
     if not settings.batch_invariant:
         logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
     backend.prepare(settings, cache_root(settings))
@@ -121,7 +115,7 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Mode]:
 def _plan(
     settings: Settings, model: LoadedModel, limits: Limits, sizes: ModelSizes, *, backend: Backend, mode: Mode
 ) -> tuple[Plan, Record, Store]:
-    """The plan, with the costs that an earlier boot measured; its record, in which all is pending; and the store."""
+    """The plan, with costs measured by an earlier boot if there was one; its record, all pending; and the store."""
     misses: dict[str, int] = {}
     checks = check_names(settings, limits, mode, backend.facts)
     plan = make_plan(limits, PlanOptions.of(settings), checks=checks, on_miss=WarnOnce(misses))
@@ -139,7 +133,7 @@ def _plan(
     for phase in plan.phases:
         logger.info("%s", lines.bucket_config(phase))
         logger.info("%s", lines.generated(phase.phase, plan.dispatcher.phases[phase.phase].buckets))
-    logger.info("%s", lines.cache_blocks(limits.num_blocks))
+    logger.info("# device blocks: %d, # CPU blocks: 0", limits.num_blocks)
     record = Record.of(plan, model=settings.model, platform=backend.facts.name, dtype=model.dtype_name, mode=mode)
     record.fingerprint, record.misses, record.proof = store.fingerprint, misses, proof_of(settings.boot_check, parts)
     return plan, record, store
@@ -158,8 +152,8 @@ def _scheduler(settings: Settings, plan: Plan) -> Scheduler:
 
 
 def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None:
-    """Run the plan and capture graphs, then dummy requests through ``loop``. Without warm-up graphs are captured
-    nevertheless, as in the source, though nothing has run.
+    """Run the plan, capture graphs, then run dummy requests through ``loop``. Graphs are captured even if warm-up is
+    skipped, as in vLLM on Gaudi.
     """
     warm.graphs.compile(steps)
     if settings.skip_warmup:
@@ -172,7 +166,7 @@ def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None
 
 
 def _judge(settings: Settings, record: Record) -> None:
-    """Whether the boot is invariant. With ``require_invariance``, raise NotInvariant unless every check has passed."""
+    """Record whether the boot is invariant. With ``require_invariance``, NotInvariant unless every check has passed."""
     record.invariant = settings.batch_invariant and not record.unproved()
     if settings.require_invariance and (why := record.unproved(dropped=True)):
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")

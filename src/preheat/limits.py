@@ -1,13 +1,11 @@
-"""The bounds that everything else obeys: resolved once from the settings, the model and the memory, then frozen."""
+"""The limits of an engine, resolved once from the settings, the model and the memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from preheat.errors import SettingsError
-from preheat.settings import OPTIONS, Settings
+from preheat.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,55 +25,8 @@ class Limits:
 
     @property
     def max_rows(self) -> int:
-        """The most rows of a step: each takes a token of the budget, and a block of its own for it."""
+        """The most rows of a step: each takes a token of the budget and a block of its own."""
         return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_blocks - 1)
-
-    @property
-    def answers(self) -> bool:
-        """Whether a prompt, of one token at least, leaves room for one more."""
-        return self.max_model_len > 1
-
-
-class BackendOptions(Protocol):
-    """What a backend says about the options that it cannot serve."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def rejected(self) -> Mapping[str, str]:
-        """Options that must stay at their default there, each with the reason."""
-
-    @property
-    def split(self) -> int:
-        """Tokens of the context that attention reads as one unit."""
-
-
-def check_options(settings: Settings, backend: BackendOptions, *, mixed_steps: bool) -> None:
-    """Raise SettingsError, with the reason, for an option that has no effect on ``backend`` or beside other options.
-
-    ``mixed_steps``: the bucketing policy lets prompts share steps with rows that decode.
-    """
-    for name, reason in backend.rejected.items():
-        default = OPTIONS[name].default
-        if bool(getattr(settings, name)) != bool(default):
-            turned = "off" if default else "on"
-            usual = "unset" if default is None else f"at {str(default).lower()}"
-            raise SettingsError(
-                f"{name} cannot be turned {turned} on {backend.name}: {reason}; leave it {usual}", param=name
-            )
-    if settings.contiguous_pa and settings.block_size != backend.split:
-        raise SettingsError(
-            f"contiguous_pa reads whole blocks of {backend.split} tokens, and block_size is {settings.block_size}: "
-            f"set block_size to {backend.split}, or contiguous_pa to false",
-            param="contiguous_pa",
-        )
-    if settings.max_num_mixed_tokens is not None and not (mixed_steps and settings.enable_chunked_prefill):
-        raise SettingsError(
-            "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
-            "bucketing policy with enable_chunked_prefill",
-            param="max_num_mixed_tokens",
-        )
 
 
 def resolve_limits(

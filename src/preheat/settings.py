@@ -1,7 +1,7 @@
-"""What is ASKED: every option of preheat, once, with its flag, its environment names, its default and its text.
+"""Every option of preheat, with its flag, its environment variables, its default and its help.
 
 A :class:`Settings` is frozen and always valid. Only :meth:`Settings.load` reads the environment. Flags are the names
-with dashes; every option can also be set by ``PREHEAT_<NAME>`` and, where the sources give one, by their own name.
+with dashes; every option can also be set by ``PREHEAT_<NAME>``, and some by the variable of vLLM or Gaudi.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _spec = partial(option, group="Speculation", later="speculative decoding comes i
 
 
 def _count_or_zero(text: str) -> int:
-    """A count; negative and unreadable text mean none. Source: the determinism warm-up's environment variable."""
+    """Negative and unreadable text mean none, as for the determinism warm-up's environment variable in vLLM."""
     try:
         return max(int(text), 0)
     except ValueError:
@@ -52,7 +52,7 @@ def _count_or_zero(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Every option of preheat. Raises SettingsError, naming the option, for a value that cannot be used."""
+    """Raises SettingsError, naming the option, for a value that cannot be used."""
 
     model: str = _model(
         BUNDLED, "A directory, a Hugging Face model id, or `bundled`: the model that comes with preheat."
@@ -118,9 +118,7 @@ class Settings:
         choices=("auto", "graphs", "compile", "eager", "lazy"),
     )
     lazy_mode: bool | None = _run(
-        None,
-        "With `enforce_eager`, picks the execution mode by Gaudi's table.",
-        env="PT_HPU_LAZY_MODE",
+        None, "With `enforce_eager`, picks the execution mode by Gaudi's table.", env="PT_HPU_LAZY_MODE"
     )
     batch_invariant: bool = _run(
         True,
@@ -336,14 +334,12 @@ class Settings:
     ) -> Settings:
         """Settings from keywords or flags, then the environment, then a YAML file, then the defaults.
 
-        ``args`` maps option names to values of the option's type, or to text. ``env`` None reads the process's
-        environment, once, here and nowhere else. ``config_file`` None takes the option ``config``. Raises
-        SettingsError for a name or value that is not known; unknown variables are only warned about.
+        ``args`` maps option names to values of the option's type, or to text. ``env`` is by default the process's
+        environment, ``config_file`` the option ``config``. Raises SettingsError for unknown names and values; unknown
+        variables are only warned about.
         """
-        args = {} if args is None else args
-        env = os.environ if env is None else env
-        values = _from_env(env)
-        for name, value in args.items():
+        values = _from_env(os.environ if env is None else env)
+        for name, value in (args or {}).items():
             values[name] = _known(name, "option").convert(value, name)
         path = config_file or values.get("config")
         if path is not None:
@@ -352,7 +348,7 @@ class Settings:
 
 
 OPTIONS: dict[str, Option] = registry(Settings)
-"""Every option by name, in the order of the documentation."""
+"""Every option by name."""
 
 
 def _known(name: str, what: str) -> Option:
@@ -362,7 +358,7 @@ def _known(name: str, what: str) -> Option:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment sets; a variable that looks like ours and is not known is warned about."""
+    """What the environment sets; warns about unknown variables with our prefixes."""
     values: dict[str, Any] = {}
     known = [name for opt in OPTIONS.values() for name in opt.env_names]
     for opt in OPTIONS.values():

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from preheat.execution.sampling import SamplingBatch
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu.sampler import Sampler
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.sampler import CpuSampler
+from preheat.core import Level
 from preheat.errors import ColdStep, PreheatError
 from preheat.frontend.request_state import RequestState
 from preheat.warmup.cold_monitor import FIRST_RUN, ColdMonitor
@@ -34,7 +35,7 @@ def watch(llm: LLM, on_cold: str, *, hot: bool = True) -> ColdMonitor:
     for entry in record.entries:
         if hot and entry.outcome == "pending":
             entry.outcome = "ready"
-    guard = ColdMonitor(record, plan, on_cold, ColdSources("cpu"))
+    guard = ColdMonitor(record, plan, on_cold, ColdSources(CpuBackend()))
     llm.loop.listener = guard
     return guard
 
@@ -73,13 +74,13 @@ def tokens(state: RequestState) -> list[int]:
 def test_a_module_that_a_step_imports_is_cold(llm, tmp_path, monkeypatch):
     (tmp_path / "rare_branch.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    sample = Sampler.sample
+    sample = CpuSampler.sample
 
-    def lazily(self: Sampler, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def lazily(self: CpuSampler, level: Level, logits: torch.Tensor) -> None:
         importlib.import_module("rare_branch")
-        return sample(self, logits, batch)
+        sample(self, level, logits)
 
-    monkeypatch.setattr(Sampler, "sample", lazily)
+    monkeypatch.setattr(CpuSampler, "sample", lazily)
     guard = watch(llm, "raise")
     failed, served = serve(llm, 1) + serve(llm, 1)
     assert "import: rare_branch was imported" in str(failed.error)
@@ -170,7 +171,7 @@ def test_without_warm_up_raise_fails_first_runs_only(llm):
 def test_all_events_are_counted_and_some_are_kept(llm):
     guard = watch(llm, "count")
     for _ in range(MAX_EVENTS + 3):
-        guard._tell([("dynamo", "again")])
+        guard._report([("dynamo", "again")])
     assert guard.record.cold == {"dynamo": MAX_EVENTS + 3}
     assert len(guard.record.events) == MAX_EVENTS
     assert Record.from_json(guard.report()).cold == guard.record.cold

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def test_without_graphs_a_program_is_called():
 
 def test_every_item_of_the_sampler_names_a_program():
     """Of the level that its setting asks for, at each number of rows."""
-    found = {item.program for item in SamplerItem.of_sizes((1, 4))}
+    found = {item.program for item in SamplerItem.of_plan(SimpleNamespace(sampler_sizes=(1, 4)))}
     assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
     assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
     assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)

@@ -7,11 +7,11 @@ import mmap
 from types import SimpleNamespace
 
 import pytest
-from preheat.backends.cpu.platform import CPU
 
 from preheat import LLM, SamplingParams
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.plan.cost import ModelSizes
-from preheat.warmup.graphs import Budget, CountedGraphs, divide_memory
+from preheat.warmup.graphs import CountedGraphs, divide_memory
 from preheat.warmup.record import Record
 from preheat.warmup.steps import Steps
 
@@ -59,13 +59,14 @@ def test_the_stages_of_a_boot_are_measured_and_told(tmp_path, caplog):
     assert [step.started for step in steps] == sorted(step.started for step in steps)
     said = "\n".join(caplog.messages)
     for line in (
-        "Loading model weights took ", "Free device memory: ", "# device blocks: ", "Initializing cache engine took ",
+        "Loading model weights took ", "Free device memory: ", "# device blocks: ", ", # CPU blocks: 0",
+        "Initializing cache engine took ",
     ):  # fmt: skip
         assert line in said
 
 
 def test_several_steps_in_total(caplog):
-    steps = Steps(CPU())
+    steps = Steps(CpuBackend())
     with caplog.at_level(logging.INFO), steps.total("Both"), steps("one"):
         kept = mmap.mmap(-1, 32 << 20)  # new pages, whatever the allocator has in store
         kept.write(b"x" * len(kept))
@@ -78,13 +79,13 @@ def test_several_steps_in_total(caplog):
 @pytest.mark.parametrize("policy", ["unified", "split"])
 def test_the_twin_counts_graphs_of_the_engines_own_plan(policy, caplog):
     llm = LLM(**SMALL, bucketing_policy=policy)
-    plan, spec = llm.loop.packer.plan, llm.loop.packer.spec
+    plan, spec = llm.loop.packer.plan, llm.loop.executor.decoder.spec
     sizes, block_bytes = ModelSizes.of(spec), 16 * spec.kv_bytes_per_token(2)
     free = plan.limits.num_blocks * block_bytes * 2
     split = divide_memory(llm.settings, "graphs", free, block_bytes)
     seen = Record.of(plan)
-    done = CountedGraphs(SimpleNamespace(plan=plan), seen, llm.settings, Budget(split, block_bytes), sizes).capture()
+    CountedGraphs(SimpleNamespace(plan=plan), seen, llm.settings, split, sizes).capture()
     forward = [entry for entry in seen.entries if entry.kind in ("mixed", "prompt", "decode") and not entry.fallback]
-    assert 0 < done.used <= done.pool
-    assert sum(entry.bytes for entry in forward) == done.used
+    assert 0 < seen.memory["graphs"] <= seen.memory["graph_pool"]
+    assert sum(entry.bytes for entry in forward) == seen.memory["graphs"]
     assert all(entry.graph or entry.reason for entry in forward if entry.outcome != "dropped")

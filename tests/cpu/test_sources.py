@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from preheat.execution.pack import Packer
 
-from preheat.errors import SettingsError
+from preheat.backends import cold
+from preheat.backends.cold import Counted, Tally
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda.cold import COLD_SOURCES, count_calls, hook_triton
 from preheat.execution.executor import Executor
+from preheat.execution.input_batch import Packer
 from preheat.schedule.scheduler import Scheduler
-from preheat.warmup import cold_sources as sources
-from preheat.warmup.cold_sources import ORIGINS, ColdSources, Counted, Tally, count_calls, hook_triton
+from preheat.warmup.cold_sources import ORIGINS, ColdSources
 
 PAGE = Path(__file__).parents[2] / "docs" / "cold-events.md"
 
@@ -27,7 +29,7 @@ class Named:
     """One of the sources that are watched on a CPU, with the hooks of all of them."""
 
     def __init__(self, name: str) -> None:
-        self.all = ColdSources("cpu")
+        self.all = ColdSources(CpuBackend())
         self.taken = self.all.sources[name].taken
 
 
@@ -39,24 +41,24 @@ def compile_something() -> None:
 
 
 def test_every_origin_says_on_every_platform_how_it_is_watched():
-    for origin in ORIGINS:
-        assert set(origin.on) == {"cpu", "cuda"}
-        for watch in origin.on.values():
+    on_cpu = CpuBackend().cold_sources()
+    for on in (on_cpu, COLD_SOURCES):
+        assert set(on) == set(ORIGINS)
+        for watch in on.values():
             assert watch.text
             assert (watch.make is None) == (watch.how == "none")
-    watched = [origin.name for origin in ORIGINS if origin.on["cpu"].how != "none"]
-    assert list(ColdSources("cpu").sources) == watched == ["dynamo", "import"]
+    watched = [name for name in ORIGINS if on_cpu[name].how != "none"]
+    assert list(ColdSources(CpuBackend()).sources) == watched == ["dynamo", "import"]
 
 
 def test_the_page_shows_the_table():
-    rows = [f"| {o.name} | {o.what} | {' | '.join(f'**{w.how}**: {w.text}' for w in o.on.values())} |" for o in ORIGINS]
+    both = (CpuBackend().cold_sources(), COLD_SOURCES)
+    rows = [
+        f"| {name} | {what} | {' | '.join(f'**{on[name].how}**: {on[name].text}' for on in both)} |"
+        for name, what in ORIGINS.items()
+    ]
     shown = [line for line in PAGE.read_text().splitlines() if re.match(r"\| [a-z ]+ \| .*\*\*", line)]
     assert shown == rows
-
-
-def test_an_unknown_platform_is_refused():
-    with pytest.raises(SettingsError, match="known are cpu, cuda"):
-        ColdSources("abacus")
 
 
 def test_a_compiled_frame_is_told_once_with_its_place():
@@ -92,8 +94,9 @@ def test_counters_that_someone_cleared_still_tell():
 
 def test_watching_imports_no_compiler_and_a_first_compilation_is_told():
     code = (
-        "import sys, torch; from preheat.warmup.cold_sources import ColdSources\n"
-        "found = ColdSources('cpu')\n"
+        "import sys, torch; from preheat.backends.cpu.backend import CpuBackend\n"
+        "from preheat.warmup.cold_sources import ColdSources\n"
+        "found = ColdSources(CpuBackend())\n"
         "assert not found.taken()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(3))\n"
@@ -111,7 +114,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
     (tmp_path / "late_outer" / "__init__.py").write_text("import late_inner")
     (tmp_path / "late_outer" / "part.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    step: dict[str, Any] = {"__name__": f"{sources.STEP[0]}scheduler"}
+    step: dict[str, Any] = {"__name__": f"{cold.STEP[0]}scheduler"}
     exec("def run(call): call()", step)
     source = Named("import")
 
@@ -134,7 +137,7 @@ def test_imports_of_a_step_are_told_and_those_of_others_are_not(tmp_path, monkey
 
 def test_a_step_is_what_the_loop_calls():
     called = (Scheduler.schedule, Packer.pack, Executor.execute, Scheduler.process_results)
-    assert [function.__module__.startswith(sources.STEP) for function in called] == [True] * 4
+    assert [function.__module__.startswith(cold.STEP) for function in called] == [True] * 4
 
 
 class Recorder:
@@ -166,12 +169,12 @@ def test_calls_of_a_method_are_counted_and_still_made():
 
 def test_hooks_are_removed_with_their_owner():
     before = list(sys.meta_path)
-    watched = ColdSources("cpu")
+    watched = ColdSources(CpuBackend())
     assert len(sys.meta_path) == len(before) + 1
     watched.close()
     watched.close()
     assert sys.meta_path == before
-    watched = ColdSources("cpu")
+    watched = ColdSources(CpuBackend())
     del watched
     assert sys.meta_path == before
 
@@ -179,10 +182,10 @@ def test_hooks_are_removed_with_their_owner():
 def test_a_hook_keeps_the_count_when_words_run_out():
     tally = Tally()
     source = Counted("x", tally.read, tally.last)
-    for number in range(sources.MAX_DETAILS + 5):
+    for number in range(cold.MAX_DETAILS + 5):
         tally.add(str(number))
-    assert len(source.taken()) == sources.MAX_DETAILS
-    assert tally.count == sources.MAX_DETAILS + 5
+    assert len(source.taken()) == cold.MAX_DETAILS
+    assert tally.count == cold.MAX_DETAILS + 5
     assert source.taken() == ()
 
 

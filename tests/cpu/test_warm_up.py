@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import pytest
 import torch
-from preheat.execution.pack import Batch
 
 from preheat import LLM, SamplingParams
 from preheat.errors import PreheatError, SettingsError
 from preheat.execution.executor import Executor
+from preheat.execution.input_batch import InputBatch
 from preheat.warmup.record import Record
 
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 96, "max_model_len": 96, "block_size": 16}
@@ -95,7 +95,7 @@ def test_nothing_stays_behind():
     assert not scheduler.slots.block_table.any()
     assert scheduler.slots.many_stop_ids == {}
     assert scheduler.stats().steps == 0
-    counts = executor.sampler.counts
+    counts = executor.sampler._host.counts
     assert not counts.output.any()
     assert not counts.seen.any()
     assert (counts._owner == -1).all()
@@ -115,10 +115,10 @@ def test_tokens_are_those_of_an_engine_that_was_not_warmed(llm):
 def test_out_of_memory_drops_the_item_and_errors_are_loud(monkeypatch, caplog):
     execute = Executor.execute
 
-    def fail(self: Executor, batch: Batch):
-        if batch.shape.phase == "decode" and batch.shape.rows == 2:
+    def fail(self: Executor, batch: InputBatch):
+        if batch.bucket.phase == "decode" and batch.bucket.rows == 2:
             raise MemoryError("no room")
-        if batch.shape.phase == "decode" and batch.shape.rows == 4:
+        if batch.bucket.phase == "decode" and batch.bucket.rows == 4:
             raise ValueError("broken")
         return execute(self, batch)
 
@@ -174,7 +174,7 @@ def test_the_story_of_three_sequences():
     shapes: list[tuple[str, int, int]] = []
     observe = llm.loop.listener.step
     llm.loop.listener.step = lambda batch: (
-        shapes.append((batch.shape.phase, batch.shape.rows, batch.shape.longest)), observe(batch)
+        shapes.append((batch.bucket.phase, batch.bucket.rows, batch.bucket.longest)), observe(batch)
     )  # fmt: skip
     prompts = [[9] * 412, [8] * 400, [7] * 390]
     lengths = [4, 9, 9]

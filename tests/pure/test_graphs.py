@@ -7,29 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
-from preheat.plan.budget import MemorySplit, graph_pool, split_memory
-from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.budget import MemorySplit, split_memory
+from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.items import SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
-from preheat.warmup.graphs import (
-    Budget,
-    CountedGraphs,
-    CountedMemory,
-    DeviceGraphs,
-    capture,
-    divide_memory,
-    graph_bytes,
-)
+from preheat.warmup.graphs import CountedGraphs, CountedMemory, DeviceGraphs, capture, divide_memory, graph_bytes
 from preheat.warmup.record import Record
+from tests.specs import LLAMA_8B, llama
 
 GIB, MIB = 2**30, 2**20
 FREE, BLOCK = round(79.16 * GIB), 16 * MIB
-SIZES = ModelSizes(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128, vocab=128256)
-COSTS = Costs(SIZES, MACHINES["cuda"], 128)
+SIZES = ModelSizes.of(LLAMA_8B)
+COSTS = Costs(SIZES, CUDA.machine, 128)
 LIMITS = Limits(
     max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=8192, max_num_prefill_seqs=None, block_size=128,
     num_blocks=1519,
@@ -65,7 +60,7 @@ def boot(ratio, options=LOGGED):
     plan = make_plan(LIMITS, options, COSTS)
     device = Logged(round(55.43 * GIB))
     record = Record.of(plan)
-    pool = graph_pool(split, BLOCK, device.now)
+    pool = split.graph_pool(device.now)
     done = capture(plan, record, settings, pool=pool, capture_one=device.capture_one, free=device.free)
     return record, done
 
@@ -87,8 +82,8 @@ def test_the_logged_run_at_its_ratio(caplog):
     assert said[-2].startswith("Graph/Prompt captured:15 (62.5%) used_mem:14.03 GiB buckets:[(1, 128), (1, 256), ")
     assert said[-2].endswith("(2, 512), (2, 640), (4, 128), (4, 256)]")
     assert said[-1].startswith("Graph/Decode captured:48 (100.0%) used_mem:161.9 MiB buckets:[(1, 128), ")
-    assert record.memory == {"graph_pool": done.pool, "graphs": done.used}
-    assert done.pool > done.used > 0
+    assert record.memory["graphs"] == sum(phase.used for phase in done.values())
+    assert record.memory["graph_pool"] > record.memory["graphs"] > 0
 
 
 def test_the_logged_interleaving_at_equal_shares(caplog):
@@ -137,8 +132,8 @@ def test_the_unified_policy_divides_between_mixed_and_decode():
         return 1
 
     done = capture(plan, Record.of(plan), settings, pool=1 << 60, capture_one=capture_one, free=lambda: 1 << 60)
-    assert list(done.phases) == ["mixed", "decode"]
-    assert all(phase.complete for phase in done.phases.values())
+    assert list(done) == ["mixed", "decode"]
+    assert all(phase.complete for phase in done.values())
     mixed = [shape for shape in order if shape.phase == "mixed"]
     decode = [shape for shape in order if shape.phase == "decode"]
     assert [shape.rows for shape in mixed] == sorted((shape.rows for shape in mixed), reverse=True)
@@ -154,7 +149,7 @@ def test_what_warm_up_could_not_run_is_not_captured_and_what_it_skipped_is():
     by_name["(decode, 4, 256)"].outcome = "dropped"
     by_name["(decode, 4, 384)"].outcome = "ready"
     done = capture(plan, record, SETTINGS, pool=1 << 60, capture_one=lambda _: 1, free=lambda: 1 << 60)
-    assert done.phases["decode"].total == 46
+    assert done["decode"].total == 46
     assert not by_name["(decode, 4, 128)"].graph
     assert by_name["(decode, 4, 128)"].reason == "it broke"
     assert by_name["(decode, 4, 384)"].graph
@@ -170,7 +165,7 @@ def test_what_is_beyond_the_ladders_is_not_captured():
     assert [entry.name for entry in beyond] == ["(mixed, 8192, 4)", "(decode, 4, 2048)"]
     assert not any(entry.graph for entry in beyond)
     assert all("beyond the bucket sizes" in entry.reason for entry in beyond)
-    assert done.phases["decode"].total == 24
+    assert done["decode"].total == 24
 
 
 def test_out_of_memory_is_written_down_and_the_rest_go_on():
@@ -185,7 +180,7 @@ def test_out_of_memory_is_written_down_and_the_rest_go_on():
     done = capture(plan, record, SETTINGS, pool=1 << 60, capture_one=capture_one, free=lambda: 1 << 60)
     entry = next(entry for entry in record.entries if entry.name == "(decode, 4, 128)")
     assert entry.reason == "runs without a graph: out of memory: no room"
-    assert len(done.phases["decode"].captured) == 47
+    assert len(done["decode"].captured) == 47
     assert record.notes[0].startswith("1 of 48 decode buckets")
 
 
@@ -214,8 +209,8 @@ def test_layers_in_a_graph_without_graphs(caplog):
     with caplog.at_level(logging.WARNING):
         split = divide_memory(settings, "eager", FREE, BLOCK)
         plan = make_plan(LIMITS, PlanOptions(), COSTS)
-        CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), settings, Budget(split, BLOCK), SIZES).capture()
-        CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), Settings(), Budget(split, BLOCK), SIZES).capture()
+        CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), settings, split, SIZES).capture()
+        CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), Settings(), split, SIZES).capture()
     assert len(caplog.messages) == 2
     assert all(message.endswith("--config-hidden-layers without effect") for message in caplog.messages)
 
@@ -223,15 +218,15 @@ def test_layers_in_a_graph_without_graphs(caplog):
 def test_the_pool_is_what_was_reserved_and_never_more_than_is_left():
     split = split_memory(FREE, BLOCK, utilization=0.5, reserved=0.4)
     after_cache = FREE - split.num_blocks * BLOCK
-    assert graph_pool(split, BLOCK, after_cache) == split.graphs + split.cache - split.num_blocks * BLOCK
-    assert graph_pool(split, BLOCK, FREE) - split.graphs < BLOCK  # a small cache makes no larger share
-    assert graph_pool(split, BLOCK, after_cache - GIB) == graph_pool(split, BLOCK, after_cache) - GIB
-    assert graph_pool(split, BLOCK, 0) == 0
-    assert graph_pool(MemorySplit(100, 50, 0, 50, 5), 10, 50) == 0
+    assert split.graph_pool(after_cache) == split.graphs + split.cache - split.num_blocks * BLOCK
+    assert split.graph_pool(FREE) - split.graphs < BLOCK  # a small cache makes no larger share
+    assert split.graph_pool(after_cache - GIB) == split.graph_pool(after_cache) - GIB
+    assert split.graph_pool(0) == 0
+    assert MemorySplit(100, 50, 0, 50, 10).graph_pool(50) == 0
 
 
 def test_the_twin_counts_what_a_graph_would_keep():
-    tiny = ModelSizes(hidden=4, intermediate=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10, dtype_bytes=2)
+    tiny = ModelSizes.of(llama(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10))
     # 3 tokens: id, position, a key's and a value's row, 8 bytes each; a hidden state of 8 bytes; the layer's 64 bytes:
     # 2 * 4 of residual and input, the MLP's 3 * 8, 2 bytes each. 3 rows: 5 blocks of 4 bytes, an index, 10 logits.
     assert graph_bytes(Bucket.decode(3), tiny, 5) == 3 * (32 + 8 + 64) + 3 * (20 + 8 + 40)
@@ -247,16 +242,16 @@ def test_the_twin_counts_what_a_graph_would_keep():
 @given(st.integers(0, 40 * MIB), st.floats(0, 1))
 def test_the_twin_accounts_for_every_shape(pool, ratio):
     settings = Settings(graph_prompt_ratio=ratio)
-    sizes = ModelSizes(hidden=256, intermediate=768, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=4096)
-    plan = make_plan(LIMITS, LOGGED, Costs(sizes, MACHINES["cpu"], 128))
+    sizes = ModelSizes.of(llama(hidden=256, inner=768, layers=4, heads=4, kv_heads=2, head_dim=64, vocab=4096))
+    plan = make_plan(LIMITS, LOGGED, Costs(sizes, CPU.machine, 128))
     record = Record.of(plan)
     twin = CountedMemory(sizes, LIMITS.max_blocks_per_seq, pool)
     done = capture(plan, record, settings, pool=pool, capture_one=twin.capture_one, free=twin.free)
     forward = [entry for entry in record.entries if entry.kind in ("prompt", "decode")]
     assert all(entry.graph != bool(entry.reason) for entry in forward)
-    assert sum(entry.bytes for entry in forward) == done.used == pool - twin.free()
+    assert sum(entry.bytes for entry in forward) == record.memory["graphs"] == pool - twin.free()
     assert twin.free() >= 0
-    assert done.used == sum(graph_bytes(s, sizes, 16) for phase in done.phases.values() for s in phase.captured)
+    assert record.memory["graphs"] == sum(graph_bytes(s, sizes, 16) for phase in done.values() for s in phase.captured)
 
 
 @pytest.mark.parametrize("early", [0, 3 * MIB])
@@ -265,7 +260,7 @@ def test_what_the_sampler_took_before_counts_against_the_pool(early):
     split = divide_memory(SETTINGS, "graphs", FREE, BLOCK)
     plan = make_plan(LIMITS, LOGGED, COSTS)
     record, free, captured = Record.of(plan), [round(55.43 * GIB)], []
-    reserved = graph_pool(split, BLOCK, free[0])
+    reserved = split.graph_pool(free[0])
     items = [item for item in plan.items if isinstance(item, SamplerItem) and item.rows]
     entries = {entry.name: entry for entry in record.entries}
     for entry in record.entries:
@@ -282,6 +277,6 @@ def test_what_the_sampler_took_before_counts_against_the_pool(early):
         is_captured=lambda shape: True, capture_sampling=capture_sampling, sampler=SimpleNamespace(forget=lambda: None)
     )
     steps = SimpleNamespace(plan=plan, executor=executor)
-    done = DeviceGraphs(steps, record, SETTINGS, Budget(split, BLOCK), lambda: free[0]).capture()
+    DeviceGraphs(steps, record, SETTINGS, split, lambda: free[0]).capture()
     assert len(captured) == len(items)
-    assert done.pool == reserved - 4 * MIB
+    assert record.memory["graph_pool"] == reserved - 4 * MIB

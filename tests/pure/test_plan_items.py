@@ -1,22 +1,26 @@
 import dataclasses
+import logging
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.core import Level, SamplingParams
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
-from preheat.plan.cost import MACHINES, Cost, Costs, ModelSizes
-from preheat.plan.items import Item, SamplerItem
+from preheat.plan.cost import Cost, Costs, ModelSizes
+from preheat.plan.items import Item, SamplerItem, SwapItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import KINDS, make_plan
 from preheat.plan.programs import SamplerProgram, SwapProgram
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
 from preheat.warmup.record import Record
+from tests.specs import llama
 
 DEFAULTS = SamplingParams()
-SIZES = ModelSizes(hidden=64, intermediate=64, layers=1, heads=1, kv_heads=1, head_dim=64, vocab=100)
+SIZES = ModelSizes.of(llama(hidden=64, inner=64, layers=1, heads=1, kv_heads=1, head_dim=64, vocab=100))
 
 
 def uncovered(settings) -> set[str]:
@@ -43,7 +47,7 @@ def test_nothing_is_declared_out_of_scope_that_does_not_exist():
 
 
 def test_the_twelve_settings_are_logged_in_order():
-    items = [item for item in SamplerItem.of_sizes([138]) if item.setting in GAUDI_SETTINGS]
+    items = [item for item in sampler_items(138) if item.setting in GAUDI_SETTINGS]
     text = lines.sampler_start([0, 1, 138], [(item.setting, item.batch_changed) for item in items])
     assert text == [
         "Warming up sampler with batch sizes: [0, 1, 138] and following configs:",
@@ -61,11 +65,14 @@ def test_the_twelve_settings_are_logged_in_order():
         "temp=0.8, top_p=0.85, top_k=0, batch_changed=False",
         "Starting sampler warmup...",
     ]
-    assert lines.sampler_finished() == "Sampler warmup completed successfully"
+
+
+def sampler_items(*sizes) -> list[SamplerItem]:
+    return list(SamplerItem.of_plan(SimpleNamespace(sampler_sizes=sizes)))
 
 
 def test_each_size_runs_each_setting_changed_and_unchanged():
-    items = list(SamplerItem.of_sizes([0, 4]))
+    items = sampler_items(0, 4)
     assert len(items) == len(set(items)) == 2 * 2 * len(SAMPLER_SETTINGS)
     assert items[:12] == [SamplerItem(0, name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
     assert items[12:14] == [SamplerItem(0, name, True) for name in list(BRANCH_SETTINGS)[:2]]
@@ -73,7 +80,7 @@ def test_each_size_runs_each_setting_changed_and_unchanged():
 
 def test_every_item_of_the_sampler_names_a_program():
     """Of the level that its setting asks for, at each number of rows."""
-    found = {item.program for item in SamplerItem.of_sizes([1, 4])}
+    found = {item.program for item in sampler_items(1, 4)}
     assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
     assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
     assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)
@@ -89,10 +96,19 @@ def test_levels():
     }
 
 
-def test_the_defragmenters_lines():
-    assert lines.defragmenter_start([8, 16]) == "Warming up defragmenter with thresholds: [8, 16]"
-    assert lines.defragmenter_finished() == "Defragmenter warmup completed successfully"
-    assert lines.defragmenter_skipped(1) == "Skipping defragmenter warmup, insufficient blocks (1)"
+def test_the_lines_of_the_sampler_and_the_defragmenter(caplog):
+    with caplog.at_level(logging.INFO):
+        SamplerItem.run_kind(sampler_items(4), lambda item: None, None)
+        assert caplog.messages[-1] == "Sampler warmup completed successfully"
+        caplog.clear()
+        SwapItem.run_kind([SwapItem(8), SwapItem(16)], lambda item: None, SimpleNamespace(num_blocks=2))
+        SwapItem.run_kind([SwapItem(8)], lambda item: None, SimpleNamespace(num_blocks=1))
+    assert caplog.messages == [
+        "Warming up defragmenter with thresholds: [8, 16]",
+        "Defragmenter warmup completed successfully",
+        "Warming up defragmenter with thresholds: [8]",
+        "Skipping defragmenter warmup, insufficient blocks (1)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +197,7 @@ def test_a_kind_of_item_is_one_class_and_one_line(monkeypatch):
         max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
         num_blocks=9,
     )  # fmt: skip
-    plan = make_plan(limits, PlanOptions(), Costs(SIZES, MACHINES["cpu"], 16))
+    plan = make_plan(limits, PlanOptions(), Costs(SIZES, CPU.machine, 16))
     echoes = [item for item in plan.items if item.kind == "echo"]
     assert [(item.name, item.estimate, item.stage) for item in echoes] == [
         ("(echo, 1)", (0.25, 7), "after_cache"),

@@ -6,25 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.errors import SettingsError
 from preheat.limits import Limits, resolve_limits
 from preheat.plan import commands
 from preheat.plan.buckets import Bucket, StepSize
-from preheat.plan.cost import MACHINES, Costs, ModelSizes
+from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.items import SwapItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
+from tests.specs import LLAMA_8B
 
-LLAMA_8B = SimpleNamespace(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-)
 SIZES = ModelSizes.of(LLAMA_8B)
 LIMITS = Limits(
     max_model_len=4096,
@@ -34,7 +28,7 @@ LIMITS = Limits(
     block_size=64,
     num_blocks=256 * 64 + 1,
 )
-COSTS = Costs(SIZES, MACHINES["cuda"], 64)
+COSTS = Costs(SIZES, CUDA.machine, 64)
 
 
 ENGINE = {
@@ -91,7 +85,7 @@ def test_estimates_follow_the_models_sizes():
 def test_measured_costs_replace_estimates():
     measured = {"(decode, 256)": 1.5, "(swap, 8)": 2.5}
     before = make_plan(LIMITS, PlanOptions(), COSTS)
-    plan = make_plan(LIMITS, PlanOptions(), Costs(SIZES, MACHINES["cuda"], 64, measured))
+    plan = make_plan(LIMITS, PlanOptions(), Costs(SIZES, CUDA.machine, 64, measured))
     items, others = by_name(plan), by_name(before)
     assert items["(decode, 256)"].estimate.seconds == 1.5
     assert items["(swap, 8)"].estimate.seconds == 2.5
@@ -151,7 +145,9 @@ def test_more_candidates_than_can_be_planned_are_refused_before_they_are_made():
 
 
 def test_the_plan_as_json():
-    text = commands.plan(settings(bucketing_policy="split", prompt_seq_bucket_max=1024), LLAMA_8B, 8192, as_json=True)
+    text = commands.plan(
+        settings(bucketing_policy="split", prompt_seq_bucket_max=1024), LLAMA_8B, 8192, facts=CPU, as_json=True
+    )
     found = json.loads(text)
     for item in found["items"]:
         assert {"kind", "shape", "stage", "estimated_seconds", "estimated_bytes"} <= set(item)
@@ -165,11 +161,11 @@ def test_the_plan_as_json():
 
 
 def test_the_plan_for_people():
-    text = commands.plan(settings(), LLAMA_8B, 8192, device="cuda")
+    text = commands.plan(settings(), LLAMA_8B, 8192, facts=CUDA)
     assert "unified policy, exponential bucket sizes" in text
     assert "padding of decode: 8.2%" in text
     assert "(decode, 1) ... (decode, 256)" in text
-    assert "fallback (mixed, 8192, 256)" in commands.plan(settings(bucketing_policy="split"), LLAMA_8B, 8192)
+    assert "fallback (mixed, 8192, 256)" in commands.plan(settings(bucketing_policy="split"), LLAMA_8B, 8192, facts=CPU)
 
 
 def test_limits_asked_for():
@@ -195,7 +191,7 @@ def test_limits_follow_the_memory_that_is_there():
 
 def test_a_cache_of_the_pad_block_alone_is_refused():
     with pytest.raises(SettingsError, match="holds nothing"):
-        commands.plan(settings(num_gpu_blocks_override=1), LLAMA_8B, 8192)
+        commands.plan(settings(num_gpu_blocks_override=1), LLAMA_8B, 8192, facts=CPU)
 
 
 def buckets(*flags):

@@ -81,8 +81,8 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_any_change_is_another_boot(what, tmp_path):
     Store(tmp_path, fingerprint(parts())).save(record())
-    assert Store(tmp_path, fingerprint(parts())).load() is not None
-    assert Store(tmp_path, fingerprint(CHANGES[what]())).load() is None
+    assert Store(tmp_path, fingerprint(parts())).last is not None
+    assert Store(tmp_path, fingerprint(CHANGES[what]())).last is None
 
 
 @pytest.mark.parametrize("name", ["preheat", "python", "torch"])
@@ -137,14 +137,12 @@ def test_a_file_that_is_no_checkpoint_has_a_fingerprint_too(content, tmp_path):
 
 def test_a_second_boot_reuses_what_ran(tmp_path):
     first = Store(tmp_path, "f")
-    assert first.load() is None
-    assert first.reused() == frozenset()
+    assert first.last is None
     assert first.costs() == {}
     first.save(record())
     second = Store(tmp_path, "f")
-    kept = second.load()
+    kept = second.last
     assert kept == msgspec.structs.replace(record(), fingerprint="f")
-    assert second.reused() == {"(decode, 8)", "(decode, 4)"}
     assert second.costs() == {"(decode, 8)": 1.25, "(decode, 4)": 0.5}
     second.save(record(2.0))
     assert Store(tmp_path, "f").costs()["(decode, 8)"] == 2.25
@@ -179,14 +177,14 @@ def test_a_torn_or_foreign_record_is_ignored_with_a_warning(harm, tmp_path, capl
     harm(path)
     again = Store(tmp_path, "f")
     with caplog.at_level(logging.WARNING):
-        assert again.load() is None
-        assert again.reused() == frozenset()
+        assert again.last is None
+        assert again.costs() == {}
     (warning,) = caplog.records
     assert str(path) in warning.getMessage()
     assert "ignored" in warning.getMessage()
     if harm is not unreadable:
         again.save(record())
-        assert Store(tmp_path, "f").load() is not None
+        assert Store(tmp_path, "f").last is not None
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(tmp_path, caplog):
@@ -194,7 +192,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_nothing_else(tmp_pa
     with caplog.at_level(logging.WARNING):
         store = Store(tmp_path / "file" / "cache", "f")
         store.save(record())
-        assert store.load() is None
+        assert store.last is None
     assert store.folder is None
     assert "--cache-dir" in caplog.records[0].getMessage()
 
@@ -204,7 +202,7 @@ def test_a_read_only_store_is_still_read(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     store = Store(tmp_path, "f")
     assert store.folder is None
-    assert len(store.reused()) == 2
+    assert len(store.costs()) == 2
     before = (tmp_path / "f" / RECORD).read_bytes()
     store.save(record(5.0))
     assert (tmp_path / "f" / RECORD).read_bytes() == before
@@ -234,7 +232,7 @@ me = int(sys.argv[2])
 entries = [ItemRecord(f"item {i}", "swap", {"size": me}, outcome="ready", touch_seconds=me) for i in range(300)]
 for _ in range(40):
     store = Store(Path(sys.argv[1]), "f")
-    last = store.load()
+    last = store.last
     assert last is None or len({entry.shape["size"] for entry in last.entries}) == 1
     store.save(Record(entries=entries))
 """
@@ -249,14 +247,14 @@ def test_processes_that_start_at_once_see_whole_records_only(tmp_path):
         done = list(pool.map(start, (1, 2)))
     assert [(run.returncode, run.stderr) for run in done] == [(0, "")] * 2
     assert [path.name for path in (tmp_path / "f").iterdir()] == [RECORD]
-    assert len(Store(tmp_path, "f").load().entries) == 300
+    assert len(Store(tmp_path, "f").last.entries) == 300
 
 
 def test_a_store_that_is_off_keeps_nothing_and_says_nothing(caplog):
     with caplog.at_level(logging.WARNING):
         store = Store(cache_root(Settings(cache_dir="off")), "f")
         store.save(record())
-    assert (store.folder, store.load(), store.costs(), store.reused()) == (None, None, {}, frozenset())
+    assert (store.folder, store.last, store.costs()) == (None, None, {})
     assert caplog.records == []
 
 

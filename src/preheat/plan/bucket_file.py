@@ -1,4 +1,4 @@
-"""The ``file`` strategy: buckets written down, one tuple a line.
+"""The ``file`` strategy: one tuple of a bucket's dimensions a line.
 
 Source: the bucketing files of vLLM on Gaudi. Every element of a tuple is an integer, a list or a ``range(...)``, and
 a line stands for the product of its elements; ``#`` starts a comment. Unlike there, a bad line is an error.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 
 from preheat.errors import SettingsError
 
@@ -16,10 +17,8 @@ MAX_LINE = 1_000_000
 
 
 def parse_bucket_file(text: str, name: str = "bucket file") -> list[tuple[int, ...]]:
-    """The tuples in ``text``, in order, without repetitions.
-
-    Raises SettingsError naming the line for anything that is not a tuple of positive integers, lists and ranges, and
-    for a file without any tuple.
+    """The tuples in ``text``, in order, without repetitions. Raises SettingsError, naming the line, for anything that
+    is not a tuple of integers, lists and ranges, and for a file without tuples.
     """
     found: dict[tuple[int, ...], None] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -40,9 +39,7 @@ def _line(content: str) -> list[tuple[int, ...]]:
     if not isinstance(node, ast.Tuple) or not 2 <= len(node.elts) <= 3:
         raise ValueError("write a tuple of two or three elements")
     elements = [_element(element) for element in node.elts]
-    product = 1
-    for element in elements:
-        product *= len(element)
+    product = math.prod(map(len, elements))
     if product > MAX_LINE:
         raise ValueError(f"it stands for {product:,} buckets, at most {MAX_LINE:,} are allowed")
     return list(itertools.product(*elements))

@@ -1,7 +1,7 @@
 """Bucket sizes: the values that one dimension is padded to.
 
-Source: the bucketing strategies of vLLM on Gaudi, with one change everywhere: the maximum is always one of the sizes,
-so that there is at least one and everything up to the maximum fits.
+Source: the bucketing strategies of vLLM on Gaudi, except that the maximum is always one of the sizes, so that
+everything up to it fits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bucket_sizes(
 
 
 def default_count(high: int) -> int:
-    """Exponential sizes where no count is asked for: one for each doubling up to ``high``."""
+    """The default number of exponential sizes: one for each doubling up to ``high``."""
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
@@ -97,7 +97,7 @@ def _linear(low: int, step: int, high: int) -> list[int]:
 def _exponential(low: int, step: int, high: int, count: int) -> list[int]:
     start = _start(low, step, high)
     points = [start * (high / start) ** (point / (count - 1)) for point in range(count - 1)]
-    # powers that should come out whole are a hair off in floating point, and must not be rounded a step up
+    # Powers that should be whole are slightly off in floating point and must not be rounded up.
     return ([low] if low <= 1 < count else []) + [math.ceil(point / step - 1e-9) * step for point in points]
 
 
@@ -110,7 +110,7 @@ def _doubling(low: int, step: int, high: int, per: int) -> list[int]:
 
 
 def _start(low: int, step: int, high: int) -> int:
-    """From where ratios are counted."""
+    """The value from which ratios are counted."""
     return low if low > 1 else min(step, high)
 
 
@@ -120,7 +120,7 @@ def _padding_aware(low: int, step: int, high: int, pad_max: int, pad_percent: in
     while values[-1] <= step and values[-1] < high:
         values.append(values[-1] * 2 or 1)
     for value in range(values[-1] + step, high, step):
-        padding = value + step - values[-1] - 1  # of the first size above the last value, were this one left out
+        padding = value + step - values[-1] - 1  # the most, if this value were left out
         if padding * 100 > pad_percent * (value + step) or padding > pad_max or value % pad_max == 0:
             values.append(value)
     return values

@@ -8,9 +8,9 @@ Phase = Literal["prompt", "decode", "mixed"]
 
 
 class StepSize(NamedTuple):
-    """What one step requires. ``longest`` is the length of its longest row: the tokens that a prompt row computes, the
-    whole context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the policy's phases do
-    not look at may stay 0.
+    """The size of a step. ``longest`` is the length of its longest row: the tokens that a prompt row computes, or the
+    whole context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the policy does not use
+    may be 0.
     """
 
     phase: Phase
@@ -20,7 +20,7 @@ class StepSize(NamedTuple):
     blocks: int = 0
 
     def __str__(self) -> str:
-        return _describe(self.phase, self.rows, self.tokens, self.longest, self.blocks)
+        return str(Bucket(*self))
 
 
 class Bucket(NamedTuple):
@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def decode(cls, rows: int, *, longest: int = 0, blocks: int = 0) -> Bucket:
-        """One token for each of ``rows``; at most one of the context's two measures belongs to the key."""
+        """One token for each of ``rows``. At most one of ``longest`` and ``blocks`` may be given."""
         return cls("decode", rows, rows, longest, blocks)
 
     @classmethod
@@ -65,8 +65,8 @@ class Bucket(NamedTuple):
         return {name: value for name, value in named.items() if value}
 
     def holds(self, size: StepSize) -> bool:
-        """Whether a step of ``size`` can run in this bucket. A flat bucket holds steps of any phase; a rectangle
-        (``prompt``) or one token a row (``decode``) only those of its own phase.
+        """Whether a step of ``size`` can run in this bucket. A mixed bucket holds steps of any phase, the others only
+        those of their own.
         """
         if size.rows > self.rows or size.tokens > self.tokens:
             return False
@@ -77,21 +77,13 @@ class Bucket(NamedTuple):
         return not self.longest or size.longest <= self.longest
 
     def __str__(self) -> str:
-        return _describe(self.phase, self.rows, self.tokens, self.longest, self.blocks)
+        return f"({', '.join(map(str, (self.phase, *self.dims)))})"
 
 
 def padded_work(bucket: Bucket) -> int:
-    """How much a bucket costs beside others of its phase, in tokens of work.
-
-    A decode step reads its context: by length it is a rectangle, by blocks a sum.
+    """What a bucket costs relative to others of its phase. A decode step reads its context: by length that is a
+    rectangle, by blocks a sum.
     """
     if bucket.phase == "decode":
         return bucket.rows * bucket.longest if bucket.longest else bucket.rows + bucket.blocks
     return bucket.tokens
-
-
-def _describe(phase: Phase, rows: int, tokens: int, longest: int, blocks: int) -> str:
-    if phase == "mixed":
-        return f"(mixed, {tokens}, {rows})"
-    second = longest if phase == "prompt" else longest or blocks
-    return f"({phase}, {rows}, {second})" if second else f"({phase}, {rows})"

@@ -1,65 +1,64 @@
 """The memory budget of device graphs.
 
-Source: vLLM on Gaudi. A share of the usable memory is kept from the cache for graphs and divided between the phase that
-prefills and decode. Each phase's queue is gone through in order: what is expected to fit is captured, its memory is
-measured, and what does not fit is passed over. What one completed phase leaves goes to the other.
-
-Nothing here touches a device: ``capture`` is called for each bucket and says how many bytes it took.
+Source: vLLM on Gaudi. A share of the usable memory is reserved for graphs and divided between the phase that prefills
+and decode. Each phase captures its buckets in order, skipping those that are not expected to fit, and measures what
+each takes. What a completed phase leaves goes to the other. Nothing here touches a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from preheat.errors import SettingsError
 from preheat.plan.buckets import Bucket, Phase
 
-Strategy = Literal["min_tokens", "max_bs"]
 Capture = Callable[[Phase, Bucket, int], int]
 """Captures a bucket, the n-th (from 1) of its phase's queue; returns the bytes taken. MemoryError skips it."""
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """What the free memory is for, in bytes. ``num_blocks`` fit into ``cache``; the pad block is one of them."""
+    """How the free memory is divided, in bytes. A block of the cache takes ``block_bytes``."""
 
     free: int
     usable: int
     graphs: int
     cache: int
-    num_blocks: int
+    block_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that fit into ``cache``, the pad block included."""
+        return self.cache // self.block_bytes
+
+    def graph_pool(self, free: int) -> int:
+        """Bytes for graphs when ``free`` bytes remain besides the cache: those reserved for them and the cache's
+        remainder of less than a block, but never more than is left of the usable memory.
+        """
+        usable_left = free - (self.free - self.usable)
+        return max(min(self.graphs + self.cache % self.block_bytes, usable_left), 0)
 
 
 def split_memory(free: int, block_bytes: int, *, utilization: float = 0.9, reserved: float = 0.1) -> MemorySplit:
     """Divide ``free`` bytes: ``utilization`` of them are usable, ``reserved`` of those are kept for graphs.
 
-    Raises SettingsError where not even two blocks fit into the rest.
+    Raises SettingsError if not even two blocks fit into the rest.
     """
     usable = int(free * utilization)
     graphs = int(usable * reserved)
-    cache = usable - graphs
-    num_blocks = cache // block_bytes
-    if num_blocks < 2:
+    split = MemorySplit(free, usable, graphs, usable - graphs, block_bytes)
+    if split.num_blocks < 2:
         raise SettingsError(
-            f"{cache:,} bytes remain for the KV cache and a block takes {block_bytes:,}: free memory on the device, "
-            "raise --gpu-memory-utilization or lower --graph-reserved-mem"
+            f"{split.cache:,} bytes remain for the KV cache and a block takes {block_bytes:,}: free memory on the "
+            "device, raise --gpu-memory-utilization or lower --graph-reserved-mem"
         )
-    return MemorySplit(free, usable, graphs, cache, num_blocks)
-
-
-def graph_pool(split: MemorySplit, block_bytes: int, free: int) -> int:
-    """Bytes for graphs once the cache is there and ``free`` bytes are: what was reserved for them, and the part of a
-    block that the cache's share had over; never more than is left of the usable memory.
-    """
-    usable_left = free - (split.free - split.usable)
-    return max(min(split.graphs + split.cache % block_bytes, usable_left), 0)
+    return split
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A bucket that was not captured and runs without a graph; ``failed``: it was tried."""
+    """A bucket that runs without a graph; ``failed``: capturing it was tried."""
 
     bucket: Bucket
     reason: str
@@ -68,7 +67,7 @@ class Skipped:
 
 @dataclass
 class PhaseCaptures:
-    """What became of one phase: ``captured`` in order, with bytes; ``notes`` tell of shares that were exceeded."""
+    """The captures of one phase: ``captured`` buckets in order with their bytes, ``notes`` on exceeded shares."""
 
     phase: Phase
     total: int
@@ -82,11 +81,11 @@ class PhaseCaptures:
 
     @property
     def complete(self) -> bool:
-        """Whether more memory would be of no use: every bucket was tried."""
+        """Whether every bucket was tried, so that more memory would not help."""
         return len(self.captured) + sum(skipped.failed for skipped in self.skipped) == self.total
 
 
-def capture_order(buckets: Sequence[Bucket], strategy: Strategy) -> list[Bucket]:
+def capture_order(buckets: Sequence[Bucket], strategy: str) -> list[Bucket]:
     """``min_tokens``: fewest padded tokens first. ``max_bs``: most rows first, shorter before longer."""
     if strategy == "min_tokens":
         return sorted(buckets, key=lambda bucket: (_area(bucket), _length(bucket), bucket.rows))
@@ -94,7 +93,7 @@ def capture_order(buckets: Sequence[Bucket], strategy: Strategy) -> list[Bucket]
 
 
 def graph_shares(pool: int, prefill: Phase, decode: Phase, prompt_ratio: float = 0.3) -> dict[Phase, int]:
-    """The bytes of ``pool`` that either phase may take at first."""
+    """The bytes of ``pool`` that each phase may take at first."""
     share = int(pool * prompt_ratio)
     return {prefill: share, decode: pool - share}
 
@@ -107,12 +106,11 @@ def capture_graphs(
     expected: Mapping[Bucket, int],
     prompt_ratio: float = 0.3,
 ) -> dict[Phase, PhaseCaptures]:
-    """Capture what fits into ``pool`` bytes, from two queues: the phase that prefills and decode, in this order.
+    """Capture what fits into ``pool`` bytes from two queues: the phase that prefills, then decode.
 
-    ``prompt_ratio`` of the pool is the first queue's. ``expected`` bytes come from the plan and are used until
-    something of the phase was measured; from then on the measured bytes a token (decode: a row) are. If just one phase
-    is then complete, the other tries again with all that is left. A share is exceeded only by as much as an estimate
-    was wrong, and where that happens a note says so.
+    ``prompt_ratio`` of the pool goes to the first queue. The plan's ``expected`` bytes are used until something of the
+    phase was measured, then the measured bytes per token. If exactly one phase is then complete, the other tries again
+    with all that is left. A share can only be exceeded by the error of an estimate, and a note then says so.
     """
     first, second = queues
     done = {phase: PhaseCaptures(phase, len(queue)) for phase, queue in queues.items()}
@@ -129,7 +127,7 @@ def capture_graphs(
 def _run(
     done: PhaseCaptures, queue: Sequence[Bucket], available: int, capture: Capture, expected: Mapping[Bucket, int]
 ) -> None:
-    """One pass over a queue with ``available`` bytes; buckets that were tried already are passed by."""
+    """One pass over a queue with ``available`` bytes, without the buckets that were tried already."""
     tried = {*done.captured, *(skipped.bucket for skipped in done.skipped)}
     for number, bucket in enumerate(queue, 1):
         if bucket in tried:
@@ -152,9 +150,8 @@ def _run(
 
 
 def _estimate(done: PhaseCaptures, bucket: Bucket, expected: Mapping[Bucket, int]) -> int:
-    """Measured bytes in proportion to weight; the plan's estimate while nothing was measured."""
-    weight = sum(captured.tokens for captured in done.captured)
-    return bucket.tokens * done.used // weight if done.used else expected[bucket]
+    tokens = sum(captured.tokens for captured in done.captured)
+    return bucket.tokens * done.used // tokens if done.used else expected[bucket]
 
 
 def _area(bucket: Bucket) -> int:

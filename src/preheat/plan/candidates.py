@@ -1,4 +1,4 @@
-"""The candidates of each phase: every bucket that the options ask for, within the limits, before a step chooses any."""
+"""The candidates of each phase: every bucket that the options ask for."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ MAX_CANDIDATES = 1_000_000
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a phase: the range (min, step, max) as it is used, and the bucket sizes in it.
-
-    ``knob`` begins the names of the variables that set it.
+    """One dimension of a phase: its range (min, step, max) within the limits, and the bucket sizes in it. ``knob`` is
+    the prefix of the variables that set it.
     """
 
     label: str
@@ -37,7 +36,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A phase before its dispatcher is built: ``over`` are the buckets that break a budget, with the budget's name."""
+    """A phase before its dispatcher is built. ``over`` are the buckets that exceed a limit, each with the reason."""
 
     region: Region
     axes: tuple[Axis, ...]
@@ -51,9 +50,8 @@ class Candidates:
 
 
 def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
-    """Every bucket that the options ask for, phase by phase, within ``limits``.
-
-    Raises SettingsError for a policy, strategy or range that makes no sense, saying what to change.
+    """Every bucket that the options ask for, phase by phase. Raises SettingsError, saying what to change, for a policy,
+    strategy or range that makes no sense.
     """
     if limits.num_blocks < 2:
         raise SettingsError(
@@ -76,10 +74,8 @@ def coarser(axes: Sequence[Axis]) -> str:
 
 def _from_sizes(limits: Limits, options: PlanOptions, region: Region, policy: Policy) -> Candidates:
     """The product of the bucket sizes of the region's dimensions."""
-    axes = tuple(
-        _axis(limits, options, dimension, bound, policy)
-        for dimension, bound in zip(region.dimensions, region.bounds, strict=False)
-    )
+    bounds = zip(region.dimensions, region.bounds, strict=False)
+    axes = tuple(_axis(limits, options, dimension, bound, policy) for dimension, bound in bounds)
     values = [axis.values for axis in axes]
     count = math.prod(map(len, values))
     if count > MAX_CANDIDATES:
@@ -90,21 +86,26 @@ def _from_sizes(limits: Limits, options: PlanOptions, region: Region, policy: Po
 def _axis(limits: Limits, options: PlanOptions, dimension: Dimension, bound: int, policy: Policy) -> Axis:
     name, knob = dimension.name, f"VLLM_{dimension.name.upper()}_BUCKET"
     asked, defaults = options.asked(name), policy.default_span(name, limits, options)
-    low, step, high = (given if given is not None else usual for given, usual in zip(asked, defaults, strict=True))
+    low, step, high = (usual if given is None else given for given, usual in zip(asked, defaults, strict=True))
     if asked[0] is None:
         low = min(low, high)
+    strategy = options.bucketing_strategy
     try:
-        # What the range asks for is checked as it stands; then no value above what a step can reach is any use.
-        bucket_sizes("linear", low, step, high)
+        bucket_sizes("linear", low, step, high)  # checks the range as given; steps do not go beyond ``bound``
         low, high = min(low, bound), min(high, bound)
-        values = policy.sizes(name, (low, step, high), options)
+        values = bucket_sizes(
+            *(strategy, low, step, high),
+            per_doubling=policy.per_doubling.get(name) if strategy == "exponential" else None,
+            pad_max=options.bucket_pad_max,
+            pad_percent=options.bucket_pad_percent,
+        )
     except SettingsError as error:
         raise SettingsError(f"{knob}_{{MIN,STEP,MAX}}: {error.message}") from None
     return Axis(dimension.label, knob, low, step, high, values)
 
 
 def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: Policy) -> tuple[Candidates, ...]:
-    """``(rows, query)`` or ``(rows, query, blocks)`` a line: a query of 1 decodes."""
+    """Lines are ``(rows, query)`` or ``(rows, query, blocks)``; a query of 1 decodes."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -123,8 +124,7 @@ def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: 
 def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], buckets: Iterable[Bucket]) -> Candidates:
     good, over = [], []
     for bucket in buckets:
-        reason = _over_budget(limits, region, bucket)
-        if reason:
+        if reason := _over_budget(limits, region, bucket):
             over.append((bucket, reason))
         else:
             good.append(bucket)
@@ -132,8 +132,8 @@ def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], buckets:
 
 
 def _over_budget(limits: Limits, region: Region, bucket: Bucket) -> str | None:
-    if bucket.tokens > limits.max_num_batched_tokens:
-        budget = limits.max_num_batched_tokens
+    budget = limits.max_num_batched_tokens
+    if bucket.tokens > budget:
         return f"over budget: {bucket.tokens:,} tokens exceed --max-num-batched-tokens {budget:,}"
     if bucket.rows > limits.max_num_seqs:
         return f"over budget: {bucket.rows:,} rows exceed --max-num-seqs {limits.max_num_seqs:,}"
@@ -145,9 +145,8 @@ def _over_budget(limits: Limits, region: Region, bucket: Bucket) -> str | None:
 
 
 def _fallback(limits: Limits, region: Region) -> Bucket:
-    """One bucket that holds every step of the region and stays within every budget.
-
-    For prompts it is flat: a rectangle that held every mix of rows and lengths would exceed the token budget.
+    """One bucket that holds every step of the region and stays within every budget. For prompts it is flat: a rectangle
+    for every mix of rows and lengths would exceed the token budget.
     """
     if region.phase == "decode":
         return region.bucket(*region.bounds)

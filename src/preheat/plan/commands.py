@@ -1,18 +1,22 @@
-"""The bodies of ``preheat buckets`` and ``preheat plan``: what they print, from plain values. No torch."""
+"""What ``preheat buckets`` and ``preheat plan`` print. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter, defaultdict
 
 from preheat.backends.base import Facts
 from preheat.limits import resolve_limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes
 from preheat.plan.cost import Costs, ModelSizes, SpecLike
+from preheat.plan.items import ForwardItem, Item, SamplerItem
+from preheat.plan.lines import format_bytes
 from preheat.plan.options import PlanOptions
-from preheat.plan.plan import make_plan
-from preheat.plan.render import render
+from preheat.plan.plan import Plan, make_plan
 from preheat.settings import Settings
+
+MOST_REASONS = 8
 
 
 def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +33,8 @@ def add_bucket_flags(parser: argparse.ArgumentParser) -> None:
 
 def buckets(args: argparse.Namespace) -> str:
     """What ``preheat buckets`` prints: the sizes of one dimension. SettingsError for a range that makes no sense."""
-    values = bucket_sizes(
-        args.strategy,
-        args.min,
-        args.step,
-        args.max,
-        count=args.count,
-        pad_max=args.pad_max,
-        pad_percent=args.pad_percent,
-    )
+    optional = {"count": args.count, "pad_max": args.pad_max, "pad_percent": args.pad_percent}
+    values = bucket_sizes(args.strategy, args.min, args.step, args.max, **optional)
     if args.json:
         return json.dumps(list(values))
     return f"{len(values)} buckets: {', '.join(map(str, values))}"
@@ -56,4 +53,55 @@ def plan(
     sizes = ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     limits = resolve_limits(settings, max_positions, settings.block_size * sizes.kv_bytes_per_token)
     made = make_plan(limits, PlanOptions.of(settings), Costs(sizes, facts.machine, limits.block_size))
-    return json.dumps(made.to_dict(), indent=2) if as_json else render(made)
+    if as_json:
+        return json.dumps(made.to_dict(), indent=2)
+    return "\n".join([*_head(made), "", *_items(made), "", *_padding(made), *_dropped(made)])
+
+
+def _head(plan: Plan) -> list[str]:
+    limits = plan.limits
+    seconds = sum(item.estimate.seconds for item in plan.items)
+    size = f"{limits.max_num_seqs} sequences x {limits.max_model_len:,} tokens"
+    step = f"{limits.max_num_batched_tokens:,} tokens a step, blocks of {limits.block_size}"
+    how = f"{plan.policy.name} policy, {plan.options.bucketing_strategy} bucket sizes"
+    return [f"{size}, {step}", f"{how}: {len(plan.items):,} items, {plan.programs:,} programs, about {seconds:.1f} s"]
+
+
+def _items(plan: Plan) -> list[str]:
+    groups: dict[str, list[Item]] = defaultdict(list)
+    for item in plan.items:
+        groups[item.kind].append(item)
+    lines = [f"{'kind':<12}{'items':>7}  {'seconds':>8}  {'most memory':>12}  sizes"]
+    for kind, items in groups.items():
+        seconds = sum(item.estimate.seconds for item in items)
+        memory = format_bytes(max(item.estimate.bytes for item in items))
+        lines.append(f"{kind:<12}{len(items):>7,}  {seconds:>8.2f}  {memory:>12}  {_sizes(plan, items)}")
+    return lines
+
+
+def _sizes(plan: Plan, items: list[Item]) -> str:
+    if isinstance(items[0], ForwardItem):
+        text = f"{items[-1].name} ... {items[0].name}"
+        return text + "".join(f", fallback {item.name}" for item in items if item.fallback)
+    if isinstance(items[0], SamplerItem):
+        sizes = plan.sampler_sizes
+        return f"{len(sizes)} batch sizes x {len(items) // len(sizes)} settings"
+    return ", ".join(str(value) for item in items for value in item.shape.values())
+
+
+def _padding(plan: Plan) -> list[str]:
+    return [
+        f"padding of {phase}: {padding.mean:.1%} on average ({padding.spread}), at most {padding.worst:.0%} at"
+        f" {padding.worst_need}"
+        for phase, padding in plan.padding.items()
+    ]
+
+
+def _dropped(plan: Plan) -> list[str]:
+    if not plan.dropped:
+        return []
+    counts = Counter(dropped.reason.partition(":")[0] for dropped in plan.dropped)
+    lines = ["", f"{len(plan.dropped):,} candidates dropped:"]
+    lines += [f"  {count:>6,}  {reason}" for reason, count in counts.most_common(MOST_REASONS)]
+    hidden = len(counts) - MOST_REASONS
+    return lines + ([f"          and {hidden} more reasons; --json lists them all"] if hidden > 0 else [])

@@ -1,6 +1,4 @@
-"""What an item costs, in seconds of warm-up and bytes of working memory: estimated from the model's sizes and the
-machine's rough speed, or measured, where an earlier boot's record has it.
-"""
+"""What an item costs: estimated from the model's sizes and the machine's speed, or measured by an earlier boot."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from preheat.plan.buckets import Bucket
 
 
 class Cost(NamedTuple):
-    """Seconds to run an item once, and the bytes that it needs beside weights and cache."""
+    """Seconds to run an item once, and the bytes that it needs besides weights and cache."""
 
     seconds: float
     bytes: int
@@ -39,7 +37,7 @@ class _Head(Protocol):
 
 
 class SpecLike(Protocol):
-    """What is read of a model's spec."""
+    """The part of :class:`preheat.model.specs.ModelSpec` that costs depend on."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -54,10 +52,9 @@ class SpecLike(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that decide what a step costs. ``dtype_bytes`` is for weights, activations and cache.
-
-    ``layer_params`` are the weights of all layers and ``head_params`` those of the output head, without embeddings.
-    ``kv_heads`` are the most that a layer has.
+    """The sizes of a decoder that determine what a step costs. ``layer_params`` are the weights of all layers and
+    ``head_params`` those of the output head, without embeddings; ``kv_heads`` are the most that a layer has;
+    ``dtype_bytes`` is for weights, activations and cache.
     """
 
     hidden: int
@@ -72,10 +69,8 @@ class ModelSizes:
 
     @classmethod
     def of(cls, spec: SpecLike, dtype_bytes: int = 2) -> ModelSizes:
-        """The sizes of a model with this spec.
-
-        Activations are those of the widest moment of a layer: residual and normed input beside what the layer has.
-        """
+        """Activations are the most that a layer holds at once, residual and normed input included."""
+        widest = 2 * spec.hidden_size + max(layer.activations for layer in spec.layers)
         return cls(
             hidden=spec.hidden_size,
             vocab=spec.vocab_size,
@@ -84,17 +79,14 @@ class ModelSizes:
             layer_params=sum(layer.step_params for layer in spec.layers),
             head_params=spec.head.weights,
             kv_bytes_per_token=spec.kv_bytes_per_token(dtype_bytes),
-            activation_bytes_per_token=dtype_bytes
-            * (2 * spec.hidden_size + max(layer.activations for layer in spec.layers)),
+            activation_bytes_per_token=dtype_bytes * widest,
             dtype_bytes=dtype_bytes,
         )
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Answers what an item costs. ``measured`` gives the seconds of items that ran before, by name; what they held on
-    to then says nothing of the memory that they need, which stays estimated.
-    """
+    """``measured`` gives the seconds of items that ran in an earlier boot, by name. Memory is always estimated."""
 
     sizes: ModelSizes
     machine: Machine
@@ -102,7 +94,7 @@ class Costs:
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def forward(self, name: str, bucket: Bucket) -> Cost:
-        """One forward step: the slower of its arithmetic and of reading weights and context, logits not included."""
+        """One forward step without logits: the slower of its arithmetic and of reading weights and context."""
         sizes = self.sizes
         context = bucket.blocks * self.block_size or (bucket.rows * bucket.longest if bucket.phase == "decode" else 0)
         flops = 2.0 * sizes.layer_params * bucket.tokens
@@ -111,14 +103,14 @@ class Costs:
         return self._known(name, flops, moved + work, work, self.machine.step_overhead)
 
     def sampling(self, name: str, rows: int) -> Cost:
-        """Logits of ``rows`` positions, in float32, and one token from each."""
+        """Float32 logits of ``rows`` positions, and one token from each."""
         sizes = self.sizes
         logits = rows * sizes.vocab * 4
         moved = (sizes.head_params * sizes.dtype_bytes if rows else 0) + 4 * logits
         return self._known(name, 2.0 * sizes.head_params * rows, moved, 2 * logits, self.machine.call_overhead)
 
     def swap(self, name: str, pairs: int) -> Cost:
-        """``pairs`` pairs of blocks exchanged in every layer, by way of copies of one layer's."""
+        """Swapping ``pairs`` pairs of blocks, layer by layer through copies."""
         moved = pairs * 2 * self.block_size * self.sizes.kv_bytes_per_token
         return self._known(name, 0.0, 2 * moved, moved // self.sizes.layers, self.machine.call_overhead)
 

@@ -1,14 +1,14 @@
-"""The dispatcher: every bucket that may run, and the cheapest of them for each step.
+"""The dispatcher finds the cheapest planned bucket for each step.
 
-``fit`` is on the path of every step, so the answer for every possible step size is worked out beforehand: two binary
-searches and two list lookups find it.
+``fit`` runs at every step, so the answers for all step sizes are worked out beforehand: two binary searches and two
+lookups find one.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -38,40 +38,43 @@ class WarnOnce:
         name = str(size)
         if name not in self.counts:
             if len(self.counts) < MAX_MISSES_NAMED:
-                logger.warning("%s", not_planned(size))
+                logger.warning("Configuration: %s was not warmed-up!", size)
             else:
                 name = OTHERS
         self.counts[name] = self.counts.get(name, 0) + 1
-
-
-def not_planned(size: StepSize) -> str:
-    """What is logged of a step beyond the bucket sizes."""
-    return f"Configuration: {size} was not warmed-up!"
 
 
 @dataclass(frozen=True)
 class PhaseDispatcher:
     """One phase: its region, the buckets that steps can choose (cheapest first), and the fallback beyond them.
 
-    ``cells[i][j]`` is the cheapest bucket for steps up to ``a[i]`` and ``b[j]``. ``examples`` maps every bucket, the
-    fallback included, to the heaviest step size found that chooses it. ``shadowed`` are buckets that no step chooses,
-    each with the one that takes its place. ``fallback`` is None if the buckets hold every step within the limits.
+    ``cells[i][j]`` is the cheapest bucket for steps up to ``a[i]`` and ``b[j]``, which are the fields ``field_a`` and
+    ``field_b`` of a StepSize. ``shadowed`` are buckets that no step chooses, each with the one that takes its place.
+    ``fallback`` and ``gap``, a step that needs it, are None if the buckets hold every step within the limits.
     """
 
     region: Region
     buckets: tuple[Bucket, ...]
     shadowed: tuple[tuple[Bucket, Bucket | None], ...]
     fallback: Bucket | None
-    examples: Mapping[Bucket, StepSize]
+    gap: StepSize | None
+    grid: _Grid
     a: tuple[int, ...]
     b: tuple[int, ...]
     cells: tuple[tuple[Bucket | None, ...], ...]
     field_a: int
     field_b: int
 
+    def example(self, bucket: Bucket) -> StepSize | None:
+        """The heaviest step size found that chooses ``bucket``; None if none of this phase does."""
+        if bucket == self.fallback:
+            return self.gap
+        cell = self.grid.last_cells.get(bucket)
+        return None if cell is None else self.grid.step_size(cell)
+
 
 class Dispatcher:
-    """The buckets of all phases; it never changes. ``on_miss`` is called for every step that took a fallback."""
+    """The buckets of all phases; immutable. ``on_miss`` is called for every step that takes a fallback."""
 
     __slots__ = ("_on_miss", "_phases")
     _phases: dict[Phase, PhaseDispatcher]
@@ -86,7 +89,7 @@ class Dispatcher:
 
     @property
     def phases(self) -> Mapping[Phase, PhaseDispatcher]:
-        """By phase; a phase that is not here does not exist under this policy."""
+        """By phase: those that the bucketing policy has."""
         return MappingProxyType(self._phases)
 
     @property
@@ -96,14 +99,14 @@ class Dispatcher:
         return (*regular, *(phase.fallback for phase in self._phases.values() if phase.fallback))
 
     def find(self, size: StepSize) -> Bucket | None:
-        """The cheapest bucket that holds ``size``, fallbacks left out, or None: what an admission rule asks."""
+        """The cheapest bucket that holds ``size``, fallbacks left out, or None. Used for admission."""
         phase = self._phases[size.phase]
         i = bisect_left(phase.a, size[phase.field_a])
         j = bisect_left(phase.b, size[phase.field_b])
         return phase.cells[i][j]
 
     def fit(self, size: StepSize) -> Bucket:
-        """The bucket that a step of ``size`` runs in: never smaller than asked, never above a budget.
+        """The bucket that a step of ``size`` runs in: never smaller, never above a budget.
 
         Raises OutsideLimits for a size that no step within the limits has.
         """
@@ -128,16 +131,15 @@ class Dispatcher:
     def example(self, bucket: Bucket) -> StepSize:
         """The heaviest step size found for which ``fit`` gives ``bucket``."""
         for phase in self._phases.values():
-            if bucket in phase.examples:
-                return phase.examples[bucket]
+            if example := phase.example(bucket):
+                return example
         raise KeyError(bucket)
 
 
 def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) -> PhaseDispatcher:
-    """The dispatcher of one phase from candidates that respect every budget.
-
-    Candidates that no step within ``region`` chooses are left out, and listed as shadowed with the bucket that takes
-    their place. ``fallback`` must hold every step of the region; it is used only where the candidates leave a gap.
+    """The dispatcher of one phase from candidates that respect every budget. Candidates that no step within ``region``
+    chooses are listed as shadowed. ``fallback`` must hold every step of the region; it is used only if the candidates
+    leave a gap.
     """
     grid = _Grid(region, _by_cost(list(dict.fromkeys(candidates))))
     chosen = grid.chosen()
@@ -150,7 +152,8 @@ def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) 
         buckets=tuple(grid.buckets),
         shadowed=shadowed,
         fallback=None if gap is None else fallback,
-        examples=_Examples(grid, {} if gap is None else {fallback: gap}),
+        gap=gap,
+        grid=grid,
         a=tuple(grid.values[0].tolist()),
         b=tuple(grid.values[1].tolist()),
         cells=grid.cells(),
@@ -160,7 +163,7 @@ def build_phase(region: Region, candidates: Sequence[Bucket], fallback: Bucket) 
 
 
 def _by_cost(buckets: list[Bucket]) -> list[Bucket]:
-    """Cheapest first; of equally cheap ones the shorter, so that the order never depends on the input's."""
+    """Cheapest first, then shortest, so that the order does not depend on the input's."""
     column = _columns(buckets)
     length = np.where(column["longest"] + column["blocks"], column["longest"] + column["blocks"], column["tokens"])
     order = np.lexsort([column["rows"], length, np.array([padded_work(bucket) for bucket in buckets])])
@@ -174,7 +177,7 @@ def _columns(buckets: Sequence[Bucket]) -> dict[str, np.ndarray]:
 
 
 class _Grid:
-    """The plane of a region cut at the dimensions of its buckets; each cell knows the first bucket that holds it.
+    """The plane of a region cut at the dimensions of its buckets; ``best`` is the first bucket that holds each cell.
 
     ``buckets`` are in order of cost, so the first is the cheapest and a running minimum over positions finds it.
     """
@@ -189,7 +192,7 @@ class _Grid:
         if len(self.values[0]) * len(self.values[1]) > MAX_CELLS:
             sizes = " x ".join(f"{len(values):,} {name}" for values, name in zip(self.values, region.axes, strict=True))
             raise SettingsError(f"the {region.phase} buckets have too many sizes ({sizes}): raise a bucket step")
-        # One more cell on either axis for what lies beyond all buckets.
+        # One more cell on each axis for what lies beyond all buckets.
         best = np.full([len(values) + 1 for values in self.values], len(buckets), np.int64)
         np.minimum.at(best, tuple(self.where), np.arange(len(buckets)))
         for axis in (0, 1):
@@ -198,7 +201,7 @@ class _Grid:
         self.a_top, self.reachable = self._reach()
 
     def _reach(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each cell the largest a of a step inside it, and whether there is any step inside it."""
+        """For each cell the largest a of a step in it, and whether there is any step in it."""
         (a_low, a_high), (self.b_low, self.b_high) = (
             _edges(values, bound) for values, bound in zip(self.values, self.region.bounds, strict=True)
         )
@@ -208,17 +211,18 @@ class _Grid:
         return top, (top >= np.maximum(a_low[:, None], first[None, :])) & ~empty
 
     def chosen(self) -> np.ndarray:
-        """Which buckets some step within the region gets: bool [buckets]."""
+        """Which buckets are chosen by some step within the region: bool [buckets]."""
         found = np.zeros(len(self.buckets) + 1, bool)
         found[self.best[self.reachable]] = True
         return found[:-1]
 
-    def last_cells(self) -> np.ndarray:
-        """For each bucket the last cell within the region that it serves, as a flat index: int64 [buckets]."""
+    @cached_property
+    def last_cells(self) -> dict[Bucket, int]:
+        """For each bucket the last cell within the region that it serves, as a flat index."""
         cells = np.flatnonzero(self.reachable)
         last = np.zeros(len(self.buckets) + 1, np.int64)
         np.maximum.at(last, self.best.ravel()[cells], cells)
-        return last[:-1]
+        return dict(zip(self.buckets, last[:-1].tolist(), strict=True))
 
     def gap(self) -> StepSize | None:
         """The size of a step within the region that no bucket holds."""
@@ -226,7 +230,7 @@ class _Grid:
         return self.step_size(int(flat[-1])) if len(flat) else None
 
     def winner(self, rank: int) -> Bucket | None:
-        """What a step of exactly this size gets in its place; None if there is no such step."""
+        """What a step of exactly this bucket's size gets instead; None if there is no such step."""
         cell = self.where[0][rank], self.where[1][rank]
         return self.buckets[self.best[cell]] if self.reachable[cell] else None
 
@@ -240,27 +244,6 @@ class _Grid:
         """The grid as nested tuples of buckets, which index faster than arrays."""
         buckets = [*self.buckets, None]
         return tuple(tuple(buckets[rank] for rank in row) for row in self.best.tolist())
-
-
-class _Examples(Mapping[Bucket, StepSize]):
-    """A step size for every bucket of a grid in which each is chosen, worked out when asked for."""
-
-    def __init__(self, grid: _Grid, more: dict[Bucket, StepSize]) -> None:
-        self._grid, self._more = grid, more
-
-    @cached_property
-    def _cell(self) -> dict[Bucket, int]:
-        return dict(zip(self._grid.buckets, self._grid.last_cells().tolist(), strict=True))
-
-    def __getitem__(self, bucket: Bucket) -> StepSize:
-        return self._grid.step_size(self._cell[bucket]) if bucket in self._cell else self._more[bucket]
-
-    def __iter__(self) -> Iterator[Bucket]:
-        yield from self._cell
-        yield from self._more
-
-    def __len__(self) -> int:
-        return len(self._cell) + len(self._more)
 
 
 def _edges(values: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:

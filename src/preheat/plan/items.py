@@ -1,7 +1,7 @@
-"""The items of a plan: everything that may ever run, one class for each kind.
+"""The items of a plan, one class for each kind.
 
 An item says what it is (``kind``, ``name``, ``program``), what it costs, and how warm-up runs it. A new kind is one
-class here and one line in `preheat.plan.plan.KINDS`.
+class here and one entry in `preheat.plan.plan.KINDS`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from preheat.core import Level, SamplingParams
 from preheat.plan import lines
-from preheat.plan.base import PlanBase
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
 from preheat.plan.programs import Program, SamplerProgram, SwapProgram
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, SAMPLER_SETTINGS
 
+if TYPE_CHECKING:
+    from preheat.plan.plan import Plan
+
 logger = logging.getLogger(__name__)
 
-Stage = Literal["before_cache", "after_cache", "last"]
+Stage = Literal["after_cache", "last"]
 
 SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Pairs of blocks that one compaction step swaps are padded to one of these."""
@@ -32,30 +34,30 @@ MAX_DETERMINISM_TOKENS = 128
 
 
 class NothingToRun(Exception):
-    """An item has no work within the limits; the message is the reason."""
+    """Raised by an item that has no work within the limits; the message is the reason."""
 
 
 class ItemRunner(Protocol):
-    """What the warm-up offers to items (:class:`preheat.warmup.run.WarmUp`)."""
+    """How items run (:class:`preheat.warmup.run.WarmUp`)."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
 
     def first_run(self, bucket: Bucket) -> None:
-        """Run a step padded to ``bucket`` for the first time: all of it, or what its graph needs to be captured."""
+        """Run a step padded to ``bucket`` for the first time: all of it, or what capturing its graph needs."""
 
     def forward(self, bucket: Bucket) -> None:
         """Run a step padded to ``bucket``."""
 
     def sample(self, program: SamplerProgram, params: SamplingParams, times: int) -> None:
-        """Sample as many rows as ``program`` has, all with ``params``, ``times`` times in a row."""
+        """Sample the rows of ``program``, all with ``params``, ``times`` times in a row."""
 
     def swap(self, pairs: int) -> None:
-        """Run the program that swaps ``pairs`` pairs of blocks, on blocks 0 and 1, which change places."""
+        """Run the program that swaps ``pairs`` pairs of blocks; blocks 0 and 1 change places."""
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
-        """Call ``run`` ``count`` times, with the log of the determinism warm-up; a failing pass is logged."""
+        """Call ``run`` ``count`` times, logging as the determinism warm-up does; a failing pass is logged too."""
 
     def run_check(self, name: str) -> None:
         """Run a cross-check; raises NotInvariant or NothingToRun."""
@@ -63,26 +65,25 @@ class ItemRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Item(ABC):
-    """One thing that may run. ``estimate`` is its expected cost, zero where nothing was estimated; a ``fallback`` is
-    what steps beyond the bucket sizes run in. Items of the last stage run once graphs are captured.
+    """One thing that may run. ``estimate`` is its expected cost, zero if nothing was estimated; a ``fallback`` is for
+    steps beyond the bucket sizes. Items of the last stage run once graphs are captured.
     """
 
     KIND: ClassVar[str] = ""
-    STAGE: ClassVar[Stage] = "after_cache"
+    stage: ClassVar[Stage] = "after_cache"
 
     estimate: Cost = field(default=Cost(0.0, 0), kw_only=True)
     fallback: bool = field(default=False, kw_only=True)
 
     @classmethod
     @abstractmethod
-    def of_plan(cls, plan: PlanBase) -> Iterable[Item]:
+    def of_plan(cls, plan: Plan) -> Iterable[Item]:
         """All items of this class, in the order in which they run."""
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
-        """Run all items of one kind. ``run_one`` records and logs what becomes of an item and raises what it raised.
-
-        Returns how many ran without an error.
+        """Run all items of one kind; how many ran without an error. ``run_one`` runs an item, records and logs its
+        outcome, and raises what the item raised.
         """
         done = 0
         for item in items:
@@ -96,22 +97,18 @@ class Item(ABC):
         return self.KIND
 
     @property
-    def stage(self) -> Stage:
-        return self.STAGE
-
-    @property
     @abstractmethod
     def shape(self) -> dict[str, Any]:
-        """What tells it from others of its kind, for JSON."""
+        """What distinguishes it from others of its kind, for JSON."""
 
     @property
     def name(self) -> str:
-        """Unique within a plan and the same on every boot: records are kept by it."""
+        """Unique within a plan and the same on every boot; the key in records."""
         return f"({', '.join(map(str, [self.kind, *self.shape.values()]))})"
 
     @property
     def program(self) -> Program | None:
-        """The runnable program that the item stands for; None if it only runs programs of others again."""
+        """The program that it runs; None if it only runs other items' programs again."""
         return None
 
     def cost(self, costs: Costs) -> Cost:
@@ -119,11 +116,10 @@ class Item(ABC):
         return Cost(0.0, 0)
 
     @abstractmethod
-    def run(self, warm: ItemRunner) -> None:
-        """Run it once."""
+    def run(self, warm: ItemRunner) -> None: ...
 
     def log_line(self, number: int, total: int, free: int) -> str:
-        """What is logged before it runs, the n-th of ``total`` of its kind, with ``free`` bytes of memory."""
+        """What is logged before it runs as number ``number`` of ``total``, with ``free`` bytes of memory left."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,8 +142,8 @@ class ForwardItem(Item):
     bucket: Bucket
 
     @classmethod
-    def of_plan(cls, plan: PlanBase) -> Iterable[ForwardItem]:
-        """Phase by phase, largest first; the fallback, which is larger than all, before them."""
+    def of_plan(cls, plan: Plan) -> Iterable[ForwardItem]:
+        """Phase by phase, largest first; a fallback is larger than any other."""
         for phase in plan.dispatcher.phases.values():
             if phase.fallback:
                 yield cls(phase.fallback, fallback=True)
@@ -159,7 +155,7 @@ class ForwardItem(Item):
 
     @property
     def shape(self) -> dict[str, Any]:
-        return dict(self.bucket.named_dims())
+        return {**self.bucket.named_dims()}
 
     @property
     def program(self) -> Bucket:
@@ -185,13 +181,9 @@ class SamplerItem(Item):
     batch_changed: bool
 
     @classmethod
-    def of_plan(cls, plan: PlanBase) -> Iterable[SamplerItem]:
-        return cls.of_sizes(plan.sampler_sizes)
-
-    @classmethod
-    def of_sizes(cls, sizes: Iterable[int]) -> Iterable[SamplerItem]:
+    def of_plan(cls, plan: Plan) -> Iterable[SamplerItem]:
         """For each size all settings with a changed batch, then all with an unchanged one, `GAUDI_SETTINGS` first."""
-        for rows in sizes:
+        for rows in plan.sampler_sizes:
             for settings in (GAUDI_SETTINGS, BRANCH_SETTINGS):
                 yield from (cls(rows, setting, changed) for changed in (True, False) for setting in settings)
 
@@ -201,7 +193,7 @@ class SamplerItem(Item):
         for line in lines.sampler_start(sorted({item.rows for item in items}), logged):
             logger.info("%s", line)
         done = Item.run_kind(items, run_one, warm)
-        logger.info("%s", lines.sampler_finished())
+        logger.info("Sampler warmup completed successfully")
         return done
 
     @property
@@ -220,36 +212,35 @@ class SamplerItem(Item):
         return costs.sampling(self.name, self.rows)
 
     def run(self, warm: ItemRunner) -> None:
-        """The second time, what the sampler keeps of the rows is theirs already."""
+        """The batch is unchanged the second time."""
         warm.sample(self.program, SAMPLER_SETTINGS[self.setting], 1 if self.batch_changed else 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SwapItem(Item):
-    """A padded size of the defragmenter. Source: its warm-up in vLLM on Gaudi, which swaps blocks 0 and 1 at each size.
-
-    An even number of swaps leaves the cache as it was.
+    """A padded size of the defragmenter. Source: its warm-up in vLLM on Gaudi, which swaps blocks 0 and 1 at each size;
+    an even number of swaps leaves the cache unchanged.
     """
 
     KIND = "swap"
     pairs: int
 
     @classmethod
-    def of_plan(cls, plan: PlanBase) -> Iterable[SwapItem]:
+    def of_plan(cls, plan: Plan) -> Iterable[SwapItem]:
         return (cls(pairs) for pairs in SWAP_SIZES if plan.policy.compacts)
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
         """All sizes, and after an odd number of swaps the first one again."""
         sizes = [item.pairs for item in items]
-        logger.info("%s", lines.defragmenter_start(sizes))
+        logger.info("Warming up defragmenter with thresholds: %s", sizes)
         if warm.num_blocks < 2:
-            logger.warning("%s", lines.defragmenter_skipped(warm.num_blocks))
+            logger.warning("Skipping defragmenter warmup, insufficient blocks (%d)", warm.num_blocks)
             return 0
         done = Item.run_kind(items, run_one, warm)
         if done % 2:
             warm.swap(sizes[0])
-        logger.info("%s", lines.defragmenter_finished())
+        logger.info("Defragmenter warmup completed successfully")
         return done
 
     @property
@@ -269,15 +260,15 @@ class SwapItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class DeterminismItem(Item):
-    """A pass of the determinism warm-up: ``bucket``, which serves, is run again."""
+    """A pass of the determinism warm-up, which runs ``bucket`` again."""
 
-    KIND, STAGE = "determinism", "last"
+    KIND, stage = "determinism", "last"
     number: int
     bucket: Bucket
 
     @classmethod
-    def of_plan(cls, plan: PlanBase) -> Iterable[DeterminismItem]:
-        """Passes over a decoding step of as many rows as a usual batch has; none without batch invariance."""
+    def of_plan(cls, plan: Plan) -> Iterable[DeterminismItem]:
+        """Passes over a decode step of a usual batch size; none without batch invariance."""
         rows = min(plan.limits.max_rows, MAX_DETERMINISM_TOKENS)
         bucket = plan.dispatcher.peek(StepSize("decode", rows, rows, longest=1, blocks=rows))
         passes = plan.options.determinism_warmup_iterations if plan.options.batch_invariant else 0
@@ -302,13 +293,13 @@ class DeterminismItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class CheckItem(Item):
-    """A cross-check of the boot, by its name in :mod:`preheat.verify.names`."""
+    """A cross-check at boot, by its name in :mod:`preheat.verify.names`."""
 
-    KIND, STAGE = "check", "last"
+    KIND, stage = "check", "last"
     check: str
 
     @classmethod
-    def of_plan(cls, plan: PlanBase) -> Iterable[CheckItem]:
+    def of_plan(cls, plan: Plan) -> Iterable[CheckItem]:
         return map(cls, plan.checks)
 
     @property

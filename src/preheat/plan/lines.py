@@ -1,7 +1,4 @@
-"""What warm-up and planning log, line by line, as vLLM on Gaudi words it; device names are left out.
-
-Functions that return text; the callers log it.
-"""
+"""Log lines of planning and warm-up, in the words of vLLM on Gaudi without its device names."""
 
 from __future__ import annotations
 
@@ -35,20 +32,15 @@ def generated(phase: Phase, buckets: Iterable[Bucket]) -> str:
 
 
 def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
-    """One bucket's turn, ``number`` of ``total``; ``free`` bytes of device memory before it."""
+    """Before bucket ``number`` of ``total`` runs; ``free`` bytes of device memory are left."""
     label = ("Graph/" if graph else "") + phase.capitalize()
-    if bucket.phase == "mixed":
-        dims = f"num_tokens:{bucket.tokens} batch_size:{bucket.rows}"
-    else:
-        second = (
-            f" num_blocks:{bucket.blocks}" if bucket.blocks else f" seq_len:{bucket.longest}" if bucket.longest else ""
-        )
-        dims = f"batch_size:{bucket.rows}{second}"
+    labels = {"tokens": "num_tokens", "rows": "batch_size", "longest": "seq_len", "blocks": "num_blocks"}
+    dims = " ".join(f"{labels[name]}:{value}" for name, value in bucket.named_dims().items())
     return f"[Warmup][{label}][{number}/{total}] {dims} free_mem:{format_bytes(free)}"
 
 
 def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int) -> str:
-    """What became of a phase's captures."""
+    """Which buckets of a phase were captured."""
     share = 100 * len(buckets) / total if total else 100.0
     return (
         f"Graph/{phase.capitalize()} captured:{len(buckets)} ({share:.1f}%) used_mem:{format_bytes(used)} "
@@ -57,13 +49,13 @@ def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int) -> 
 
 
 def finished(seconds: float, used: int) -> str:
-    """The last line."""
+    """The last line of warm-up."""
     return f"Warmup finished in {seconds:.0f} secs, allocated {format_bytes(used)} of device memory"
 
 
 def memory_step(what: str, device: tuple[int, int, int], host: tuple[int, int, int], *, in_total: bool = False) -> str:
-    """What a step of the boot took, or several ``in_total``; device and host are (taken, used now, total) in bytes, a
-    negative number is released memory.
+    """The memory that a step of the boot, or several ``in_total``, took. ``device`` and ``host`` are (taken, used now,
+    total) in bytes; negative numbers are released memory.
     """
     (taken, used, total), (host_taken, host_used, host_total) = device, host
     return (
@@ -82,13 +74,8 @@ def free_memory(split: MemorySplit, utilization: float, reserved: float) -> str:
     )
 
 
-def cache_blocks(num_blocks: int) -> str:
-    """How many blocks the cache has got."""
-    return f"# device blocks: {num_blocks}, # CPU blocks: 0"
-
-
 def graph_shares(pool: int, free: int, shares: Mapping[Phase, int], ratio: float) -> str:
-    """How the graphs' ``pool`` is divided between the phase that prefills and decode, out of ``free`` bytes."""
+    """How the graphs' ``pool``, out of ``free`` bytes, is divided between the phases."""
     parts = " and ".join(f"{format_bytes(size)} for {phase}" for phase, size in shares.items())
     return (
         f"Using {format_bytes(pool)}/{format_bytes(free)} of free device memory for graphs, {parts} "
@@ -97,30 +84,10 @@ def graph_shares(pool: int, free: int, shares: Mapping[Phase, int], ratio: float
 
 
 def sampler_start(sizes: Sequence[int], settings: Iterable[tuple[str, bool]]) -> list[str]:
-    """The lines before the sampler's items run; ``settings`` are (text, batch_changed) pairs in their order."""
+    """Before the sampler's items run; ``settings`` are (text, batch_changed) pairs in their order."""
     lines = [f"Warming up sampler with batch sizes: {list(sizes)} and following configs:"]
     lines += [f"{text}, batch_changed={changed}" for text, changed in settings]
     return [*lines, "Starting sampler warmup..."]
-
-
-def sampler_finished() -> str:
-    """The line after the sampler's items."""
-    return "Sampler warmup completed successfully"
-
-
-def defragmenter_start(sizes: Sequence[int]) -> str:
-    """The line before the swaps run; ``sizes`` are their padded sizes."""
-    return f"Warming up defragmenter with thresholds: {list(sizes)}"
-
-
-def defragmenter_finished() -> str:
-    """The line after the swaps."""
-    return "Defragmenter warmup completed successfully"
-
-
-def defragmenter_skipped(num_blocks: int) -> str:
-    """The line in place of the swaps where fewer than two blocks exist."""
-    return f"Skipping defragmenter warmup, insufficient blocks ({num_blocks})"
 
 
 def _dims(buckets: Iterable[Bucket]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The settings that decide what is in the plan, under the same names."""
+"""The settings that decide what is in the plan."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """``bucketing_policy`` is unified or split, ``bucketing_strategy`` linear, exponential, padding_aware or file. A
-    part of a bucket range that is None takes the policy's default.
-    """
+    """Names and meanings are those of Settings. A part of a bucket range that is None takes the policy's default."""
 
     bucketing_policy: str = "unified"
     bucketing_strategy: str = "exponential"
@@ -39,7 +37,7 @@ class PlanOptions:
 
     @classmethod
     def of(cls, settings: Any) -> PlanOptions:
-        """The options among the attributes of ``settings``, which must have them all."""
+        """The options of this class taken from the attributes of ``settings``."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     def asked(self, name: str) -> tuple[int | None, int | None, int | None]:

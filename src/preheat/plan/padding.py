@@ -1,9 +1,9 @@
-"""How much a plan pads, over the steps that traffic brings: rows evenly, lengths evenly on a logarithmic scale."""
+"""How much a plan pads, averaged over sampled steps: rows uniform, lengths uniform on a logarithmic scale."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ from preheat.plan.dispatcher import Dispatcher
 from preheat.plan.regions import DecodeByBlocks, DecodeByLength, Region
 
 SHORTEST = 16
-"""Prompts shorter than this are not counted: next to nothing is paid for them, whatever they are padded to."""
+"""Prompts shorter than this are not sampled: they cost next to nothing, whatever they are padded to."""
 SAMPLES = 2_000
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Work added by padding, relative to the work without padding: the mean and the worst of ``needs`` samples."""
+    """Work added by padding, relative to the work without it: the mean and the worst of ``needs`` samples."""
 
     mean: float
     worst: float
@@ -29,22 +29,12 @@ class Padding:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "mean": round(self.mean, 6),
-            "worst": round(self.worst, 6),
-            "worst_need": self.worst_need,
-            "needs": self.needs,
-            "spread": self.spread,
-        }
+        return asdict(self) | {"mean": round(self.mean, 6), "worst": round(self.worst, 6)}
 
 
 def padding_by_phase(dispatcher: Dispatcher) -> dict[str, Padding]:
     """The padding of each phase, fallbacks included."""
-    found: dict[str, Padding] = {}
-    for phase, part in dispatcher.phases.items():
-        sizes, spread = _sampled(part.region)
-        found[phase] = _measure(dispatcher, sizes, spread)
-    return found
+    return {phase: _measure(dispatcher, *_sampled(part.region)) for phase, part in dispatcher.phases.items()}
 
 
 def _measure(dispatcher: Dispatcher, sizes: Iterable[StepSize], spread: str) -> Padding:
@@ -70,9 +60,7 @@ def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
     a, b = region.bounds
     if region.phase == "mixed":
         lengths = _log_spaced(SHORTEST, a)
-        return (
-            StepSize("mixed", 1, tokens) for tokens in lengths
-        ), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+        return (StepSize("mixed", 1, n) for n in lengths), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     if region.phase == "prompt":
         lengths = _log_spaced(SHORTEST, b)
         return (region.step_size(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"

@@ -1,42 +1,72 @@
-"""The plan: all that may ever run, worked out from limits alone, before any weight is loaded."""
+"""The plan: everything that may run, worked out from the limits alone, before any weight is loaded."""
 
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.plan.base import PlanBase
-from preheat.plan.buckets import Bucket
+from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.candidates import Candidates, candidates, coarser
 from preheat.plan.cost import Costs
 from preheat.plan.dispatcher import Dispatcher, OnMiss, build_phase
 from preheat.plan.items import CheckItem, DeterminismItem, Dropped, ForwardItem, Item, SamplerItem, SwapItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
-from preheat.plan.policy import policy_named
+from preheat.plan.policy import Policy, policy_named
 
 MAX_PROGRAMS = 2_000
 
 KINDS: tuple[type[Item], ...] = (ForwardItem, SamplerItem, SwapItem, DeterminismItem, CheckItem)
-"""What a plan consists of, in the order in which it runs."""
+"""The kinds of items, in the order in which they run."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Plan(PlanBase):
+class Plan:
     """Frozen: nothing can be added later. ``items`` are in the order in which they run, the largest buckets of each
-    phase first; ``padding`` is by phase.
+    phase first; ``checks`` name the cross-checks that run last; ``padding`` is by phase.
     """
 
+    limits: Limits
+    options: PlanOptions
+    policy: Policy
+    dispatcher: Dispatcher
+    checks: tuple[str, ...]
     phases: tuple[Candidates, ...]
-    items: tuple[Item, ...]
     dropped: tuple[Dropped, ...]
-    padding: Mapping[str, Padding] = field(default_factory=dict)
+    padding: Mapping[str, Padding]
+    items: tuple[Item, ...] = ()
+
+    def fit(self, size: StepSize) -> Bucket:
+        """The bucket that a step of ``size`` runs in; see `Dispatcher.fit`."""
+        return self.dispatcher.fit(size)
+
+    @cached_property
+    def sampler_sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that sampling is padded to, ascending: 0, 1, those of the decode buckets, and the most rows
+        that a step can have.
+        """
+        decode = self.dispatcher.phases["decode"]
+        rows = {bucket.rows for bucket in (*decode.buckets, decode.fallback) if bucket is not None}
+        return tuple(sorted({0, 1, self.limits.max_rows} | rows))
+
+    def sampler_rows(self, rows: int) -> int:
+        """What the sampling of ``rows`` rows is padded to."""
+        return self.sampler_sizes[bisect_left(self.sampler_sizes, rows)]
+
+    def padded(self, rows: int, tokens: int, longest: int) -> int:
+        """What a step with prompts in it is padded to, in tokens: admission counts this against the budget."""
+        if longest == 1:
+            return tokens  # decoding rows; their number is bounded by the slots
+        bucket = self.dispatcher.find(StepSize(self.policy.prefill, rows, tokens, longest=longest))
+        return bucket.tokens if bucket else max(tokens, self.limits.max_num_batched_tokens)
 
     @property
     def programs(self) -> int:
@@ -44,7 +74,7 @@ class Plan(PlanBase):
         return len({item.program for item in self.items} - {None})
 
     def with_costs(self, costs: Costs) -> Plan:
-        """The same plan, its items estimated by ``costs``."""
+        """The same plan with its items estimated by ``costs``."""
         return replace(self, items=tuple(replace(item, estimate=item.cost(costs)) for item in self.items))
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,9 +101,9 @@ def make_plan(
 ) -> Plan:
     """The plan for these limits. Without ``costs`` nothing is estimated.
 
-    ``checks`` name the cross-checks that run last; ``on_miss`` is told of every step that took a fallback (None: a
-    warning, once for each configuration). Raises SettingsError for options that make no sense and for a plan of more
-    than 2,000 programs, unless ``allow_large_plan``.
+    ``on_miss`` is called for every step that takes a fallback (None: log a warning, once for each configuration).
+    Raises SettingsError for options that make no sense and for a plan of more than 2,000 programs, unless
+    ``allow_large_plan``.
     """
     with _without_gc():
         plan = _make_plan(limits, options, tuple(checks), on_miss)
@@ -84,8 +114,8 @@ def make_plan(
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Pause the garbage collector: a plan allocates up to millions of objects and drops none, so that collections would
-    find nothing and make the time grow faster than the plan.
+    """Pause the garbage collector: a plan allocates up to millions of objects and drops none, so collections would find
+    nothing and make the time grow faster than the plan.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -97,24 +127,22 @@ def _without_gc() -> Iterator[None]:
 
 
 def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on_miss: OnMiss | None) -> Plan:
-    policy = policy_named(options.bucketing_policy)
     phases = candidates(limits, options)
     parts = [build_phase(phase.region, phase.buckets, phase.fallback) for phase in phases]
     dispatcher = Dispatcher(parts, on_miss)
-    base = PlanBase(limits=limits, options=options, policy=policy, dispatcher=dispatcher, checks=checks)
     dropped = [Dropped(bucket, reason) for phase in phases for bucket, reason in phase.over]
     dropped += [Dropped(bucket, _shadow_reason(winner)) for part in parts for bucket, winner in part.shadowed]
-    return Plan(
+    plan = Plan(
         limits=limits,
         options=options,
-        policy=policy,
+        policy=policy_named(options.bucketing_policy),
         dispatcher=dispatcher,
         checks=checks,
         phases=phases,
-        items=tuple(item for kind in KINDS for item in kind.of_plan(base)),
         dropped=tuple(dropped),
         padding=padding_by_phase(dispatcher),
     )
+    return replace(plan, items=tuple(item for kind in KINDS for item in kind.of_plan(plan)))
 
 
 def _shadow_reason(winner: Bucket | None) -> str:

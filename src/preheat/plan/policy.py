@@ -1,7 +1,4 @@
-"""The bucketing policies: which phases there are, and the ranges of their bucket sizes.
-
-This is the only place that knows what the setting ``bucketing_policy`` means.
-"""
+"""The bucketing policies: which phases there are, and the ranges of their bucket sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import ClassVar
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.plan.bucket_sizes import bucket_sizes
 from preheat.plan.buckets import Bucket, Phase, StepSize
 from preheat.plan.options import PlanOptions
 from preheat.plan.regions import DecodeByBlocks, DecodeByLength, DecodeRegion, MixedRegion, PromptRegion, Region
@@ -20,16 +16,11 @@ from preheat.plan.regions import DecodeByBlocks, DecodeByLength, DecodeRegion, M
 Span = tuple[int, int, int]
 """A range of bucket sizes: (min, step, max)."""
 
-PER_DOUBLING = {"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 4}
-"""Values from one doubling to the next in the unified policy's exponential bucket sizes: a mixed step pays for every
-padding token, a decode step hardly. Mean padding stays under 5 and 10 %. They lie where tiles of kernels end, at powers
-of two and their halves and quarters: 32 rows padded to 34 do the work of 64, 190 padded to 196 that of 256.
-"""
-
 
 class Policy(ABC):
     """``prefill`` is the phase of steps with prompts in them. With ``mixed_steps`` those also hold decoding rows; with
     ``compacts`` the KV cache is defragmented; with ``pads_length`` the length of rows is part of the buckets.
+    ``per_doubling`` gives the number of exponential bucket sizes in each doubling, by dimension.
     """
 
     name: ClassVar[str]
@@ -37,38 +28,39 @@ class Policy(ABC):
     mixed_steps: ClassVar[bool]
     compacts: ClassVar[bool]
     pads_length: ClassVar[bool]
+    per_doubling: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     @abstractmethod
     def step_size(self, rows: int, tokens: int, *, decodes: bool, longest: int = 0, blocks: int = 0) -> StepSize:
-        """The size of a step of ``rows`` rows that compute ``tokens`` tokens; with ``decodes``, one in each row.
-
-        ``longest`` is the most tokens that a row computes, or the longest context if the step ``decodes``; ``blocks``
-        counts KV blocks, summed over rows. Both matter only if the policy ``pads_length``.
+        """The size of a step of ``rows`` rows that compute ``tokens`` tokens; with ``decodes``, one in each row. The
+        other two are those of StepSize, and matter only if the policy ``pads_length``.
         """
 
     @abstractmethod
     def regions(self, limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
-        """The steps that may arise within ``limits``, phase by phase. Raises SettingsError for ranges that have no
-        meaning under this policy.
+        """The steps that may arise within ``limits``, phase by phase. Raises SettingsError for bucket ranges that this
+        policy does not have.
         """
 
     @abstractmethod
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
-        """The range of a dimension such as "prompt_bs" where none is asked for."""
-
-    @abstractmethod
-    def sizes(self, name: str, span: Span, options: PlanOptions) -> tuple[int, ...]:
-        """The bucket sizes of a dimension over ``span``."""
+        """The default range of a dimension such as "prompt_bs"."""
 
     @abstractmethod
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """The bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 where it has none."""
+        """The bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 if the line has none."""
 
 
 class UnifiedPolicy(Policy):
-    """Phases decode (rows) and mixed (tokens x rows): context length is no part of any program."""
+    """Phases decode (rows) and mixed (tokens x rows): context length is not part of any program.
+
+    A mixed step pays for every padding token, a decode step hardly, so mixed buckets lie closer: mean padding is under
+    5 and 10 %. Sizes lie at powers of two, their halves and quarters, where tiles of kernels end: 32 rows padded to 34
+    would do the work of 64.
+    """
 
     name, prefill, mixed_steps, compacts, pads_length = "unified", "mixed", True, True, False
+    per_doubling = MappingProxyType({"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 4})
 
     def step_size(self, rows: int, tokens: int, *, decodes: bool, longest: int = 0, blocks: int = 0) -> StepSize:
         return StepSize("decode" if decodes else "mixed", rows, tokens)
@@ -87,14 +79,10 @@ class UnifiedPolicy(Policy):
         exponential = options.bucketing_strategy == "exponential"
         spans: dict[str, Span] = {
             "prompt_seq": (8, 8 if exponential else max(limits.block_size, tokens // 32), tokens),
-            "prompt_bs": (rows, rows, rows),  # they size index arrays and no arithmetic
+            "prompt_bs": (rows, rows, rows),  # rows only size index arrays here
             "decode_bs": (1, _row_step(rows, options), rows),
         }
         return spans[name]
-
-    def sizes(self, name: str, span: Span, options: PlanOptions) -> tuple[int, ...]:
-        exponential = options.bucketing_strategy == "exponential"
-        return _sizes(span, options, PER_DOUBLING[name] if exponential else None)
 
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
         """``query`` counts the step's tokens."""
@@ -102,8 +90,8 @@ class UnifiedPolicy(Policy):
 
 
 class SplitPolicy(Policy):
-    """Phases prompt (rows x longest) and decode (rows x blocks, or rows x longest where a ``VLLM_DECODE_SEQ_BUCKET_*``
-    is set), as bucketing in vLLM on Gaudi.
+    """Phases prompt (rows x longest) and decode (rows x blocks, or rows x longest if a ``VLLM_DECODE_SEQ_BUCKET_*`` is
+    set), as in vLLM on Gaudi.
     """
 
     name, prefill, mixed_steps, compacts, pads_length = "split", "prompt", False, False, True
@@ -125,7 +113,7 @@ class SplitPolicy(Policy):
         return prompt, DecodeByLength(rows, limits.max_model_len, limits.block_size, blocks)
 
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
-        """Those of vLLM on Gaudi."""
+        """The defaults of vLLM on Gaudi."""
         rows, block, length = limits.max_num_seqs, limits.block_size, limits.max_model_len
         step = _row_step(rows, options)
         spans: dict[str, Span] = {
@@ -137,11 +125,8 @@ class SplitPolicy(Policy):
         }
         return spans[name]
 
-    def sizes(self, name: str, span: Span, options: PlanOptions) -> tuple[int, ...]:
-        return _sizes(span, options)
-
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """The blocks of a prompt are the context that it attends to, which is no part of its program here."""
+        """The blocks of a prompt are its context, which is not part of its program here."""
         if region.phase == "prompt":
             return Bucket.prompt(rows, query)
         if blocks < 1:
@@ -155,22 +140,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for polic
 
 
 def policy_named(name: str) -> Policy:
-    """The policy that ``bucketing_policy`` names. Raises SettingsError if there is none of this name."""
+    """The policy that ``bucketing_policy`` names. Raises SettingsError for an unknown name."""
     if name not in POLICIES:
         raise SettingsError(f"bucketing_policy must be one of {', '.join(POLICIES)}, got {name!r}")
     return POLICIES[name]
 
 
 def _row_step(rows: int, options: PlanOptions) -> int:
-    """Steps of 32 rows are meant for linear bucket sizes."""
+    """32 suits linear bucket sizes only."""
     return min(rows, 32 if options.bucketing_strategy == "linear" else 2)
-
-
-def _sizes(span: Span, options: PlanOptions, per_doubling: int | None = None) -> tuple[int, ...]:
-    return bucket_sizes(
-        options.bucketing_strategy,
-        *span,
-        per_doubling=per_doubling,
-        pad_max=options.bucket_pad_max,
-        pad_percent=options.bucket_pad_percent,
-    )

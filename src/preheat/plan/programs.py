@@ -1,7 +1,4 @@
-"""The keys of runnable programs: what an item of the plan stands for, and what a step says that it ran.
-
-A forward program's key is its `Bucket`.
-"""
+"""The keys of runnable programs. A forward program's key is its `Bucket`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from preheat.plan.buckets import Bucket
 
 
 class SamplerProgram(NamedTuple):
-    """Logits of ``rows`` positions, and one token from each."""
+    """Computes the logits of ``rows`` positions and draws one token from each."""
 
     rows: int
     level: Level
@@ -22,7 +19,7 @@ class SamplerProgram(NamedTuple):
 
 
 class SwapProgram(NamedTuple):
-    """``pairs`` pairs of blocks change places, padding included."""
+    """Swaps ``pairs`` pairs of blocks, padding included."""
 
     pairs: int
 

@@ -1,14 +1,13 @@
 """Which steps can arise within the limits, phase by phase.
 
 The sizes of a phase's steps are points (a, b) on two axes, for example the rows and the longest row of a prompt step.
-Each region says which points the scheduler can produce; the dispatcher is built for exactly those, and the laws are
-tested on them.
+A region says which points the scheduler can produce; the dispatcher is built for exactly those.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,13 @@ import numpy.typing as npt
 from preheat.plan.buckets import Bucket, Phase, StepSize
 
 UNBOUNDED = 2**62
-"""The second axis of a phase that has only one: every step is below it."""
+"""A bound on the second axis of a phase that has only one: every step is below it."""
 
 Ints = npt.NDArray[np.int64]
 
 
 class Dimension(NamedTuple):
-    """A dimension that has bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log."""
+    """A dimension with bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log."""
 
     name: str
     label: str
@@ -35,18 +34,13 @@ DECODE_BLOCKS, DECODE_LENGTH = Dimension("decode_block", "block"), Dimension("de
 
 
 class Region(Protocol):
-    """The points (a, b), at least 1 each, that a phase's steps take. ``axes`` are the fields of StepSize that a and b
-    are, ``dimensions`` those of them that have bucket sizes.
+    """The points (a, b), at least 1 each, that a phase's steps take. ``axes`` name the fields of StepSize that a and b
+    stand for; ``dimensions`` are those of them that have bucket sizes.
     """
 
-    @property
-    def phase(self) -> Phase: ...
-
-    @property
-    def axes(self) -> tuple[str, str]: ...
-
-    @property
-    def dimensions(self) -> tuple[Dimension, ...]: ...
+    phase: ClassVar[Phase]
+    axes: ClassVar[tuple[str, str]]
+    dimensions: ClassVar[tuple[Dimension, ...]]
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -66,15 +60,15 @@ class Region(Protocol):
 
 
 @dataclass(frozen=True)
-class PromptRegion:
+class PromptRegion(Region):
     """Rows (a) and longest row (b) of a prompt step. Other rows may be short, so only a + b - 1 tokens are sure."""
 
     max_rows: int
     max_len: int
     budget: int
-    phase: Phase = "prompt"
-    axes: tuple[str, str] = ("rows", "longest")
-    dimensions: tuple[Dimension, ...] = (PROMPT_ROWS, PROMPT_LENGTH)
+    phase = "prompt"
+    axes = ("rows", "longest")
+    dimensions = (PROMPT_ROWS, PROMPT_LENGTH)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -96,13 +90,13 @@ class PromptRegion:
 
 
 @dataclass(frozen=True)
-class DecodeRegion:
+class DecodeRegion(Region):
     """Rows (a) alone: the context's length is no part of the program."""
 
     max_rows: int
-    phase: Phase = "decode"
-    axes: tuple[str, str] = ("rows", "blocks")
-    dimensions: tuple[Dimension, ...] = (DECODE_ROWS,)
+    phase = "decode"
+    axes = ("rows", "blocks")
+    dimensions = (DECODE_ROWS,)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -122,7 +116,7 @@ class DecodeRegion:
 
 
 @dataclass(frozen=True)
-class DecodeByBlocks:
+class DecodeByBlocks(Region):
     """Rows (a) and KV blocks summed over them (b): at least one a row and at most a sequence's. ``num_blocks`` bounds
     the sum where no block is shared; one that is counts once for each row, so that sharing can take it further.
     """
@@ -130,9 +124,9 @@ class DecodeByBlocks:
     max_rows: int
     blocks_per_row: int
     num_blocks: int
-    phase: Phase = "decode"
-    axes: tuple[str, str] = ("rows", "blocks")
-    dimensions: tuple[Dimension, ...] = (DECODE_ROWS, DECODE_BLOCKS)
+    phase = "decode"
+    axes = ("rows", "blocks")
+    dimensions = (DECODE_ROWS, DECODE_BLOCKS)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -154,16 +148,16 @@ class DecodeByBlocks:
 
 
 @dataclass(frozen=True)
-class DecodeByLength:
+class DecodeByLength(Region):
     """Rows (a) and the longest row's context in tokens (b); each other row holds at least one block."""
 
     max_rows: int
     max_len: int
     block_size: int
     num_blocks: int
-    phase: Phase = "decode"
-    axes: tuple[str, str] = ("rows", "longest")
-    dimensions: tuple[Dimension, ...] = (DECODE_ROWS, DECODE_LENGTH)
+    phase = "decode"
+    axes = ("rows", "longest")
+    dimensions = (DECODE_ROWS, DECODE_LENGTH)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -185,15 +179,15 @@ class DecodeByLength:
 
 
 @dataclass(frozen=True)
-class MixedRegion:
+class MixedRegion(Region):
     """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row."""
 
     max_tokens: int
     max_rows: int
     max_len: int
-    phase: Phase = "mixed"
-    axes: tuple[str, str] = ("tokens", "rows")
-    dimensions: tuple[Dimension, ...] = (MIXED_TOKENS, PROMPT_ROWS)
+    phase = "mixed"
+    axes = ("tokens", "rows")
+    dimensions = (MIXED_TOKENS, PROMPT_ROWS)
 
     @property
     def bounds(self) -> tuple[int, int]:

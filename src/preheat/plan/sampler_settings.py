@@ -7,23 +7,10 @@ from types import MappingProxyType
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 
-
-def _setting(temperature: float, top_p: float, top_k: int) -> tuple[str, SamplingParams]:
-    name = f"temp={temperature}, top_p={top_p}, top_k={top_k}"
-    return name, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-
+_GAUDI = ((0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 50), (0.3, 0.95, 20), (1.2, 0.8, 100), (0.8, 0.85, 0))
 
 GAUDI_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
-    dict(
-        (
-            _setting(0.0, 1.0, 0),
-            _setting(1.0, 1.0, 0),
-            _setting(0.7, 0.9, 50),
-            _setting(0.3, 0.95, 20),
-            _setting(1.2, 0.8, 100),
-            _setting(0.8, 0.85, 0),
-        )
-    )
+    {f"temp={t}, top_p={p}, top_k={k}": SamplingParams(temperature=t, top_p=p, top_k=k) for t, p, k in _GAUDI}
 )
 """The settings of the sampler warm-up of vLLM on Gaudi, by their log text, in its order."""
 
@@ -52,9 +39,9 @@ BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
         ),
     }
 )
-"""The branches of the sampler that those settings do not reach, each alone and all at once."""
+"""Branches of the sampler that those settings do not reach, each alone and all together."""
 
 SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
 
 NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
-"""Fields of SamplingParams that no sampling code looks at. Every other field is in a setting."""
+"""Fields of SamplingParams that sampling code does not read. Every other field is in a setting."""

@@ -1,4 +1,4 @@
-"""The drawings of the record's page as plain numbers: where everything goes, in pixels. The template prints them."""
+"""The layout of the drawings on the record's page, in pixels; the template prints them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from preheat.warmup.record import BootStep, ItemRecord, Record
+from preheat.warmup.record import ItemRecord, Record
 
 WIDTH = 1080.0
 CHAR = 6.4  # width of a digit or small letter in the drawings' font
-EDGE = 14.0  # to the right of a drawing, for half of the axis' last label
+EDGE = 14.0  # right margin, for half of the axis' last label
 HIT_LEVELS = 4
 WARM_UP = "warm-up"
-"""The boot's step in which the items run: their times count from its start."""
+"""The boot step in which items run: their times count from its start."""
 
 
 class Bar(NamedTuple):
-    """A rectangle with its tooltip; ``label`` is empty where it would not fit."""
+    """A rectangle with its tooltip; ``label`` is empty if it would not fit."""
 
     x: float
     width: float
@@ -47,7 +47,7 @@ class Lane:
 
 @dataclass
 class Timeline:
-    """The boot from left to right: its steps in one lane, the items below, a lane for each kind."""
+    """The boot from left to right: its steps in one lane, then a lane for each kind of item."""
 
     lanes: list[Lane]
     ticks: list[Tick]
@@ -58,7 +58,7 @@ class Timeline:
 
 
 class Cell(NamedTuple):
-    """An item in a grid; ``number`` is its place in the record, ``level`` 0 (never hit) to 4 (most often)."""
+    """An item in a grid; ``number`` is its index in the record, ``level`` 0 (never hit) to 4 (most often)."""
 
     x: float
     y: float
@@ -70,7 +70,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Grid:
-    """The items of one kind: one dimension of their shapes to the right, what else there is of them downwards."""
+    """The items of one kind: one dimension of their shapes to the right, the others downwards."""
 
     kind: str
     across: str
@@ -92,9 +92,10 @@ class Grid:
 def timeline(record: Record) -> Timeline | None:
     """None for a record without times."""
     steps = record.steps
-    offset = next((step.started for step in steps if step.name == WARM_UP), _end(steps))
-    ran = [entry for entry in record.entries if _seconds(entry) > 0]
-    total = max([_end(steps), *(offset + entry.started + _seconds(entry) for entry in ran)])
+    end = max((step.started + step.seconds for step in steps), default=0.0)
+    offset = next((step.started for step in steps if step.name == WARM_UP), end)
+    ran = [entry for entry in record.entries if entry.seconds > 0]
+    total = max([end, *(offset + entry.started + entry.seconds for entry in ran)])
     if total <= 0:
         return None
     names = list(dict.fromkeys(["boot"] * bool(steps) + [entry.kind for entry in ran]))
@@ -117,7 +118,6 @@ def timeline(record: Record) -> Timeline | None:
 
 
 def _bars(entry: ItemRecord, x: float, scale: float) -> list[Bar]:
-    """Compiling, then the run."""
     compiled, touched = entry.compile_seconds * scale, entry.touch_seconds * scale
     tip = f"{entry.name}: {format_seconds(entry.compile_seconds)} compiling, {format_seconds(entry.touch_seconds)} run"
     bars = [Bar(x, compiled, "compile", tip)] if compiled else []
@@ -135,7 +135,7 @@ def grids(record: Record) -> list[Grid]:
 def _grid(kind: str, items: Sequence[tuple[int, ItemRecord]]) -> Grid:
     across, down = _axes([entry for _, entry in items])
     columns = sorted({_value(entry.shape, [across]) for _, entry in items})
-    rows = _unique(_value(entry.shape, down) for _, entry in items)
+    rows = list(dict.fromkeys(_value(entry.shape, down) for _, entry in items))
     texts = [", ".join(map(_text, row)) for row in rows]
     if all(isinstance(part, int) for row in rows for part in row):
         rows, texts = map(list, zip(*sorted(zip(rows, texts, strict=True)), strict=True))
@@ -185,16 +185,12 @@ def _value(shape: dict[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
     return tuple(shape.get(name, 0) for name in names)
 
 
-def _unique(values: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    return list(dict.fromkeys(values))
-
-
 def _text(value: object) -> str:
     return {True: "changed", False: "unchanged"}[value] if isinstance(value, bool) else str(value)
 
 
 def _sparse(ticks: Sequence[Tick]) -> list[Tick]:
-    """As many labels as fit beside each other; the last one always."""
+    """As many labels as fit, always including the last."""
     kept: list[Tick] = []
     free = math.inf
     for tick in reversed(ticks):
@@ -221,7 +217,7 @@ def short(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits, in the unit that suits: 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s."""
+    """Three significant digits in a suitable unit: 3.2 µs, 18.4 ms, 2.31 s, 4 min 10 s."""
     if seconds >= 100:
         return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     for unit, name in ((1, "s"), (1e-3, "ms")):
@@ -236,11 +232,3 @@ def _round_steps(total: float, most: int) -> list[float]:
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw)
     return [step * number for number in range(int(total / step) + 1)]
-
-
-def _end(steps: Sequence[BootStep]) -> float:
-    return max((step.started + step.seconds for step in steps), default=0.0)
-
-
-def _seconds(entry: ItemRecord) -> float:
-    return entry.compile_seconds + entry.touch_seconds

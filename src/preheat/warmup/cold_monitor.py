@@ -1,19 +1,18 @@
-"""The cold monitor: after ready it looks at every step, counts what each item served, and reports what was cold."""
+"""The cold monitor: after ready it counts the steps that each item serves and reports what was cold."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from preheat.core import Swaps
 from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program, SamplerProgram, SwapProgram
+from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -21,16 +20,9 @@ logger = logging.getLogger(__name__)
 FIRST_RUN = "first run"
 
 
-class ColdEvents(Protocol):
-    """Where cold events come from (:class:`preheat.warmup.cold_sources.ColdSources`)."""
-
-    def taken(self) -> Sequence[tuple[str, str]]:
-        """What happened since the last call: (source, detail) pairs. Called after every step."""
-
-
 @dataclass(slots=True)
 class _Hits:
-    """Steps of the same programs, all warm, that are not yet counted in their ``entries``."""
+    """Steps of the same warm programs that are not yet added to their ``entries``."""
 
     entries: list[ItemRecord]
     steps: int = 0
@@ -39,7 +31,7 @@ class _Hits:
 class ColdMonitor:
     """A step listener. ``on_cold``: off, count, warn or raise (see docs/warm-up.md)."""
 
-    def __init__(self, record: Record, plan: Plan, on_cold: str, sources: ColdEvents) -> None:
+    def __init__(self, record: Record, plan: Plan, on_cold: str, sources: ColdSources) -> None:
         self._record, self.on_cold, self._sources = record, on_cold, sources
         self._hits: dict[tuple[Program, ...], _Hits] = {}
         entries = record.by_name()
@@ -47,24 +39,23 @@ class ColdMonitor:
         for item in plan.items:
             if item.program is not None:
                 self._entries[item.program].append(entries[item.name])
-        sources.taken()  # what happened until now does not count
+        sources.taken()  # forget what happened so far
 
     def step(self, event: InputBatch | Swaps) -> None:
-        """Record a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
+        """Count a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
         ``on_cold`` is raise.
         """
         if self.on_cold == "off":
             return
         programs = programs_of(event)
         hits = self._hits.get(programs)
-        events: list[tuple[str, str]] = []
+        events = self._sources.taken()
         if hits is not None:
             hits.steps += 1
         else:
-            events += self._first(programs)
-        events += self._sources.taken()
+            events = self._first(programs) + events
         if events:
-            self._tell(events)
+            self._report(events)
 
     @property
     def record(self) -> Record:
@@ -79,7 +70,7 @@ class ColdMonitor:
         return self.record.to_json()
 
     def _first(self, programs: tuple[Program, ...]) -> list[tuple[str, str]]:
-        """The first step of these programs, or one that is not planned. Later ones are only counted."""
+        """Count the first step of these programs, or one that is not planned; its cold events."""
         events = [cold for program in programs for cold in self._hit(program)]
         if all(self._entries[program] for program in programs):
             self._hits[programs] = _Hits([entry for program in programs for entry in self._entries[program]])
@@ -94,7 +85,7 @@ class ColdMonitor:
                 entry.outcome, entry.reason = "ready", "its first run served a request"
         return [(FIRST_RUN, str(program))] if cold else []
 
-    def _tell(self, events: list[tuple[str, str]]) -> None:
+    def _report(self, events: list[tuple[str, str]]) -> None:
         record = self._record
         for source, detail in events:
             record.cold[source] = record.cold.get(source, 0) + 1
@@ -108,7 +99,7 @@ class ColdMonitor:
 
 
 def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
-    """The programs that a step, or a compaction, has run."""
+    """The programs that a step or a compaction ran."""
     if isinstance(event, Swaps):
         return (SwapProgram(event.size),)
     if not len(event.sampled_rows):

@@ -1,5 +1,5 @@
-"""Where cold events come from. `ORIGINS` is the list; how each is watched is the backend's affair
-(:mod:`preheat.backends.cold`); docs/cold-events.md shows both.
+"""Where cold events come from: `ORIGINS`. Each backend watches them in its own way (:mod:`preheat.backends.cold`);
+docs/cold-events.md shows how.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "import": "a step imports a module that is not loaded yet",
     }
 )
-"""Every origin of cold events but one: that a planned item runs first after ready, which the cold monitor sees."""
+"""Every origin of cold events but the first run of a planned item, which the cold monitor notices itself."""
 
 
 class ColdSources:
-    """All that is watched on a backend. Made once warm-up is over: what happened before does not count.
-
-    ``close()`` removes the hooks, as does the end of this object.
-    """
+    """What a backend watches from the end of warm-up on. ``close()``, or the end of this object, removes the hooks."""
 
     def __init__(self, backend: Backend) -> None:
         undo, watched = ExitStack(), backend.cold_sources()

@@ -1,8 +1,8 @@
-"""The determinism passes: a few dummy steps, after everything else is warm.
+"""The determinism passes: a few dummy steps after everything else is warm.
 
-Source: the determinism warm-up of vLLM, whose names, defaults and log lines these are. It found that whatever differs
-from run to run differs on the first run. preheat's operations keep their bits on the first run too, so the passes prove
-rather than cure; they cost little, and a failing one is told before a client meets the failure.
+Source: the determinism warm-up of vLLM, with its names, defaults and log lines. There, results that vary between runs
+vary on the first run. preheat's operations keep their bits on the first run too, so here the passes are a check: a step
+that fails is logged before a client meets the failure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def get_determinism_warmup_iterations(env: Mapping[str, str] = os.environ) -> int:
-    """Passes that the environment asks for: VLLM_DETERMINISM_WARMUP_ITERATIONS, of which negative and unreadable values
-    mean none; where it is unset, 3 with batch invariance and none without.
+    """The passes in VLLM_DETERMINISM_WARMUP_ITERATIONS; negative and unreadable values mean none. By default 3 with
+    batch invariance and none without.
     """
     option = OPTIONS["determinism_warmup_iterations"]
     asked = _asked(option.env_names, env)
@@ -31,8 +31,8 @@ def get_determinism_warmup_iterations(env: Mapping[str, str] = os.environ) -> in
 
 
 def is_batch_invariant(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment leaves batch invariance on, as it is by default. Raises SettingsError for other than yes
-    or no.
+    """Whether the environment leaves batch invariance on, the default. Raises SettingsError for a value that is neither
+    yes nor no.
     """
     option = OPTIONS["batch_invariant"]
     asked = _asked(option.env_names, env)
@@ -51,8 +51,8 @@ def run_determinism_warmup(
 ) -> bool:
     """Call ``dummy_run_fn``, which runs one representative step, ``num_iterations`` times. True if it was called.
 
-    What is None is taken from the environment, ``synchronize`` from the accelerator in use. A pass that fails is logged
-    and the rest run. Nothing runs where batch invariance is off.
+    Arguments that are None are taken from the environment, ``synchronize`` from the accelerator in use. A failing pass
+    is logged and the rest run. Nothing runs if batch invariance is off.
     """
     if num_iterations is None:
         num_iterations = get_determinism_warmup_iterations()
@@ -83,7 +83,7 @@ def _asked(names: tuple[str, ...], env: Mapping[str, str]) -> str | None:
 
 
 def _synchronize() -> None:
-    """Wait for the accelerator; without torch, or without a device, there is nothing to wait for."""
+    """Wait for the accelerator, if there is one."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.accelerator.is_available():
         torch.accelerator.synchronize()

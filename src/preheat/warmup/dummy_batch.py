@@ -1,7 +1,7 @@
 """Dummy batches: rows of dummy requests that make a step of a given size.
 
-Before ready all slots are free, so dummy rows borrow real ones. Their block tables stay empty, that is, they name the
-pad block, which nobody reads: keys and values go where padding goes.
+Before ready all slots are free, so dummy rows borrow real ones. Their block tables stay empty, so their keys and values
+go to the pad block, which is never read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from preheat.plan.buckets import StepSize
 from preheat.schedule.slots import Slots
 
 PROMPT_TOKENS = 10
-"""Placeholder tokens that a sampled row pretends to have read (source: the sampler warm-up of vLLM on Gaudi)."""
+"""Prompt tokens of a sampled row (source: the sampler warm-up of vLLM on Gaudi)."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -36,19 +36,17 @@ def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
     if size.phase == "decode":
         return [DummyRow(length - 1, 1, decoding=True) for length in _contexts(size, limits)]
     if size.phase == "prompt":
-        return [
-            DummyRow(0, size.longest),
-            *(DummyRow(0, n) for n in _shares(size.tokens - size.longest, size.rows - 1)),
-        ]
+        others = _shares(size.tokens - size.longest, size.rows - 1)
+        return [DummyRow(0, count) for count in (size.longest, *others)]
     longest = limits.max_model_len
     room = (size.rows * longest - size.tokens) // max(longest - 1, 1)  # rows that can have a single token
-    decoding = min((size.rows - 1) // 2, room)  # a mixed step is one: about half of its rows decode
+    decoding = min((size.rows - 1) // 2, room)  # about half of a mixed step's rows decode
     prompts = _shares(size.tokens - decoding, size.rows - decoding)
     return [DummyRow(0, 1, decoding=True)] * decoding + [DummyRow(0, count) for count in prompts]
 
 
 def _contexts(size: StepSize, limits: Limits) -> list[int]:
-    """The context of each decoding row, in tokens: what fills ``size.blocks``, or one row of ``size.longest``."""
+    """The context of each decoding row in tokens: one row of ``size.longest``, or all together ``size.blocks``."""
     if size.longest:
         return [size.longest] + [1] * (size.rows - 1)
     blocks = _shares(size.blocks, size.rows) if size.blocks else [1] * size.rows
@@ -56,12 +54,12 @@ def _contexts(size: StepSize, limits: Limits) -> list[int]:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` of nearly the same size, the larger ones first."""
+    """``total`` split into ``parts`` of nearly the same size, the larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)] if parts else []
 
 
 class DummyBatches:
-    """Lends slots to dummy rows. ``vocab_size`` bounds their tokens."""
+    """Lends slots to dummy rows, whose tokens are below ``vocab_size``."""
 
     def __init__(self, slots: Slots, limits: Limits, vocab_size: int) -> None:
         self._slots, self._limits = slots, limits
@@ -69,7 +67,7 @@ class DummyBatches:
 
     @contextmanager
     def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
-        """A step of ``rows``, the decoding ones first, every one of which samples; the slots are given back after."""
+        """A step of ``rows``, the decoding ones first; every row samples. The slots are given back afterwards."""
         slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
         known = [self._tokens[number : number + row.cached + row.extend] for number, row in enumerate(rows)]
@@ -87,13 +85,13 @@ class DummyBatches:
                 slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[DummyRow]:
-        """Rows to sample from: they decode, unless ``params`` want prompt logprobs: then a prompt takes their place."""
+        """Rows to sample from: they decode, but if ``params`` ask for prompt logprobs it is one prompt instead."""
         if params.prompt_logprobs is None:
             return [DummyRow(PROMPT_TOKENS, 1, decoding=True)] * rows
         return [DummyRow(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
 
     def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
-        """Its id is no client's, and its prompt ends where ``row`` does; ``room`` tokens may follow."""
+        """A request with none of the clients' ids, of which ``row`` is the last step; ``room`` tokens may follow."""
         prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
         return Request(
             id=OWN_ID - number,

@@ -1,9 +1,9 @@
 """Frontend warm-up: dummy requests through everything that handles a request around the device.
 
-A process's first requests are slower than later ones even where nothing is compiled, because the interpreter
-specializes code as it runs. So the same few requests are sent again and again. Where they enter depends on the sender:
-the loop of an engine at its boot, and ``LLM`` or the server's HTTP application, both with a frontend of their own in
-front of an :class:`EchoLoop`, so that ids, seeds and metrics of the real one stay as they are.
+The first requests of a process are slower than later ones even if nothing is compiled, because the interpreter
+specializes code as it runs. So a few dummy requests are repeated: through the engine's loop at its boot, and through
+``LLM`` or the server's HTTP application. Those two use a spare frontend in front of an :class:`EchoLoop`, so that the
+real one's ids, seeds and metrics are untouched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from preheat.frontend.tokenizer import Tokenizer
 from preheat.transport import InlineTransport
 
 LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
-"""More than the interpreter takes to specialize code: some call what they run several times for each request."""
+"""Enough for the interpreter to specialize the code."""
 
 _PROMPT_ID = 0
 _ECHOED = 2  # tokens
@@ -63,15 +63,12 @@ FRONTEND_REQUESTS = (
 
 
 def warm_up_frontend(send: Callable[[DummyRequest], None]) -> None:
-    """The frontend's part: ``send`` has each request answered by a client of :func:`spare_frontend`."""
+    """``send`` sends each request to :func:`spare_frontend` and reads the answer."""
     _repeat(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
 
 
 def warm_up_loop(loop: Loop) -> None:
-    """The engine's part: requests through ``loop``, whose messages are dropped.
-
-    Its scheduler must be idle, and counts from zero afterwards.
-    """
+    """Dummy requests through ``loop``, whose messages are dropped. Its scheduler must be idle; its counts are reset."""
     room = loop.scheduler.limits.max_model_len - 1
 
     def send(dummy: DummyRequest) -> None:
@@ -87,12 +84,12 @@ def warm_up_loop(loop: Loop) -> None:
 def _repeat(send: Callable[[DummyRequest], None], requests: Iterable[DummyRequest], rounds: int) -> None:
     for _ in range(rounds):
         for request in requests:
-            with suppress(InvalidRequest):  # a chat template may refuse ours; there may be no tokenizer
+            with suppress(InvalidRequest):  # a chat template may reject it; there may be no tokenizer
                 send(request)
 
 
 class EchoLoop:
-    """In place of a loop, without a model: each step gives every request the same token, and two of them end it."""
+    """A loop without a model: each step gives every request the same token, and a request ends after two."""
 
     def __init__(self, transport: InlineTransport, tokenizer: Tokenizer) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""Dummy steps: a program of the plan is run on dummy requests, through the packer and the executor that serve."""
+"""Dummy steps: programs of the plan run on dummy requests, through the packer and the executor that serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class DummySteps:
-    """Runs dummy steps. Nothing of them stays behind: slots are given back, keys and values go to the pad block."""
+    """Runs dummy steps, which leave nothing behind: slots are given back, keys and values go to the pad block."""
 
     def __init__(self, plan: Plan, packer: Packer, executor: Executor) -> None:
         self.plan, self.packer, self.executor = plan, packer, executor
@@ -27,7 +27,7 @@ class DummySteps:
         self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
 
     def run(self, bucket: Bucket, run: Callable[[InputBatch], T]) -> T:
-        """What ``run``, such as the executor's `execute`, returns for a batch padded to ``bucket``."""
+        """The result of ``run``, such as the executor's `execute`, on a batch padded to ``bucket``."""
         rows = rows_of(self.plan.dispatcher.example(bucket), self.plan.limits)
         with self._batches.work(rows) as schedule:
             batch = self.packer.pack(schedule)
@@ -47,7 +47,7 @@ class DummySteps:
         return True
 
     def _attended(self, tokens: int) -> Attended:
-        """Random states of ``tokens`` tokens, from a generator of their own; every call gives the same ones."""
+        """Random states of ``tokens`` tokens, the same at every call."""
         if len(self._states.out) < tokens:
             decoder = self.executor.decoder
             device = decoder.weights.embedding.device

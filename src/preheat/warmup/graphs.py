@@ -1,8 +1,7 @@
-"""Graph capture at boot: follows the memory budget, logs every step and records the outcome.
+"""Graph capture at boot, within the memory budget of :mod:`preheat.plan.budget`.
 
-The rules are in :mod:`preheat.plan.budget`. There is one class for each way in which an execution mode handles graphs:
-`NoGraphs`, `CountedGraphs` for a backend without graphs, which pads the same and counts the memory that graphs would
-keep, and `DeviceGraphs`.
+There is one class for each way in which an execution mode handles graphs: `NoGraphs`; `CountedGraphs` for a backend
+without graphs, which pads the same and counts the memory that graphs would keep; and `DeviceGraphs`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -20,16 +19,7 @@ from preheat.backends.base import Backend
 from preheat.execution.executor import LaunchedStep
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
-from preheat.plan.budget import (
-    MemorySplit,
-    PhaseCaptures,
-    Strategy,
-    capture_graphs,
-    capture_order,
-    graph_pool,
-    graph_shares,
-    split_memory,
-)
+from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
 from preheat.plan.cost import ModelSizes
 from preheat.plan.items import ForwardItem, Item, SamplerItem
 from preheat.plan.plan import Plan
@@ -41,7 +31,7 @@ from preheat.warmup.record import ItemRecord, Record
 logger = logging.getLogger(__name__)
 
 GRAPHS = "graphs"
-"""The execution mode in which graphs are captured; in every other one nothing is reserved for them."""
+"""The execution mode that captures graphs; all others reserve no memory for them."""
 
 GRAPH_OPTIONS = (
     "graph_reserved_mem",
@@ -54,27 +44,11 @@ NOT_RUN = ("dropped", "failed")
 FALLBACK = "runs without a graph: it is for steps beyond the bucket sizes"
 INDEX_BYTES, TABLE_BYTES, LOGIT_BYTES = 8, 4, 4
 
-CaptureOne = Callable[[Bucket], int]
-"""Captures one bucket and returns the bytes that it took. MemoryError skips the bucket."""
-
-BootStepContext = Callable[[str], AbstractContextManager[None]]
-"""Measures a step of the boot, by its name (:class:`preheat.warmup.steps.Steps`)."""
-
-
-@dataclass(frozen=True)
-class Captures:
-    """What became of the graphs' ``pool`` of bytes, phase by phase."""
-
-    pool: int
-    phases: dict[Phase, PhaseCaptures]
-
-    @property
-    def used(self) -> int:
-        return sum(done.used for done in self.phases.values())
+Captures = dict[Phase, PhaseCaptures]
 
 
 def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) -> MemorySplit:
-    """What the ``free`` bytes are for in an execution mode, also in the log. Raises SettingsError if no cache fits."""
+    """Divide the ``free`` bytes for an execution mode, and log it. Raises SettingsError if no cache fits."""
     reserved = settings.graph_reserved_mem if mode == GRAPHS else 0.0
     if mode != GRAPHS:
         given = [OPTIONS[name].flag for name in GRAPH_OPTIONS if getattr(settings, name) != OPTIONS[name].default]
@@ -87,12 +61,12 @@ def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) ->
 
 @dataclass
 class NoGraphs:
-    """What an execution mode does about graphs while warm-up runs; here nothing: every program runs as it is."""
+    """How an execution mode handles graphs during warm-up. This one has none: every program runs as it is."""
 
     steps: DummySteps
 
-    def compile(self, step: BootStepContext) -> None:
-        """Compile kernels before anything runs."""
+    def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Compile kernels before anything runs. ``step`` measures a step of the boot, by its name."""
 
     def first_run(self, bucket: Bucket) -> None:
         """The first run of a forward program."""
@@ -101,60 +75,49 @@ class NoGraphs:
     def after_sampling(self, program: SamplerProgram) -> None:
         """Called after each run of a sampler item."""
 
-    def capture(self) -> Captures | None:
-        """Capture graphs; called once all programs have run, or right away where warm-up is skipped."""
-        return None
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How memory was divided before the cache was allocated, and what a block of the cache takes."""
-
-    split: MemorySplit
-    block_bytes: int
-
-    def pool(self, free: int) -> int:
-        """Bytes for graphs, now that ``free`` ones are left."""
-        return graph_pool(self.split, self.block_bytes, free)
+    def capture(self) -> Captures:
+        """Capture graphs; called once all programs have run, or right away if warm-up is skipped."""
+        return {}
 
 
 @dataclass
 class CountedGraphs(NoGraphs):
-    """Nothing is captured; the bytes that each graph would keep are counted."""
+    """Captures nothing, but counts the bytes that each graph would keep."""
 
     record: Record
     settings: Settings
-    budget: Budget
+    split: MemorySplit
     sizes: ModelSizes
 
     def capture(self) -> Captures:
         if self.settings.config_hidden_layers is not None:
             logger.warning("Graphs are only counted here, whole: --config-hidden-layers without effect")
-        plan, budget, limits = self.steps.plan, self.budget, self.steps.plan.limits
-        free = budget.split.free - limits.num_blocks * budget.block_bytes
+        plan, split, limits = self.steps.plan, self.split, self.steps.plan.limits
+        free = split.free - limits.num_blocks * split.block_bytes
         memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)
-        pool = budget.pool(free)
+        pool = split.graph_pool(free)
         return capture(plan, self.record, self.settings, pool=pool, capture_one=memory.capture_one, free=memory.free)
 
 
 @dataclass
 class DeviceGraphs(NoGraphs):
-    """Captures the programs of a device, with the bytes that they really take.
+    """Captures programs on the device and measures the bytes that they take.
 
-    All graphs work in one memory pool, which the largest makes as large as any needs: it is captured first. Then the
-    sampler's that are missing, few and small; what their items took counts. The rest is divided by the budget's rules.
+    All graphs share one memory pool. The largest is captured first, so that the pool need not grow later; then those of
+    the sampler, which are few and small. What both took is subtracted from the pool, and the rest is divided by the
+    budget's rules.
     """
 
     record: Record
     settings: Settings
-    budget: Budget
+    split: MemorySplit
     free: Callable[[], int]
 
     def __post_init__(self) -> None:
         self._executor, self._entries = self.steps.executor, self.record.by_name()
         self._running: list[LaunchedStep] = []
 
-    def compile(self, step: BootStepContext) -> None:
+    def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
         with step("Compiling kernels"):
             self._executor.compile(self.steps.plan, os.cpu_count() or 1)
 
@@ -166,10 +129,10 @@ class DeviceGraphs(NoGraphs):
 
     def capture(self) -> Captures:
         plan, entries = self.steps.plan, self._entries
-        items = _that_run(plan, entries)
+        items = _runnable(plan, entries)
         sampling = [item for item in items if isinstance(item, SamplerItem)]
         before = self.free() + sum(entries[item.name].bytes for item in sampling)
-        pool = self.budget.pool(before)
+        pool = self.split.graph_pool(before)
         buckets = [item.bucket for item in items if isinstance(item, ForwardItem)]
         if buckets:
             self._capture_one(max(buckets, key=lambda bucket: (bucket.tokens, bucket.rows)))
@@ -184,7 +147,7 @@ class DeviceGraphs(NoGraphs):
         return done
 
     def _capture_one(self, bucket: Bucket) -> int:
-        """The graph then runs once on a dummy step, while the next one is captured."""
+        """The graph then runs once on a dummy step while the next one is captured."""
         before = self.free()
         if not self._executor.is_captured(bucket):
             if self._entries[str(bucket)].outcome == "pending":
@@ -203,28 +166,29 @@ class DeviceGraphs(NoGraphs):
 
 
 def choose_graphs(
-    settings: Settings,
-    backend: Backend,
-    steps: DummySteps,
-    record: Record,
-    *,
-    budget: Budget,
-    sizes: ModelSizes,
+    settings: Settings, backend: Backend, steps: DummySteps, record: Record, *, split: MemorySplit, sizes: ModelSizes
 ) -> NoGraphs:
-    """What the record's execution mode does about graphs on a backend."""
+    """How the record's execution mode handles graphs on ``backend``."""
     if record.mode != GRAPHS:
         return NoGraphs(steps)
     if not backend.facts.captures:
-        return CountedGraphs(steps, record, settings, budget, sizes)
-    return DeviceGraphs(steps, record, settings, budget, backend.free_memory)
+        return CountedGraphs(steps, record, settings, split, sizes)
+    return DeviceGraphs(steps, record, settings, split, backend.free_memory)
 
 
 def capture(
-    plan: Plan, record: Record, settings: Settings, *, pool: int, capture_one: CaptureOne, free: Callable[[], int]
+    plan: Plan,
+    record: Record,
+    settings: Settings,
+    *,
+    pool: int,
+    capture_one: Callable[[Bucket], int],
+    free: Callable[[], int],
 ) -> Captures:
-    """Capture what fits into ``pool`` bytes of the plan's buckets; ``free`` gives the bytes free at a moment.
+    """Capture the plan's buckets as far as they fit into ``pool`` bytes. ``capture_one`` returns the bytes that one
+    took, or raises MemoryError, which skips the bucket; ``free`` returns the bytes that are free now.
 
-    A captured item's entry says so, with the bytes; one that runs without a graph says why.
+    The entry of a captured item gets its bytes, that of an item without a graph the reason.
     """
     entries = record.by_name()
     expected = {item.bucket: item.estimate.bytes for item in plan.items if isinstance(item, ForwardItem)}
@@ -245,37 +209,36 @@ def capture(
     for phase, done in phases.items():
         logger.info("%s", lines.captured(phase, list(done.captured), done.total, done.used))
         _write_down(done, entries, record)
-    captures = Captures(pool, phases)
-    record.memory |= {"graph_pool": pool, "graphs": captures.used}
-    return captures
+    record.memory |= {"graph_pool": pool, "graphs": sum(done.used for done in phases.values())}
+    return phases
 
 
-def _that_run(plan: Plan, entries: dict[str, ItemRecord]) -> Sequence[Item]:
-    """The items that warm-up could run, or was told to skip."""
+def _runnable(plan: Plan, entries: dict[str, ItemRecord]) -> list[Item]:
+    """The items that warm-up ran without an error, or was told to skip."""
     return [item for item in plan.items if entries[item.name].outcome not in NOT_RUN]
 
 
 def _queues(plan: Plan, entries: dict[str, ItemRecord], settings: Settings) -> dict[Phase, list[Bucket]]:
-    """Each phase's buckets in the order of capture, the phase that prefills first. What warm-up could not run is left
-    out, what it was told to skip is not, as in the source.
-    """
-    strategies = {plan.policy.prefill: settings.graph_prompt_strategy, "decode": settings.graph_decode_strategy}
-    runs = []
-    for item in _that_run(plan, entries):
+    """Each phase's buckets in the order of capture, the phase that prefills first."""
+    strategies: dict[Phase, str] = {
+        plan.policy.prefill: settings.graph_prompt_strategy,
+        "decode": settings.graph_decode_strategy,
+    }
+    buckets = []
+    for item in _runnable(plan, entries):
         if isinstance(item, ForwardItem):
             if item.fallback:
                 entries[item.name].reason = FALLBACK
             else:
-                runs.append(item.bucket)
-    queues: dict[Phase, list[Bucket]] = {}
-    for phase, name in strategies.items():
-        strategy: Strategy = "max_bs" if name == "max_bs" else "min_tokens"
-        queues[phase] = capture_order([bucket for bucket in runs if bucket.phase == phase], strategy)
-    return queues
+                buckets.append(item.bucket)
+    return {
+        phase: capture_order([bucket for bucket in buckets if bucket.phase == phase], strategy)
+        for phase, strategy in strategies.items()
+    }
 
 
 def _write_down(done: PhaseCaptures, entries: dict[str, ItemRecord], record: Record) -> None:
-    """What runs without a graph, and shares that were exceeded."""
+    """Record what runs without a graph, and which shares were exceeded."""
     for skipped in done.skipped:
         entries[str(skipped.bucket)].reason = f"runs without a graph: {skipped.reason}"
     record.notes += done.notes
@@ -287,7 +250,7 @@ def _write_down(done: PhaseCaptures, entries: dict[str, ItemRecord], record: Rec
 
 
 class CountedMemory:
-    """The memory of a device with graphs, as a number: ``capture_one`` takes bytes off it."""
+    """Counts the memory of a device with graphs: ``capture_one`` subtracts a graph's bytes."""
 
     def __init__(self, sizes: ModelSizes, blocks_per_row: int, free: int) -> None:
         self._sizes, self._blocks, self._free = sizes, blocks_per_row, free
@@ -304,12 +267,12 @@ class CountedMemory:
 
 
 def graph_bytes(bucket: Bucket, sizes: ModelSizes, blocks_per_row: int) -> int:
-    """Bytes that a graph of ``bucket`` keeps to itself: its inputs, the widest layer's work, hidden states, and logits.
+    """Bytes that a graph of ``bucket`` would keep: inputs, the widest layer's activations, hidden states and logits.
 
-    Each token brings its id, its position and one cache row for each key and value head; each row its block table
-    (at most ``blocks_per_row`` blocks) and the position that is sampled.
+    A token has its id, its position and a cache row for each key and value head; a row has its block table, of at most
+    ``blocks_per_row`` blocks, and the position that is sampled.
     """
-    a_token = INDEX_BYTES * (2 + 2 * sizes.kv_heads)
-    a_row = INDEX_BYTES + TABLE_BYTES * (-(-bucket.blocks // bucket.rows) or blocks_per_row)
+    token_inputs = INDEX_BYTES * (2 + 2 * sizes.kv_heads)
+    row_inputs = INDEX_BYTES + TABLE_BYTES * (-(-bucket.blocks // bucket.rows) or blocks_per_row)
     states = sizes.hidden * sizes.dtype_bytes + sizes.activation_bytes_per_token
-    return bucket.tokens * (a_token + states) + bucket.rows * (a_row + LOGIT_BYTES * sizes.vocab)
+    return bucket.tokens * (token_inputs + states) + bucket.rows * (row_inputs + LOGIT_BYTES * sizes.vocab)

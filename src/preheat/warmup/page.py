@@ -1,4 +1,4 @@
-"""The record as a page for people: one HTML file with everything in it, which works from a disk and without scripts."""
+"""The record as a self-contained HTML page, which works from a disk and without scripts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +16,14 @@ from preheat import __version__
 from preheat.core import Progress
 from preheat.plan.lines import format_bytes
 from preheat.warmup.charts import format_seconds, grids, timeline
-from preheat.warmup.record import OUTCOMES, ItemRecord, Record
+from preheat.warmup.record import DONE, OUTCOMES, ItemRecord, Record
 
-DONE = ("ready", "reused")
 MOST_DROPPED = 1_000
-"""Dropped candidates in the table; the JSON has all of them."""
+"""Dropped candidates listed in the table; the JSON has all."""
 
 
 class Figure(NamedTuple):
-    """A figure in large type, and what it is of."""
+    """A figure in large type with its name and a note."""
 
     name: str
     value: str
@@ -49,7 +49,7 @@ def render(record: Record) -> str:
 
 
 def render_progress(progress: Progress, model: str) -> str:
-    """The page while there is no record yet; it asks for itself again until there is."""
+    """The page while there is no record yet; it reloads itself until there is."""
     return _template("starting.html").render(progress=progress, model=model)
 
 
@@ -65,7 +65,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _verdict(record: Record) -> tuple[str, str, str]:
-    """A style, a word and a sentence: the worst that the record has to say."""
+    """A style, a word and a sentence about the worst in the record."""
     failed, cold, misses = record.states["failed"], sum(record.cold.values()), sum(record.misses.values())
     pending = record.states["pending"]
     if failed:
@@ -86,6 +86,7 @@ def _tiles(record: Record) -> list[Figure]:
     sources = [source for source, count in record.cold.items() if count]
     cold, misses = sum(record.cold.values()), sum(record.misses.values())
     reused = record.states["reused"]
+    padding = " · ".join(f"{100 * padding['mean']:.0f} %" for padding in record.padding.values())
     return [
         Figure(
             "items warmed", f"{len(done):,}", f"of {len(planned):,}" + (f", {reused:,} from the store" * bool(reused))
@@ -94,7 +95,7 @@ def _tiles(record: Record) -> list[Figure]:
         Figure("items hit", f"{100 * hit / max(len(planned), 1):.0f} %", f"{hit:,} have served a request"),
         Figure("cold events", f"{cold:,}", ", ".join(sources) or "none since ready", "bad" if cold else "good"),
         Figure("misses", f"{misses:,}", "steps beyond the buckets", "warn" if misses else "good"),
-        Figure("padding", _mean_padding(record), " · ".join(record.padding) + ", on average"),
+        Figure("padding", padding or "–", " · ".join(record.padding) + ", on average"),
     ]
 
 
@@ -103,20 +104,11 @@ def _boot(record: Record) -> str:
     return f"boot {format_seconds(end)} in all" if end else "of the boot"
 
 
-def _mean_padding(record: Record) -> str:
-    return " · ".join(f"{100 * padding['mean']:.0f} %" for padding in record.padding.values()) or "–"
-
-
 def _listed(record: Record) -> list[tuple[int, ItemRecord]]:
-    """The lines of the table: all items, and as many of what was dropped as a browser takes well."""
-    room = MOST_DROPPED
-    listed = []
-    for index, entry in enumerate(record.entries):
-        if entry.outcome == "dropped":
-            room -= 1
-        if entry.outcome != "dropped" or room >= 0:
-            listed.append((index, entry))
-    return listed
+    """The lines of the table: all items, and the first `MOST_DROPPED` dropped candidates."""
+    dropped = (index for index, entry in enumerate(record.entries) if entry.outcome == "dropped")
+    hidden = set(islice(dropped, MOST_DROPPED, None))
+    return [(index, entry) for index, entry in enumerate(record.entries) if index not in hidden]
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The record: what became of every item of the plan, and what happened after ready. JSON goes in and out of it."""
+"""The record: the outcome of every item of the plan, and what happened after ready."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ Outcome = Literal["pending", "ready", "reused", "dropped", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 DONE: tuple[Outcome, ...] = ("ready", "reused")
-"""The item ran."""
+"""Outcomes of items that ran."""
 
 MAX_EVENTS = 100
-"""Cold events and misses that are kept in full; all of them are counted."""
+"""Cold events that are kept in full; all are counted."""
 
 
 class ItemRecord(msgspec.Struct):
-    """One item. ``started`` counts seconds from the start of warm-up; ``bytes`` are what the device holds more since.
+    """One item. ``started`` is in seconds from the start of warm-up; ``bytes`` is the growth of device memory.
 
-    ``ready``: it was run. ``reused``: it was run, and what it compiled came from the store. ``dropped`` and ``failed``
-    say why in ``reason``; so does an item without a ``graph`` where others have one. ``hits`` are the steps after ready
-    that ran it.
+    ``ready``: it was run. ``reused``: it was run, and its compiled code came from the store. ``dropped`` and ``failed``
+    items have a ``reason``, as do those without a ``graph`` if others have one. ``hits`` counts steps after ready.
     """
 
     name: str
@@ -43,9 +42,13 @@ class ItemRecord(msgspec.Struct):
     bytes: int = 0
     hits: int = 0
 
+    @property
+    def seconds(self) -> float:
+        return self.compile_seconds + self.touch_seconds
+
 
 class BootStep(msgspec.Struct):
-    """A stage of the boot: ``started`` seconds after its beginning, and the bytes that it took."""
+    """A step of the boot, ``started`` seconds after the boot, and the bytes that it took."""
 
     name: str
     started: float
@@ -62,8 +65,8 @@ class ColdEvent(msgspec.Struct):
 
 
 class Proof(msgspec.Struct):
-    """What the cross-check at boot found. ``digest`` stands for the bits of all logits that it compared, ``compared``
-    times; ``parts`` are what bits may depend on: versions, device, threads and so on.
+    """The result of the cross-check at boot. ``digest`` is over the bits of all logits, ``compared`` the number of
+    comparisons; ``parts`` are what bits may depend on: versions, device, threads and so on.
     """
 
     level: str = "off"
@@ -73,7 +76,7 @@ class Proof(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """Of one boot. ``cold`` counts events by source, ``misses`` steps beyond the bucket sizes by their size."""
+    """The record of one boot. ``cold`` counts events by source, ``misses`` steps beyond the bucket sizes by size."""
 
     model: str = ""
     platform: str = ""
@@ -97,7 +100,7 @@ class Record(msgspec.Struct):
 
     @classmethod
     def of(cls, plan: Plan, **more: Any) -> Record:
-        """A record in which every item of ``plan`` is pending and what the plan left out is dropped."""
+        """A record in which every item of ``plan`` is pending and its dropped candidates are dropped."""
         entries = [_entry(item) for item in plan.items]
         entries += [_entry(dropped, outcome="dropped", reason=dropped.reason) for dropped in plan.dropped]
         return cls(
@@ -110,21 +113,19 @@ class Record(msgspec.Struct):
         )
 
     def by_name(self) -> dict[str, ItemRecord]:
-        """The entries by name."""
         return {entry.name: entry for entry in self.entries}
 
     @property
     def states(self) -> Counter[str]:
-        """Items by outcome."""
         return Counter(entry.outcome for entry in self.entries)
 
     def unproved(self, *, dropped: bool = False) -> list[str]:
-        """Why checks failed, or with ``dropped`` were not run, each in a line."""
+        """Why checks failed, or with ``dropped`` were not run."""
         bad = ("failed", "dropped") if dropped else ("failed",)
         return [entry.reason for entry in self.entries if entry.kind == "check" and entry.outcome in bad]
 
     def summary(self) -> dict[str, Any]:
-        """What /ready says of it."""
+        """What /ready shows."""
         return {
             "items": dict(self.states),
             "seconds": round(self.seconds, 3),
@@ -141,7 +142,7 @@ class Record(msgspec.Struct):
 
     @classmethod
     def from_json(cls, data: bytes) -> Record:
-        """Raises msgspec.ValidationError for anything else than a record."""
+        """Raises msgspec.ValidationError for anything but a record."""
         return msgspec.json.decode(data, type=cls)
 
 

@@ -1,8 +1,4 @@
-"""Warm-up: every item of the plan runs once, through the packer and the executor that serve requests.
-
-Only the requests are dummies (:mod:`preheat.warmup.dummy_steps`). Nothing of them stays behind: the slots are given
-back, the sampler forgets, and keys and values went to the pad block.
-"""
+"""Warm-up: every item of the plan runs once on dummy requests, through the packer and the executor that serve."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from preheat.core import Progress, SamplingParams, Swaps
 from preheat.errors import NotInvariant
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import Item, NothingToRun
+from preheat.plan.items import Item, NothingToRun, Stage
 from preheat.plan.plan import Plan
 from preheat.plan.programs import SamplerProgram
 from preheat.utils.trace import Span, no_span
@@ -36,26 +32,23 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 PROGRESS_SECONDS = 0.1  # between two messages of progress
 
 SWAPPED_PAIR = (1, 0)
-"""The blocks that a swap exchanges in warm-up: two swaps leave the cache as it was."""
+"""The blocks that warm-up swaps: two swaps leave the cache unchanged."""
 
 
 class Check(Protocol):
     """The cross-check (:class:`preheat.verify.boot.BootCheck`)."""
 
     def begin(self) -> None:
-        """What everything is compared with: the first run of the process."""
+        """Compute what all checks compare with: the first run of the process."""
 
     def run(self, name: str) -> None:
-        """The check of this name; raises NotInvariant, or NothingToRun."""
+        """Run a check; raises NotInvariant or NothingToRun."""
 
 
 @dataclass(kw_only=True)
 class WarmUp:
-    """One warm-up. ``steps`` runs dummy steps, ``graphs`` is what the execution mode does beside running them, and
-    ``check`` is the cross-check, which begins before anything has run.
-
-    ``reused`` are items that an earlier boot with the same fingerprint has compiled. ``report`` receives progress;
-    ``compiled`` gives the seconds spent compiling since the start of the process; ``span`` puts an item into the trace.
+    """One warm-up. ``reused`` are items that an earlier boot with the same fingerprint compiled. ``report`` receives
+    progress; ``compiled`` gives the seconds of compiling since the process began; ``span`` traces an item.
     """
 
     plan: Plan
@@ -78,20 +71,15 @@ class WarmUp:
         self._entries = self.record.by_name()
 
     def run(self) -> None:
-        """Run every item, in the plan's order; what becomes of each is in the record."""
+        """Run every item in the plan's order and record its outcome."""
         self._started = time.monotonic()
         memory = self._memory = self.backend.used_memory()
         if self.plan.checks:
             self._begin_check()
-        kinds = [list(items) for _, items in itertools.groupby(self.plan.items, lambda item: item.kind)]
-        for items in kinds:
-            if items[0].stage != "last":
-                self._run_kind(items)
+        self._run_stage("after_cache")
         self.graphs.capture()
         self._memory = self.backend.used_memory()
-        for items in kinds:
-            if items[0].stage == "last":
-                self._run_kind(items)
+        self._run_stage("last")
         self.steps.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
         logger.info("%s", lines.finished(self.record.seconds, self.backend.used_memory() - memory))
@@ -103,14 +91,18 @@ class WarmUp:
             logger.exception("The first run, with which others are compared, failed; a later one takes its place")
             self.record.notes.append(f"the checks saw no first run, which failed: {type(error).__name__}: {error}")
 
+    def _run_stage(self, stage: Stage) -> None:
+        staged = [item for item in self.plan.items if item.stage == stage]
+        for _, items in itertools.groupby(staged, lambda item: item.kind):
+            self._run_kind(list(items))
+
     def _run_kind(self, items: Sequence[Item]) -> None:
         numbers = itertools.count(1)
         type(items[0]).run_kind(items, lambda item: self._run_item(item, next(numbers), len(items)), self)
 
     def _run_item(self, item: Item, number: int, total: int) -> None:
-        """Run an item, the n-th of ``total`` of its kind, and record what became of it, then raise what it raised.
-
-        Out of memory drops it; any other error is logged as one. Either way the rest go on.
+        """Run item ``number`` of the ``total`` of its kind and record its outcome, then raise what it raised. Out of
+        memory drops the item; any other error is logged.
         """
         self._report_progress(item)
         self._done += 1
@@ -145,7 +137,7 @@ class WarmUp:
             entry.bytes = self._memory - memory
 
     def _report_progress(self, item: Item) -> None:
-        """Not too often; the time left is estimated in the plan's proportions."""
+        """At most every `PROGRESS_SECONDS`; the time left follows from the plan's estimates."""
         now, done = time.monotonic(), self._done
         if done and now - self._reported < PROGRESS_SECONDS:
             return
@@ -155,7 +147,7 @@ class WarmUp:
         eta = (now - self._started) / before * after if before else after or None
         self.report(Progress(done, len(items), item.name, eta))
 
-    # What items ask for, see preheat.plan.items.ItemRunner.
+    # See preheat.plan.items.ItemRunner.
 
     @property
     def num_blocks(self) -> int:
@@ -172,9 +164,7 @@ class WarmUp:
             self.graphs.after_sampling(program)
 
     def swap(self, pairs: int) -> None:
-        """All pairs are the same one: padding would swap block 0, which is one of the two, with itself, and the two
-        would contradict each other.
-        """
+        """All pairs are the same, because padding would swap block 0 with itself, which contradicts swapping it."""
         self.steps.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:

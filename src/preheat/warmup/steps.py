@@ -1,4 +1,4 @@
-"""The stages of a boot, measured: how long each took, and the memory that it took of the device and of the host."""
+"""The steps of a boot, measured: the time and the memory that each took."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class Steps:
     """``with steps("Loading model weights"): ...`` logs what the block took and keeps it in ``done``.
 
-    On a CPU, device and host are the same memory. Used is what this process holds, and the total is that and what it
-    may still take. ``span`` puts each into the trace.
+    Used memory is what this process holds; the total adds what it may still allocate. On a CPU, device and host are the
+    same. ``span`` puts each step into the trace.
     """
 
     def __init__(self, backend: Backend, started: float | None = None, span: Span = no_span) -> None:
@@ -34,17 +34,17 @@ class Steps:
         began, device, host = time.monotonic(), self._device.used_memory(), memory.used_memory()
         with self._span(name):
             yield
-        taken = self._tell(name, device, host)
+        taken = self._log(name, device, host)
         self.done.append(BootStep(name, began - self._started, time.monotonic() - began, taken))
 
     @contextmanager
     def total(self, name: str) -> Iterator[None]:
-        """What several steps took together: told in the log, and no step of its own."""
+        """Log what several steps took together."""
         device, host = self._device.used_memory(), memory.used_memory()
         yield
-        self._tell(name, device, host, in_total=True)
+        self._log(name, device, host, in_total=True)
 
-    def _tell(self, name: str, device: int, host: int, *, in_total: bool = False) -> int:
+    def _log(self, name: str, device: int, host: int, *, in_total: bool = False) -> int:
         device_now, host_now = self._device.used_memory(), memory.used_memory()
         line = lines.memory_step(
             name,

@@ -1,8 +1,8 @@
-"""The store: what a boot leaves for the next one with the same fingerprint.
+"""The store: what a boot keeps for the next one with the same fingerprint.
 
-One folder for each fingerprint, in ``--cache-dir``: the last record, and whatever compilers keep there. Folders are
-independent of each other and may be deleted at any time. Nothing is locked: a record appears whole or not at all, and
-of two boots at once the later one's stays.
+``--cache-dir`` has one folder for each fingerprint, with the last record and the caches of compilers. Folders are
+independent and may be deleted at any time. Nothing is locked: records are written atomically, and of two boots at the
+same time the later one's is kept.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
 class Store:
-    """The folder of one fingerprint in ``root``, made if need be; without a root nothing is kept. Nothing here ever
-    stops a boot: what cannot be read or written is warned about and done without.
+    """The folder of one fingerprint in ``root``, made if need be; without a root nothing is kept. It never stops a
+    boot: a warning is logged for what cannot be read or written.
     """
 
     def __init__(self, root: Path | None, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._home = root and root / fingerprint
         self.folder = self._home if self._home and _can_write(self._home) else None
-        """Where compilers may keep their caches; None where nothing can be written."""
+        """Where compilers may keep their caches; None if nothing can be written."""
 
     @cached_property
-    def _last(self) -> Record | None:
+    def last(self) -> Record | None:
+        """The last record with this fingerprint, as it was at first access; None if there is none."""
         if self._home is None:
             return None
         path = self._home / RECORD
@@ -64,21 +65,13 @@ class Store:
             return None
         return record
 
-    def load(self) -> Record | None:
-        """The last record with this fingerprint, as it was when it was first asked for; None if there is none."""
-        return self._last
-
-    def reused(self) -> frozenset[str]:
-        """The items that an earlier boot ran: what they compile is in the folder."""
-        return frozenset(self.costs())
-
     def costs(self) -> dict[str, float]:
-        """Measured seconds of those items, by name."""
-        entries = self._last.entries if self._last else []
-        return {entry.name: entry.compile_seconds + entry.touch_seconds for entry in entries if entry.outcome in DONE}
+        """Measured seconds, by name, of the items that an earlier boot ran: what they compile is in the folder."""
+        entries = self.last.entries if self.last else []
+        return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE}
 
     def save(self, record: Record) -> None:
-        """Keep ``record`` for the next boot, in place of the one before."""
+        """Keep ``record`` for the next boot, replacing the last one."""
         if self.folder is None:
             return
         data = msgspec.structs.replace(record, fingerprint=self.fingerprint).to_json()
@@ -95,14 +88,14 @@ def cache_root(settings: Settings) -> Path | None:
     if settings.cache_dir is not None:
         return Path(settings.cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification: a relative one is as good as none
+    if not os.path.isabs(base):  # the XDG specification: a relative path is ignored
         home = os.path.expanduser("~")
         base = os.path.join(home, ".cache") if os.path.isabs(home) else tempfile.gettempdir()
     return Path(base) / "preheat"
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
-    """32 hexadecimal digits that any change of ``parts`` changes. They are plain data; the order of keys is no part."""
+    """32 hexadecimal digits that depend on all of ``parts``, plain data, but not on the order of keys."""
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return sha256(text.encode()).hexdigest()[:32]
 
@@ -111,7 +104,7 @@ def boot_parts(
     folder: Path, weights: Sequence[Path], plan: Plan, *, dtype: str, device: Iterable[str], threads: int, mode: str
 ) -> dict[str, object]:
     """What a boot's caches depend on. ``weights`` are the checkpoint's files in ``folder`` (none for dummy weights),
-    ``device`` what the platform says of itself, such as its name and the instruction set that torch uses.
+    ``device`` describes the platform, such as its name and the instruction set that torch uses.
     """
     return {
         "model": {"config": _digest([(folder / "config.json").read_bytes()]), "files": [*map(file_part, weights)]},
@@ -125,10 +118,9 @@ def boot_parts(
 
 
 def file_part(path: Path) -> list[object]:
-    """Name, size and a digest of a weight file: of its safetensors header, and of samples spread over all of it.
+    """Name, size and a digest of a weight file's safetensors header and of samples spread over the file.
 
-    Reads a few hundred KiB, however large the file is, so that a change of a single number may go unseen; training
-    changes them all.
+    Reads a few hundred KiB whatever the file's size, so a change of a single weight may go unseen, but not training.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -141,8 +133,8 @@ def file_part(path: Path) -> list[object]:
 
 
 def plan_part(plan: Plan) -> dict[str, object]:
-    """All items but checks, limits and options. The number of blocks is left out: it follows the memory that happens to
-    be free, and where it decides which items there are, their names tell.
+    """Limits, options and all items but checks. The number of blocks is left out: it varies with the free memory, and
+    where it matters the items' names differ.
     """
     limits = asdict(plan.limits)
     del limits["num_blocks"]
@@ -154,7 +146,7 @@ def plan_part(plan: Plan) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of preheat, Python and the libraries that compute; None for one that is not installed. Imports none of them."""
+    """Versions of preheat, Python and the libraries that compute, None if not installed. Imports none of them."""
     found: dict[str, str | None] = {"preheat": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -165,7 +157,7 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> list[str]:
-    """The host's processor and its instruction set, as the kernel names them."""
+    """The host's processor and its instruction set, as the operating system names them."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
@@ -194,7 +186,7 @@ def _can_write(folder: Path) -> bool:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Replace ``path`` at once: a reader sees the old content or the new, whatever dies in between."""
+    """Replace ``path`` atomically."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cpu.tiles import MAX_TILE, SPLIT, Call, Tiles
+from preheat.backends.cpu.tiles import MAX_TILE, SPLIT, KernelCall, Tiles
 from preheat.errors import ModelError
 from preheat.ops.proof import noise, signed_pairs
 
@@ -115,7 +115,7 @@ class PagedAttention:
             norm = norm + weight[:, i]
         return (total / norm).to(part.dtype)
 
-    def _reader(self, call: Call) -> Reader:
+    def _reader(self, call: KernelCall) -> Reader:
         """Gathers the call's keys and its values, head by head, or looks at them where they lie."""
         if call.in_place:
             return lambda cache: cache[: len(call.tile)].unbind(1)
@@ -124,7 +124,7 @@ class PagedAttention:
         shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
         return lambda cache: cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows).view(shape).unbind()
 
-    def _mask(self, call: Call, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, call: KernelCall, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""
         if not call.masked:
             return None

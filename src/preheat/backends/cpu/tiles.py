@@ -31,7 +31,7 @@ KEYS_PER_CALL = 2048
 
 
 @dataclass(slots=True)
-class Call:
+class KernelCall:
     """Pairs that read equally many keys, run by one kernel call.
 
     Pair p is tile ``tile[p]`` against ``span`` keys in the physical blocks ``blocks[p]``. Its query q sees keys
@@ -60,7 +60,7 @@ class Tiles:
 
     queries: np.ndarray
     valid: np.ndarray
-    calls: list[Call]
+    calls: list[KernelCall]
     pair_of: np.ndarray
     seen: np.ndarray
 
@@ -120,7 +120,7 @@ def plan_tiles(
     pairs = _Pairs(tile, start, span, full, blocks)
     number = np.empty(len(tile), np.int64)
     gathered = np.lexsort((span, ~full))
-    calls: list[Call] = []
+    calls: list[KernelCall] = []
     if contiguous and width == 1:
         calls, served = _in_place(pairs, position, window)
         number[served] = blocks[served, 0]
@@ -170,7 +170,7 @@ class _Pairs:
         return _Pairs(self.tile[some], self.start[some], self.span[some], self.full[some], self.blocks[some])
 
 
-def _in_place(pairs: _Pairs, position: np.ndarray, window: int | None) -> tuple[list[Call], np.ndarray]:
+def _in_place(pairs: _Pairs, position: np.ndarray, window: int | None) -> tuple[list[KernelCall], np.ndarray]:
     """One call that reads every block from 0 to the highest of the pairs' where it lies, and which pairs it serves.
 
     Of several pairs with one block it serves the first, and of the pad block's all: their outputs are not used. A block
@@ -184,10 +184,10 @@ def _in_place(pairs: _Pairs, position: np.ndarray, window: int | None) -> tuple[
     served = block == 0
     served[first] = True
     begin, end = _visible(position[tile] - start[:, None], window)
-    return [Call(tile, np.arange(count)[:, None], SPLIT, True, begin, end, in_place=True)], served
+    return [KernelCall(tile, np.arange(count)[:, None], SPLIT, True, begin, end, in_place=True)], served
 
 
-def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[Call]:
+def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[KernelCall]:
     """The pairs, which are in the order of their calls, cut into calls of one span and at most ``max_keys`` keys."""
     block_size, window, max_keys = sizes
     begin, end = _visible(position[pairs.tile] - pairs.start[:, None], window)
@@ -200,12 +200,12 @@ def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None
             some = slice(i, min(i + count, to))
             seen_from = None if begin is None else begin[some]
             blocks = pairs.blocks[some, : span // block_size]
-            calls.append(Call(pairs.tile[some], blocks, span, masked, seen_from, end[some]))
+            calls.append(KernelCall(pairs.tile[some], blocks, span, masked, seen_from, end[some]))
     return calls
 
 
 def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
-    """From which to which key of its split each ``query`` sees, by its position from the split's start; see Call."""
+    """From which to which key of its split each ``query`` sees, by its position from the split's start; see KernelCall."""
     end = np.minimum(query + 1, SPLIT)
     begin = np.maximum(query - window + 1, 0) if window else None
     blind = end <= (0 if begin is None else begin)
