@@ -15,14 +15,13 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import device, early
 from preheat.backends.registry import FACTS, pick_backend
 from preheat.errors import SettingsError
-from preheat.limits import check_options
-from preheat.plan.policy import policy_named
+from preheat.plan.modes import check_options
 from preheat.settings import OPTIONS, Settings
 
 
 def check(settings: Settings, facts: Facts) -> None:
     """As a boot does, before anything is loaded."""
-    check_options(settings, facts, mixed_steps=policy_named(settings.bucketing_policy).mixed_steps)
+    check_options(settings, facts)
 
 
 @pytest.fixture

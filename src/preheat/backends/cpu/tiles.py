@@ -205,7 +205,7 @@ def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None
 
 
 def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, np.ndarray]:
-    """From which to which key of its split each ``query`` sees, by its position from the split's start; see KernelCall."""
+    """From which to which key of its split each ``query`` sees, by its position from the split's start."""
     end = np.minimum(query + 1, SPLIT)
     begin = np.maximum(query - window + 1, 0) if window else None
     blind = end <= (0 if begin is None else begin)
