@@ -40,7 +40,7 @@ def drafted(asked, proposer, overlap: bool, spare: int = 4, every: int = 1, **op
 def test_any_drafts_give_the_tokens_of_plain_decoding(
     asked, most, right, overlap, spare, every, threshold, seed
 ) -> None:
-    """Preempted, compacted, shared, stopped by ids and lengths, with logprobs: ``drafted`` compares with the reference."""
+    """Preempted, compacted, shared, stopped by ids and lengths, with logprobs, as ``drafted`` compares."""
     harness = drafted(asked, Scripted(most, right, seed), overlap, spare, every, defrag_threshold=threshold)
     assert harness.scheduler.idle
     assert harness.scheduler.stats().blocks_used == 0
