@@ -22,7 +22,7 @@ FACTS: Mapping[str, Facts] = {facts.name: facts for facts in (CPU, CUDA, HPU)}
 
 def facts_of(device: str) -> Facts:
     """What a plan is made for before anybody has looked at the machine: ``auto`` counts as a CPU."""
-    return FACTS.get(device, CPU)
+    return CPU if device == "auto" else FACTS[device]
 
 
 def wake(device: str) -> None:

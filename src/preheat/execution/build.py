@@ -42,5 +42,6 @@ def build(
         max_logprobs=settings.max_logprobs,
         handle_topk_duplicates=settings.handle_topk_duplicates,
     )
-    executor = Executor(backend, decoder, cache, sampler, buffers, layers_per_graph=settings.config_hidden_layers)
+    per_graph = settings.config_hidden_layers if backend.facts.captures else None  # without graphs a step is one piece
+    executor = Executor(backend, decoder, cache, sampler, buffers, layers_per_graph=per_graph)
     return Packer(slots, plan, buffers), executor
