@@ -14,6 +14,8 @@ SHAPES = [
     (14, 2, 64, torch.bfloat16, 100),
     (8, 1, 256, torch.bfloat16, None),
     (8, 2, 128, torch.float32, 200),
+    (32, 8, 128, torch.bfloat16, None, False, torch.float8_e4m3fn, (0.0123, 0.25)),
+    (8, 2, 64, torch.bfloat16, 300, False, torch.float8_e5m2, (1.0, 1.0)),
 ]
 
 
@@ -66,10 +68,8 @@ def test_chunks_and_tiles(whole, paged):
 def test_blocks(whole, paged, block_size):
     made, outputs = whole
     other = paged.Pages(made.shape, LENGTHS, block_size, device="cuda", by_block=True)
-    for i, n in enumerate(LENGTHS):  # the same numbers in other blocks
-        position = torch.arange(n, device="cuda")
-        kv = made.qkv[i][:, made.shape.heads :].view(n, 2, made.shape.kv_heads, -1)
-        other.cache[other.table[i, position // block_size].long(), :, :, position % block_size] = kv
+    for i, qkv in enumerate(made.qkv):  # the same numbers in other blocks
+        other.put(other.table[i], qkv)
     other.qkv = made.qkv
     assert torch.equal(other.prefill([(4, 0, 1300)]), outputs[4])
     assert torch.equal(other.decode([(4, 1299), (3, 510)]), torch.stack([outputs[4][1299], outputs[3][510]]))

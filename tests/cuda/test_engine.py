@@ -85,7 +85,8 @@ def in_step(model: str) -> LLM:
 def eager(model: str) -> LLM:
     """Operation by operation, in steps of prompts and steps of decoding; so what a test plants is run."""
     llm = LLM(model, **EAGER)
-    llm.loop.executor.compile(llm.loop.packer.plan, os.cpu_count() or 1)  # side by side, which is quicker
+    programs = [item.program for item in llm.loop.packer.plan.items]
+    llm.loop.executor.compile(programs, os.cpu_count() or 1)  # side by side, which is quicker
     return llm
 
 

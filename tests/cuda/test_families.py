@@ -19,7 +19,8 @@ from torch import Tensor
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.work import SPLIT
 from preheat.frontend.outputs import RequestOutput
-from tests.cpu.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MODELS, YARN_ROPE, Model, save_checkpoint
+from preheat.model.files import read_config
+from tests.cpu.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MODELS, YARN_ROPE, Model, longrope, save_checkpoint
 
 DEVICE = "cuda"
 VOCAB, LENGTH = 256, 1024
@@ -35,6 +36,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral with window": {"sliding_window": 100},
     "qwen2 with windows": {"sliding_window": 300},
     "qwen3": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "phi3 with longrope": {"rope_parameters": longrope(32)},
+    "phi4 mini": {"rope_parameters": longrope(24) | {"partial_rotary_factor": 0.75, "attention_factor": 1.2}},
+    "gpt bigcode with 48 heads": {"hidden_size": 48 * 32},
+    "gemma 3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100},
+    "gemma 3 with one key head": {"head_dim": 256, "sliding_window": 100},
+    "mpt with six heads": {"hidden_size": 6 * 64},
     "qwen3 with yarn": {"rope_parameters": YARN_ROPE | {"factor": LENGTH / 64}},
 }
 """Beside `SIZES`: what a GPU's kernels tell apart, each in one family at least, and few of them, to compile few."""
@@ -80,7 +87,8 @@ def reference(folder: Path, found: Found, dtype: torch.dtype, **changes: Any) ->
     """The same, teacher-forced, by transformers, with ``changes`` to the configuration."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **changes)
+    how = "eager" if read_config(folder)["model_type"] == "mpt" else "sdpa"  # all that its class there can do
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how, **changes)
     model.eval().to(DEVICE)
     logits = [model(torch.tensor([tokens], device=DEVICE)).logits[0, :-1] for tokens, _ in found]
     return [part.float().log_softmax(-1).cpu() for part in logits]
@@ -103,7 +111,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return saved
 
 
-@pytest.mark.parametrize("name", MODELS)
+ROUTED = [name for name, (family, _) in MODELS.items() if family == "Mixtral" or family.endswith("Moe")]
+IN_FLOAT32 = [*ROUTED, "phi3 with longrope"]
+"""A token near a tie of two experts, and a stretched rope, turn the rounding of bfloat16 into more than the bound."""
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # by the reference of GPTBigCode
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in IN_FLOAT32])
 def test_bfloat16_is_transformers(name, checkpoint):
     """The error is that of rounding; where the two best are further apart than it can reach, the best is the same."""
     folder = checkpoint(name)
@@ -117,7 +134,9 @@ def test_bfloat16_is_transformers(name, checkpoint):
     assert torch.equal(ours.argmax(-1)[certain], theirs.argmax(-1)[certain])
 
 
-@pytest.mark.parametrize("name", ["qwen2 with windows", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2 with windows", "qwen3", *IN_FLOAT32, "gpt bigcode", "gemma 3", "mpt with six heads"]
+)
 def test_float32_is_transformers(name, checkpoint):
     """And the engine chose what transformers finds most likely."""
     folder = checkpoint(name)

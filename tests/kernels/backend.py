@@ -6,6 +6,7 @@ import torch
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.moe import ExpertsConfigs
 from preheat.backends.cuda.tuning import KernelConfigs
 
 
@@ -22,6 +23,7 @@ class InterpretedCuda(CudaBackend):
     prepare = CpuBackend.prepare
     free_memory = CpuBackend.free_memory
     used_memory = CpuBackend.used_memory
+    peak_memory = CpuBackend.peak_memory
     kv_cache_memory = CpuBackend.kv_cache_memory
     synchronize = CpuBackend.synchronize
     host_copy = CpuBackend.host_copy
@@ -31,4 +33,4 @@ class InterpretedCuda(CudaBackend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._configs = KernelConfigs()
+        self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()

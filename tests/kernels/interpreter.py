@@ -1,14 +1,15 @@
-"""Triton's interpreter, mended in four places.
+"""Triton's interpreter, mended in five places.
 
 Scalars are arrays of one element, which numpy 2.4 no longer takes for integers; bfloat16 is cut off where a device
-rounds, and multiplied as if its bits were integers; and a product adds in an order that follows the shapes, where a
-device goes through the inputs in order. And it prepares triton.language anew for every function that a kernel calls,
-which is most of its time.
+rounds, and multiplied as if its bits were integers; eight bits are rounded up, or without a carry, where a device
+rounds to even; and a product adds in an order that follows the shapes, where a device goes through the inputs in order.
+And it prepares triton.language anew for every function that a kernel calls, which is most of its time.
 """
 
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -22,6 +23,7 @@ def mend():
     interpreter.InterpretedFunction.__call__ = _call
     interpreter._patch_lang_tensor = _patch
     interpreter.InterpreterBuilder.cast_impl = _mended_cast
+    interpreter.InterpreterBuilder.create_fp_to_fp = _mended_conversion
     interpreter.InterpreterBuilder.create_dot = _in_order
 
 
@@ -41,6 +43,10 @@ def _rounded(numbers):
     return np.where(np.isnan(numbers), np.uint16(0x7FC0), nearest)
 
 
+def _of_codes(codes):
+    return torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn).float().numpy()
+
+
 def _mended_cast(self, src, dst_type):
     kinds = src.dtype.scalar, dst_type.scalar
     if kinds == (tl.bfloat16, tl.float32):
@@ -50,8 +56,24 @@ def _mended_cast(self, src, dst_type):
     return _cast(self, src, dst_type)
 
 
+FLOATS = {
+    tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2, tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16, tl.float32: torch.float32,
+}  # fmt: skip
+
+
+def _mended_conversion(self, src, dst_type, rounding_mode):
+    """As torch does it, and devices with these types."""
+    narrow, wide = FLOATS[src.dtype.scalar], FLOATS[dst_type.scalar]
+    bits = {1: np.uint8, 2: np.int16, 4: np.int32}
+    given = torch.from_numpy(np.ascontiguousarray(src.data).view(bits[narrow.itemsize])).view(narrow).to(wide)
+    found = given.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[wide.itemsize]).numpy()
+    return interpreter.TensorHandle(found.view(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+
+
 def _in_order(self, a, b, d, input_precision, max_num_imprecise_acc):
-    a_data, b_data = (_widened(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
+    wide = {tl.bfloat16: _widened, tl.float8e4nv: _of_codes}
+    a_data, b_data = (wide[x.dtype.scalar](x.data) if x.dtype.scalar in wide else x.data for x in (a, b))
     total = d.data.copy()
     for k in range(a_data.shape[1]):
         total += a_data[:, k, None] * b_data[k]

@@ -16,6 +16,8 @@ from preheat.backends.cuda.paged_attention import (
     query_tile,
 )  # fmt: skip
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.model.families.mpt import alibi_slopes
+from preheat.ops.float8 import round_to
 
 
 @dataclasses.dataclass
@@ -25,6 +27,13 @@ class Bucket:
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
+    alibi: bool = False
+    stored: torch.dtype | None = None  # of the cache, if not the same; then with scales for keys and values
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def slopes(self, device="cpu"):
+        """ALiBi's, fp32 [heads], if it is asked for."""
+        return torch.tensor(alibi_slopes(self.heads, 8.0), device=device) if self.alibi else None
 
 
 class Pages:
@@ -36,7 +45,8 @@ class Pages:
         counts = [-(-n // block_size) for n in lengths]
         size = (sum(counts) + 1, 2, shape.kv_heads, block_size, shape.dim)
         # Blocks begin as NaN: what a kernel reads beyond a sequence must not reach its output.
-        layers = torch.full((size[0], 3, *size[1:]) if by_block else (3, *size), torch.nan, dtype=shape.dtype)
+        layers = torch.full((size[0], 3, *size[1:]) if by_block else (3, *size), torch.nan)
+        layers = layers.to(shape.stored or shape.dtype)
         self.cache = (layers.transpose(0, 1) if by_block else layers)[1]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed + block_size)) + 1
         table = torch.zeros(len(lengths) + 1, max(counts), dtype=torch.int32)
@@ -45,16 +55,26 @@ class Pages:
             table[i, : counts[i]] = order[at : at + counts[i]]
             at += counts[i]
             qkv = torch.randn(n, shape.heads + 2 * shape.kv_heads, shape.dim, generator=generator).to(shape.dtype)
-            kv = qkv[:, shape.heads :].view(n, 2, shape.kv_heads, shape.dim)
-            position = torch.arange(n)
-            self.cache[table[i, position // block_size].long(), :, :, position % block_size] = kv
+            self.put(table[i], qkv)
             self.qkv.append(qkv.to(device))
         self.table, self.cache = table.to(device), self.cache.to(device)
         if by_block and device != "cpu":  # the copy above made it contiguous
-            whole = torch.empty(size[0], 3, *size[1:], dtype=shape.dtype, device=device)
+            whole = torch.empty(size[0], 3, *size[1:], dtype=self.cache.dtype, device=device)
             whole[:, 1] = self.cache
             self.cache = whole[:, 1]
         self.workspace = None
+
+    def stored(self, qkv):
+        """The keys and values of ``qkv`` as the cache holds them, [tokens, 2, kv heads, dim]."""
+        kv, scales = qkv[:, self.shape.heads :].unflatten(1, (2, -1)), torch.tensor(self.shape.scales)
+        return round_to(kv, scales.view(2, 1, 1).to(kv.device), self.shape.stored) if self.shape.stored else kv
+
+    def put(self, blocks, qkv):
+        """Write the keys and values of a sequence into its ``blocks``."""
+        position, size = torch.arange(len(qkv), device=qkv.device), self.cache.shape[3]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.cache.element_size()]
+        places = blocks[position // size].long(), position % size
+        self.cache.view(bits)[places[0], :, :, places[1]] = self.stored(qkv).contiguous().view(bits)
 
     def _step(self, work):
         """Inputs of a step of (sequence, first position, number of tokens)."""
@@ -71,15 +91,23 @@ class Pages:
         count = torch.tensor([len(pieces)], dtype=torch.int32)
         return torch.from_numpy(padded).to(self.device), count.to(self.device)
 
+    @property
+    def _scales(self):
+        """The scores' scale, and keywords."""
+        key, value = self.shape.scales
+        more = {"value_scale": value} if self.shape.stored else {}
+        return self.shape.dim**-0.5 * key, more | {"alibi": self.shape.slopes(self.device)}
+
     def decode(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
         """Attention of single tokens: ``work`` is a list of (sequence, position)."""
         q, slots, positions, out = self._step([(i, p, 1) for i, p in work])
         pieces = decode_work(np.arange(len(work)), np.array([p for _, p in work]), split, self.shape.window)
         on_device, count = self._pieces(pieces, spare)
         workspace = Workspace(len(on_device), len(work), self.shape.heads, self.shape.dim, q.device)
+        scale, more = self._scales
         decode_attention(
-            q, self.cache, self.table, slots, positions, on_device, count, out, workspace, self.shape.dim**-0.5,
-            self.shape.window, split=split, config=config,
+            q, self.cache, self.table, slots, positions, on_device, count, out, workspace, scale,
+            self.shape.window, split=split, config=config, **more,
         )  # fmt: skip
         assert not workspace.arrived.any()
         return out
@@ -93,23 +121,27 @@ class Pages:
         )  # fmt: skip
         first = np.array([p for _, p, _ in work])
         tiles, count = self._pieces(prefill_tiles(np.cumsum(extends) - extends, extends, first, tile), spare)
+        scale, more = self._scales
         prefill_attention(
-            q, self.cache, self.table, slots, positions, tiles, count, out, self.shape.dim**-0.5,
-            self.shape.window, split=split, config=config,
+            q, self.cache, self.table, slots, positions, tiles, count, out, scale,
+            self.shape.window, split=split, config=config, **more,
         )  # fmt: skip
         return out
 
     def exact(self, i):
-        """float64 attention of a whole sequence, [tokens, heads * dim]."""
+        """float64 attention of a whole sequence to what the cache stands for, [tokens, heads * dim]."""
         shape, n = self.shape, self.lengths[i]
         group = shape.heads // shape.kv_heads
-        q, k, v = self.qkv[i].double().split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        scales = torch.tensor(shape.scales, dtype=torch.float64, device=self.device).view(2, 1, 1)
+        q, (k, v) = self.qkv[i][:, : shape.heads].double(), (self.stored(self.qkv[i]).double() * scales).unbind(1)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         position = torch.arange(n, device=self.device)
         seen = position[None] <= position[:, None]
         if shape.window:
             seen &= position[None] > position[:, None] - shape.window
         scores = torch.einsum("qhd,khd->hqk", q, k) * shape.dim**-0.5
+        if shape.alibi:
+            scores += shape.slopes(self.device).double()[:, None, None] * (position[None] - position[:, None])
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(n, -1)
 

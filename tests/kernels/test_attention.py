@@ -1,5 +1,7 @@
 """Paged attention: right against float64, and the same bits however a sequence is cut, batched and placed."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -13,6 +15,11 @@ SHAPES = [
     Bucket(),
     Bucket(heads=3, kv_heads=1, dim=96, window=70),
     Bucket(heads=2, kv_heads=2, dim=64, dtype=torch.float32),
+    Bucket(heads=3, kv_heads=3, dim=64, alibi=True),
+    Bucket(heads=6, kv_heads=2, dim=32, dtype=torch.float32, window=70, alibi=True),
+    Bucket(heads=48, kv_heads=1, dim=16),
+    Bucket(stored=torch.float8_e4m3fn, scales=(0.0123, 0.25)),
+    Bucket(heads=2, kv_heads=2, dim=32, dtype=torch.float32, window=70, stored=torch.float8_e5m2, scales=(3.0, 0.1)),
 ]
 
 
@@ -54,6 +61,12 @@ def test_blocks_change_no_bits(whole):
     other = pages(shape, block_size=16, by_block=True)
     assert torch.equal(other.prefill([(1, 0, 65)], SPLIT), outputs[1])
     assert torch.equal(other.decode([(2, 199)], SPLIT)[0], outputs[2][199])
+
+
+def test_slopes_are_not_ignored():
+    with_slopes, without = pages(SHAPES[3]), pages(dataclasses.replace(SHAPES[3], alibi=False))
+    assert relative_error(without.prefill([(2, 0, 200)], SPLIT), with_slopes.exact(2)) > 0.1
+    assert relative_error(without.decode([(2, 199)], SPLIT), with_slopes.exact(2)[199:]) > 0.1
 
 
 def test_another_split_gives_other_bits():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preheat import LLM, SamplingParams, llm, startup
+from preheat import LLM, SamplingParams, StructuredOutputsParams, llm, startup
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
 from tests.kernels.backend import InterpretedCuda
+from tests.tokenizers import byte_level
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
 
@@ -111,3 +113,65 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
 
     monkeypatch.setattr(Packer, "_write_tokens", wrong)
     assert tokens_of(answers(LLM(model, **OPTIONS), ["greedy"])) != tokens_of(expected)[:1]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("config", [{"method": "ngram"}, {"model": "itself"}], ids=["right or wrong", "draft model"])
+def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
+    """Drafts that are right but for every third, or those of the model itself. Rows with penalties have none."""
+    config = {key: value if key == "method" else model for key, value in config.items()}
+    names = list(REQUESTS)[: 4 if "method" in config else 2]
+    engine = LLM(model, **OPTIONS, speculative_config=config | {"num_speculative_tokens": 3})
+    drafting = engine.loop.scheduler.drafting
+    if "method" in config:
+        drafting.proposer.propose = partial(_every_third_wrong, tokens_of(expected))
+    found = answers(engine, names)
+    assert tokens_of(found) == tokens_of(expected)[: len(names)]
+    assert_close(found[1].outputs[0].logprobs, expected[1].outputs[0].logprobs)
+    stats = engine.loop.scheduler.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens + ("model" in config)
+
+
+def _every_third_wrong(truth: list[list[int]], slots: Any, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
+    found = []
+    for slot, count in zip(rows.tolist(), most.tolist(), strict=True):
+        prompt = slots.prompt_len[slot]
+        answer = truth[list(LENGTHS.values()).index(prompt)]
+        places = range(slots.device_len[slot] - prompt, min(slots.device_len[slot] - prompt + count, len(answer)))
+        found.append(np.array([(answer[at] + (at % 3 == 2)) % VOCAB for at in places], np.int32))
+        assert not (len(found[-1]) and slots.needs_penalty[slot])
+    return found
+
+
+HELD = StructuredOutputsParams(regex="[ab]{2,3}")
+MIXED = (
+    SamplingParams(temperature=1.0, seed=3, max_tokens=4, structured_outputs=HELD),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=2, structured_outputs=HELD),
+)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
+    """Their masks are asked for while the model runs, behind the tokens of the step before; texts are the CPU's."""
+    backend = byte_level()
+    size = backend.get_vocab_size()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": size, "eos_token_id": 1}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    backend.save(str(tmp_path / "tokenizer.json"))
+    options = OPTIONS | {"skip_tokenizer_init": False, "max_num_seqs": 3}
+    right = LLM(str(tmp_path), device="cpu", **options).generate([[5], [6], [7]], MIXED, use_tqdm=False)
+    engine, order = LLM(str(tmp_path), **options), list[str]()
+
+    def noted(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (order.append(name), function(*args))[1])
+
+    for owner, name in ((engine.loop.executor, "begin"), (engine.loop.scheduler, "process_results"),
+                        (engine.loop.grammars, "fill"), (engine.loop.executor, "complete")):  # fmt: skip
+        noted(owner, name)
+    found = engine.generate([[5], [6], [7]], MIXED, use_tqdm=False)
+    assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in right]
+    assert re.fullmatch("[ab]{2,3}", found[0].outputs[0].text)
+    assert " ".join(order).count("begin process_results fill complete") >= 2
+    engine.loop.scheduler.check()

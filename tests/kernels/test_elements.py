@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.embedding import embed, take_rows
-from preheat.backends.cuda.norm import add_rms_norm, rms_norm
+from preheat.backends.cuda.moe_shared import add_shared
+from preheat.backends.cuda.norm import CudaNorm, add_rms_norm, rms_norm
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.model.rope import rope_table
 from preheat.model.specs import RopeSpec
-from preheat.ops import rotary
-from preheat.ops.norm import RMSNorm
+from preheat.ops import activation, embedding, moe, rotary
+from preheat.ops.float8 import round_to
+from preheat.ops.norm import RMSNorm, make_norm
 from tests.kernels.paged import relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -41,6 +43,69 @@ def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype):
     assert torch.equal(residual, total)
     assert torch.equal(normed, rms_norm(total, weight, 1e-5))
     assert not torch.equal(normed, rms_norm(x, weight, 1e-5))
+
+
+@DTYPES
+@pytest.mark.parametrize(("kind", "biased"), [("layer", True), ("layer", False), ("rms_plus_one", False)])
+@pytest.mark.parametrize("size", [96, 1500])
+def test_other_norms(dtype, kind, biased, size):
+    x, residual, weight = (random(4, size, dtype=dtype, seed=seed) for seed in range(3))
+    bias = random(size, dtype=dtype, seed=3) if biased else None
+    norm, reference = (make(weight[0], 1e-5, kind, bias) for make in (CudaNorm, make_norm))
+    assert norm.kind == reference.kind == kind
+    exact = reference(x).double()
+    assert relative_error(norm(x), exact) < ROUNDING[dtype]
+    assert relative_error(RMSNorm(weight[0], 1e-5)(x), exact) > 0.01  # another kind is another thing
+    assert torch.equal(norm(x[1:2]), norm(x)[1:2])
+    total = x + residual
+    assert torch.equal(norm.add(x, residual), norm(total))
+    assert torch.equal(residual, total)
+
+
+@DTYPES
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: exp may be infinite
+@pytest.mark.parametrize("kind", sorted(activation.ACTIVATIONS))
+def test_activations(dtype, kind):
+    x = random(3, 2 * 1100, dtype=dtype) * 4
+    x[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -8.0])
+    found, expected = activate(x, kind), activation.ACTIVATIONS[kind](x)
+    assert found.shape == expected.shape
+    assert relative_error(found, expected.double()) < ROUNDING[dtype]
+    assert torch.equal(activate(x[1:2].contiguous(), kind)[0], found[1])
+
+
+@DTYPES
+def test_clip(dtype):
+    x = random(3, 1100, dtype=dtype) * 4
+    assert torch.equal(clip(x, 1.7), activation.clip(x, 1.7))
+    assert not torch.equal(clip(x, 1.7), x)
+
+
+@DTYPES
+def test_the_shared_expert_is_added_by_its_gate(dtype):
+    routed, x, shared, gate = (random(3, 200, dtype=dtype, seed=seed) for seed in range(4))
+    found = add_shared(routed, x, gate[:1] / 8, shared)
+    assert relative_error(found, moe.add_shared(routed, x, gate[:1] / 8, shared).double()) < ROUNDING[dtype]
+    assert torch.equal(add_shared(routed[1:2], x[1:2], gate[:1] / 8, shared[1:2])[0], found[1])
+    assert relative_error(found, (routed + shared).double()) > 0.01
+
+
+@DTYPES
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cache_of_eight_bits_holds_what_the_reference_rounds(dtype, stored):
+    """With numbers beyond the range, NaN, and ties among them."""
+    heads, kv_heads, dim, scales = 2, 1, 64, (0.37, 1e-4)
+    qkv = random(2, heads + 2 * kv_heads, dim, dtype=dtype)
+    qkv[0, -1, :3], qkv[1, 2, :3] = torch.tensor([1e9, -1e9, torch.nan]), torch.tensor([17 * 0.37, 19 * 0.37, 1e9])
+    slots, positions = torch.arange(2, dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    cache = torch.zeros(2, 2, kv_heads, 16, dim).to(stored)
+    rope_and_write(
+        qkv, None, slots, positions, slots.view(2, 1), cache, heads, kv_heads, None, 0.0, scales=scales
+    )  # fmt: skip
+    expected = round_to(qkv[:, heads:], torch.tensor(scales).view(2, 1), stored)
+    found = torch.stack([cache[0, :, 0, 3].view(torch.uint8), cache[1, :, 0, 0].view(torch.uint8)])
+    assert expected.float().isnan().sum() == 1
+    assert torch.equal(found, expected.view(torch.uint8))
 
 
 @DTYPES
@@ -98,6 +163,44 @@ def test_embedding_takes_the_slot_s_last_token_where_it_is_told_so():
     rows = torch.empty(4, 1100)
     embed(tokens, slots, last, table, rows)
     assert torch.equal(rows, table[[7, 13, 0, 11]])
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [None, 7.3])
+def test_embeddings_may_be_scaled_and_know_their_position(dtype, scale):
+    table, learned = random(50, 1100, dtype=dtype), random(9, 1100, dtype=dtype, seed=1)
+    tokens, at = torch.tensor([7, 0, 3], dtype=torch.int32), torch.tensor([8, 0, 5], dtype=torch.int32)
+    rows, nothing = torch.empty(3, 1100, dtype=dtype), torch.zeros(3, dtype=torch.int32)
+    for positions in (None, learned):
+        embed(tokens, nothing, nothing, table, rows, scale=scale, positions=positions, at=at)
+        assert torch.equal(rows, embedding.embed(tokens, table, scale=scale, positions=positions, at=at))
+    assert not torch.equal(rows, table[tokens])
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [None, 7.3])
+def test_embeddings_of_images_are_taken_where_ids_say_so(dtype, scale):
+    table, images = random(50, 1100, dtype=dtype), random(6, 1100, dtype=dtype, seed=1)
+    tokens, slots = torch.tensor([7, -4, -1, -2, -7], dtype=torch.int32), torch.ones(5, dtype=torch.int32)
+    last, rows = torch.tensor([11, 12], dtype=torch.int32), torch.empty(5, 1100, dtype=dtype)
+    embed(tokens, slots, last, table, rows, scale=scale, images=images)
+    assert torch.equal(rows[[1, 3, 4]], images[[2, 0, 5]])
+    known = torch.where(tokens == -1, 12, tokens)
+    assert torch.equal(rows, embedding.embed(known, table, scale=scale, images=images))
+    assert torch.equal(rows[[0, 2]], embedding.embed(known[[0, 2]], table, scale=scale))
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms_plus_one"])
+def test_heads_that_do_not_turn(kind):
+    qkv, weight = random(2, 5, 64), random(4, 64, seed=1)
+    slots, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    for norm in (None, weight):
+        given, cache = qkv.clone(), torch.zeros(1, 2, 1, 16, 64)
+        rope_and_write(given, None, slots, positions, slots.view(2, 1), cache, 3, 1, norm, 1e-5, kind)
+        expected = qkv[:, :4] if norm is None else make_norm(norm, 1e-5, kind)(qkv[:, :4])
+        assert relative_error(given[:, :3], expected[:, :3].double()) < 1e-6
+        assert relative_error(cache[0, 0, 0, [0, 5]], expected[:, 3].double()) < 1e-6
+        assert torch.equal(cache[0, 1, 0, [0, 5]], qkv[:, 4])
 
 
 def test_rows_are_taken():

@@ -15,16 +15,17 @@ import triton
 import triton.language as tl
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import sample
 from preheat.backends.cuda.sampler import Cut, DeviceCounts
-from preheat.core import Level, SamplingParams
+from preheat.core import Level, SamplingParams, StructuredOutputsParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.philox import gumbel_at
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import Penalties
+from preheat.ops.sampling import Penalties, allowed, words_of
 from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, philox_words
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row
@@ -267,3 +268,48 @@ def test_the_settings_words_are_all_read() -> None:
     names = {name for name in sample.ROW.names or () if not hasattr(sample, name.upper())}
     assert names == set()
     assert sample.ROW.itemsize == 4 * (len(sample.ROW) + 1)  # the seed takes two words
+
+
+def masked_rows() -> tuple[list[Row], np.ndarray]:
+    """Of every kind twice, once with a grammar; masks that allow few tokens, one alone among them, or nearly all."""
+    rows, chance = rows_of_all_kinds()[::2], np.random.default_rng(5)
+    grammar = StructuredOutputsParams(regex="a")
+    held = [replace(row, params=changed(row.params, structured_outputs=grammar)) for row in rows]
+    rows = [each for pair in zip(rows, held, strict=True) for each in pair]
+    share = chance.choice([0.02, 0.1, 0.9], (len(rows), 1))
+    bits = chance.random((len(rows), 32 * words_of(VOCAB))) < share
+    bits[:, VOCAB // 2] = True
+    return rows, np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def test_masks() -> None:
+    """The tokens are the host's, and those that the mask allows; rows without grammar draw what they draw without."""
+    rows, masks = masked_rows()
+    found = sample_on(rows, cut=SMALL, masks=masks)
+    sampler = HostSampler(len(rows), VOCAB)
+    batch = sampling_input(fill(rows), np.arange(len(rows)))
+    right = sampler.sample(torch.from_numpy(np.stack([row.logits for row in rows])), batch, masks).tolist()
+    assert found == right
+    assert all(allowed(masks[place], VOCAB)[found[place]] for place in range(1, len(rows), 2))
+    assert found[::2] == sample_on(rows[::2], cut=SMALL)
+    assert found[1::2] != found[::2]
+
+
+def test_a_mask_and_a_bias_and_nothing_possible() -> None:
+    """A bias brings no masked token back, and where no logit is finite the lowest token that is allowed comes out."""
+    grammar, logits = StructuredOutputsParams(regex="a"), np.full(VOCAB, -np.inf, np.float32)
+    mask = np.zeros((1, words_of(VOCAB)), np.int32)
+    mask[0, 1] = 0b1100
+    for bias in (None, {3: 100.0}):
+        params = SamplingParams(temperature=0, logit_bias=bias, structured_outputs=grammar)
+        row = Row(logits, params)
+        host = HostSampler(1, VOCAB).sample(
+            torch.from_numpy(logits[None]), sampling_input(fill([row]), np.arange(1)), mask
+        )
+        assert sample_on([row], cut=SMALL, masks=mask) == host.tolist() == [34]
+    params = SamplingParams(temperature=0, logit_bias={3: 100.0}, structured_outputs=grammar)
+    row = Row(np.zeros(VOCAB, np.float32), params)
+    host = HostSampler(1, VOCAB).sample(
+        torch.from_numpy(row.logits[None]), sampling_input(fill([row]), np.arange(1)), mask
+    )
+    assert sample_on([row], cut=SMALL, masks=mask) == host.tolist() == [34]

@@ -12,17 +12,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.errors import ModelError
+from preheat.errors import ModelError, SettingsError
+from preheat.limits import resolve_limits
 from preheat.model.config import resolve_dtype
 from preheat.model.families import FAMILIES, read_spec
+from preheat.model.families.mpt import alibi_slopes
 from preheat.model.files import (
     find_checkpoint,
+    find_model,
+    find_tokenizer,
     indexed_names,
     read_config,
     weight_files,
 )
 from preheat.model.formats import expected_tensors
-from preheat.model.specs import EmbeddingSpec, KVSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, RopeSpec, leaves
+from preheat.model.specs import (
+    DenseSpec,
+    ExpertsSpec,
+    KVSpec,
+    LayerSpec,
+    Leaf,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    leaves,
+)
+from preheat.settings import Settings
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -128,16 +144,24 @@ def test_what_differs_between_layers_is_not_taken_for_one_value():
 
 
 REJECTED = {
-    "architecture MptForCausalLM": {"architectures": ["MptForCausalLM"]},
+    "architecture BloomForCausalLM is not supported; the nearest that is supported: MptForCausalLM": {
+        "architectures": ["BloomForCausalLM"]
+    },
+    "the nearest that is supported: Gemma3ForCausalLM": {"architectures": ["Gemma2ForCausalLM"]},
+    "the nearest that is supported: Qwen3MoeForCausalLM": {"architectures": ["GptOssForCausalLM"]},
+    "the nearest that is supported: LlamaForCausalLM": {"architectures": ["LlammaForCausalLM"]},
     "none named": {"architectures": None},
     "hidden_act 'gelu'": {"hidden_act": "gelu"},
     "rope type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "rope type 'longrope'": {"rope_parameters": {"rope_type": "longrope"}},
+    "rope type 'longrope' needs short_factor": {"rope_parameters": {"rope_type": "longrope"}},
+    "longrope needs 8 short and long factors, got 2": {
+        "rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": [1, 2]}
+    },
     "differ between layers": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
     "mscale": {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "needs low_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
-    "quantized checkpoints (awq)": {"quantization_config": {"quant_method": "awq"}},
+    "quantized checkpoints (bitsandbytes)": {"quantization_config": {"quant_method": "bitsandbytes"}},
     "no vocab_size": {"vocab_size": None},
     "hidden_size must be": {"hidden_size": "big"},
     "cannot share 3": {"num_key_value_heads": 3},
@@ -157,6 +181,126 @@ def test_rejected_by_name(message):
     with pytest.raises(ModelError) as error:
         read_spec(BASE | REJECTED[message])
     assert message in str(error.value)
+
+
+REJECTED_BY_FAMILY = {
+    "qk_ln True": ("Mpt", {"attn_config": {"qk_ln": True}}),
+    "prefix_lm True": ("Mpt", {"attn_config": {"prefix_lm": True}}),
+    "attn_type 'multiquery_attention'": ("Mpt", {"attn_config": {"attn_type": "multiquery_attention"}}),
+    "attn_type 'grouped_query_attention'": ("MPT", {"attn_config": {"attn_type": "grouped_query_attention"}}),
+    "rope True": ("Mpt", {"attn_config": {"rope": True}}),
+    "alibi false": ("Mpt", {"attn_config": {"alibi": False}}),
+    "attn_config must be an object": ("Mpt", {"attn_config": "none"}),
+    "logit_scale 'inv_sqrt_d_model'": ("Mpt", {"logit_scale": "inv_sqrt_d_model"}),
+    "norm_type 'rmsnorm'": ("Mpt", {"norm_type": "rmsnorm"}),
+    "no_bias false": ("Mpt", {"no_bias": False}),
+    "config.json has no d_model": ("Mpt", {"d_model": None}),
+    "n_head must be a positive integer": ("GPTBigCode", {"n_head": "many"}),
+    "add_cross_attention True": ("GPTBigCode", {"add_cross_attention": True}),
+    "activation 'relu'": ("GPTBigCode", {"activation_function": "relu"}),
+    "activation 'silu'": ("Starcoder2", {"hidden_act": "silu"}),
+    "final_logit_softcapping 30.0": ("Gemma3", {"final_logit_softcapping": 30.0}),
+    "attn_logit_softcapping 50.0": ("Gemma3", {"attn_logit_softcapping": 50.0}),
+    "use_bidirectional_attention True": ("Gemma3", {"use_bidirectional_attention": True}),
+    "hidden_activation 'gelu'": ("Gemma3", {"hidden_activation": "gelu"}),
+    "use_sliding_window True": ("Qwen2Moe", {"use_sliding_window": True}),
+    "rope type 'dynamic'": ("Phi3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+}
+
+
+@pytest.mark.parametrize("message", REJECTED_BY_FAMILY)
+def test_a_family_rejects_by_name_what_it_does_not_compute(message):
+    family, changes = REJECTED_BY_FAMILY[message]
+    config = config_of(f"{family}ForCausalLM", head_dim=16)
+    read_spec(config)
+    with pytest.raises(ModelError) as error:
+        read_spec(config | changes)
+    assert message in str(error.value)
+
+
+def test_slopes_of_alibi():
+    """The paper's recipe if the greatest exponent is 8; by the field otherwise, and for any number of heads."""
+    assert alibi_slopes(8, 8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(4, 16) == tuple(2.0 ** -(4 * i) for i in range(1, 5))
+    assert alibi_slopes(6, 8) == tuple(2.0**-i for i in (2, 4, 6, 8, 1, 3))
+    for heads in range(1, 70):
+        assert len(set(alibi_slopes(heads, 8))) == heads
+
+
+def test_learned_positions_bound_the_length():
+    spec = read_spec(config_of("GPTBigCodeForCausalLM", max_position_embeddings=300))
+    assert spec.max_position_embeddings == 300
+    assert spec.positions is not None and spec.positions.shape == (300, spec.hidden_size)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16}
+    length = spec.max_position_embeddings
+    assert resolve_limits(Settings(max_model_len=300, **sizes), length, 1).max_model_len == 300
+    with pytest.raises(SettingsError, match="max_model_len 301 exceeds the 300 positions"):
+        resolve_limits(Settings(max_model_len=301, **sizes), length, 1)
+
+
+def test_gemma_has_two_ropes_in_both_dialects():
+    sizes = {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        }
+    }
+    kinds = ["sliding_attention", "full_attention"] * 2
+    older = read_spec(config_of("Gemma3ForCausalLM", **sizes, **old, sliding_window_pattern=2))
+    newer = read_spec(config_of("Gemma3ForCausalLM", **sizes, **new, layer_types=kinds))
+    assert older == newer
+    assert older.layer_windows == (9, None, 9, None)
+    assert [layer.attention.rope.theta for layer in older.layers] == [5e3, 1e6] * 2
+    assert older.max_position_embeddings == 512  # stated as it is after scaling
+
+
+def test_phi_in_its_own_words():
+    """The fields of the published Phi-4-mini: a part of a head turns, by one of two lists of factors."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    fields = {"head_dim": 16, "rope_scaling": rope, "original_max_position_embeddings": 128}
+    spec = read_spec(config_of("Phi3ForCausalLM", **fields, partial_rotary_factor=0.75))
+    found = spec.layers[0].attention.rope
+    assert (found.kind, found.factor, found.original_length, found.turned(16)) == ("longrope", 4.0, 128, 12)
+    assert spec.layers[0].attention.qkv.order[:5] == ((0, 6), (12, 14), (6, 12), (14, 16), (16, 22))
+    assert spec.max_position_embeddings == 512
+
+
+FIELDS = (
+    "architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim max_position_embeddings original_max_position_embeddings eos_token_id bos_token_id torch_dtype dtype "
+    "rope_theta rope_scaling rope_parameters sliding_window use_sliding_window max_window_layers layer_types "
+    "rms_norm_eps hidden_act tie_word_embeddings attention_bias quantization_config n_embd n_head n_inner d_model "
+    "attn_config expansion_ratio logit_scale short_factor long_factor partial_rotary_factor query_pre_attn_scalar "
+    "sliding_window_pattern num_experts mlp_only_layers shared_expert_intermediate_size activation_function norm_type "
+    "norm_epsilon layer_norm_epsilon ffn_config"
+).split()
+WRONG = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["rope_type", "factor", "rope_theta", "x", *FIELDS]), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), WRONG, min_size=1, max_size=2))
+def test_whatever_a_config_holds_it_makes_a_spec_or_an_error_of_ours(architecture, changes):
+    made, refused = None, ""
+    try:
+        made = read_spec(config_of(architecture) | changes)
+    except ModelError as error:
+        refused = error.message
+    assert refused or (made is not None and made.layers and made.num_params > 0)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"vocab_size": 2**40}])
+def test_sizes_are_bounded_before_anything_is_made_of_them(changes):
+    (name,) = changes
+    with pytest.raises(ModelError, match=f"{name} is .* but at most"):
+        spec_of(**changes)
 
 
 def test_rejected_layer_types():
@@ -192,11 +336,31 @@ def test_unknown_dtype():
         resolve_dtype("int8", "bfloat16", True)
 
 
-def tensors_of(leaf: LinearSpec | NormSpec | EmbeddingSpec) -> list[str]:
-    if isinstance(leaf, LinearSpec):
-        kinds = ("weight", "bias") if leaf.bias else ("weight",)
-        return [f"{name}.{kind}" for name, _ in leaf.parts for kind in kinds]
-    return [f"{leaf.name}.weight"]
+def tensors_of(leaf: Leaf) -> list[str]:
+    if isinstance(leaf, ExpertsSpec):
+        names = (leaf.gate, leaf.up, leaf.down)
+        return [f"{name.format(expert)}.weight" for name in names for expert in range(leaf.num_experts)]
+    kinds = ("weight", "bias") if isinstance(leaf, LinearSpec | NormSpec) and leaf.bias else ("weight",)
+    names = [name for name, _ in leaf.parts] if isinstance(leaf, LinearSpec) else [leaf.name]
+    return [f"{name}.{kind}" for name in names for kind in kinds]
+
+
+OWN_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers"), "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd", "d_model"), "max_position_embeddings": ("n_positions", "max_seq_len"),
+}  # fmt: skip
+EXPERTS = {
+    "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
+    """A config of any family, in its own words too."""
+    config = BASE | {"architectures": [architecture]} | EXPERTS | changes
+    if architecture == "LlavaForConditionalGeneration":
+        return {"architectures": [architecture], "text_config": config | {"model_type": "llama"}, "image_token_id": 0}
+    return config | {own: config[name] for name, names in OWN_NAMES.items() for own in names}
 
 
 @given(
@@ -208,23 +372,25 @@ def tensors_of(leaf: LinearSpec | NormSpec | EmbeddingSpec) -> list[str]:
 )
 def test_every_tensor_has_one_place(architecture, layers, kv_heads, group, tied):
     """The checkpoint's tensors and those of the tree's leaves are the same set, and none occurs twice."""
-    spec = read_spec(
-        BASE
-        | {"architectures": [architecture], "num_hidden_layers": layers, "num_key_value_heads": kv_heads}
-        | {"num_attention_heads": kv_heads * group, "head_dim": 4, "tie_word_embeddings": tied}
-    )
+    heads = kv_heads * group
+    sizes = {"hidden_size": 4 * heads, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    spec = read_spec(config_of(architecture, num_hidden_layers=layers, tie_word_embeddings=tied, **sizes))
     shapes = expected_tensors(spec)
     names = [name for path, leaf in leaves(spec) if path != "head" for name in tensors_of(leaf)]
     assert len(set(names)) == len(names)
     assert shapes.keys() - set(names) == (set() if tied else {"lm_head.weight"})
     assert spec.num_params == sum(math.prod(shape) for shape in shapes.values())
     paths = [path for path, _ in spec.linears()]
-    assert len(set(paths)) == len(paths) == 4 * layers + 1
+    assert len(set(paths)) == len(paths) >= 3 * layers + 1
     assert paths[-1] == "head"
     for layer in spec.layers:
-        assert layer.attention.qkv.outputs == (group + 2) * kv_heads * 4
-        assert layer.attention.o.inputs == group * kv_heads * 4
-        assert layer.mlp.down.inputs * 2 == layer.mlp.gate_up.outputs
+        assert layer.attention.qkv.outputs == (heads + 2 * layer.kv.num_kv_heads) * 4
+        assert layer.attention.o.inputs == heads * 4
+        rows = sorted(row for start, end in layer.attention.qkv.order for row in range(start, end))
+        assert rows in ([], list(range(layer.attention.qkv.outputs)))
+        if isinstance(layer.mlp, DenseSpec):
+            gated = str(layer.mlp.gate_up.activation).endswith("_and_mul")
+            assert layer.mlp.down.inputs * (1 + gated) == layer.mlp.gate_up.outputs
 
 
 def write(folder: Path, **files: Any) -> Path:
@@ -243,6 +409,41 @@ def test_finding_checkpoints(tmp_path):
         find_checkpoint(str(tmp_path / "absent"))
     with pytest.raises(ModelError, match="neither a directory nor"):
         find_checkpoint("llama")
+
+
+def test_overrides_replace_fields_of_the_config(tmp_path):
+    write(tmp_path, config=BASE)
+    rope = {"rope_type": "linear", "factor": 2.0}
+    spec = read_spec(read_config(tmp_path, {"rope_scaling": rope, "eos_token_id": 3}))
+    assert (spec.max_position_embeddings, spec.eos_ids) == (1024, (3,))
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE), encoding="utf-8-sig")
+    assert read_config(tmp_path) == BASE
+
+
+def test_the_tokenizer_is_called_so_and_needs_no_config(tmp_path):
+    with pytest.raises(ModelError, match=r"^tokenizer 'nowhere' is neither") as error:
+        find_tokenizer(Settings(tokenizer="nowhere"))
+    assert error.value.param == "tokenizer"
+    assert find_tokenizer(Settings(tokenizer=str(tmp_path))) == tmp_path
+
+
+def test_the_download_folder_reaches_the_hub(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    folders = []
+
+    def snapshot(model: str, **options: Any) -> str:
+        folders.append(options["cache_dir"])
+        return str(write(tmp_path, config=BASE))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    find_model(Settings(model="org/name", download_dir="/models"))
+    find_tokenizer(Settings(model="org/name", tokenizer="org/other", download_dir="/models"))
+    find_model(Settings(model="org/name"))
+    assert folders == ["/models", "/models", None]
 
 
 def test_hub_errors_name_the_model(monkeypatch):

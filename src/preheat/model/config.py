@@ -12,8 +12,19 @@ from preheat.model.specs import Dtype, RopeKind, RopeSpec
 RunDtype = Literal["float32", "bfloat16"]
 
 _ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
-_ROPE_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE_NEEDS = {
+    "linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}  # fmt: skip
+_ROPE_NUMBERS = {
+    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+    "original_max_position_embeddings",
+}  # fmt: skip
 _DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+"""Bounds on what a config may ask for, so that a wrong number is an error and no list of a billion layers."""
 
 
 class Config:
@@ -23,46 +34,102 @@ class Config:
     Methods raise ModelError, naming the field, for one that is missing, wrong or not supported.
     """
 
-    def __init__(self, architecture: str, values: Mapping[str, Any], **defaults: object) -> None:
+    def __init__(
+        self, architecture: str, values: Mapping[str, Any], names: Mapping[str, str] | None = None, **defaults: object
+    ) -> None:
         self.architecture = architecture
-        self._values = values
-        self._fields = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+        self._names = names or {}
+        self._values = {**values, **{name: values.get(own) for name, own in self._names.items()}}
+        self._fields = {**defaults, **{name: value for name, value in self._values.items() if value is not None}}
 
     def with_defaults(self, **defaults: object) -> Config:
         """The same fields with other defaults."""
-        return Config(self.architecture, self._values, **defaults)
+        return Config(self.architecture, self._values, self._names, **defaults)
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self._fields.get(name, default)
+    def updated(self, values: Mapping[str, Any]) -> Config:
+        """The same fields without defaults, with these ``values`` in place of their own."""
+        return Config(self.architecture, {**self._values, **values}, self._names)
+
+    def renamed(self, **names: str) -> Config:
+        """The same fields without defaults, some of which are read by other names: ``hidden_size="n_embd"``."""
+        return Config(self.architecture, self._values, names)
+
+    def size(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
+        """A positive integer, at most ``most``."""
+        value, own = self._fields.get(name, default), self._names.get(name, name)
         if value is None:
-            raise ModelError(f"config.json has no {name}")
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+            raise ModelError(f"config.json has no {own}")
+        if type(value) is not int or value < 1:
+            raise ModelError(f"config.json: {own} must be a positive integer, got {value!r}")
+        if value > most:
+            raise ModelError(f"config.json: {own} is {value}, but at most {most} are possible")
+        return value
+
+    def num_layers(self) -> int:
+        """How many decoder layers there are."""
+        return self.size("num_hidden_layers", most=MAX_LAYERS)
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An object; absent is empty."""
+        value = self._fields.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ModelError(f"config.json: {name} must be an object, got {value!r}")
         return value
 
     def positive(self, name: str, default: float) -> float:
         """A positive, finite number."""
-        return _positive(name, self._fields.get(name, default))
+        return _positive(self._names.get(name, name), self._fields.get(name, default))
+
+    def get(self, name: str) -> object:
+        """Whatever the field holds; None if it is absent and has no default."""
+        return self._fields.get(name)
 
     def flag(self, name: str) -> bool:
         """A boolean; absent is false."""
         return bool(self._fields.get(name, False))
+
+    def has(self, name: str) -> bool:
+        """Whether the config states ``name``, whatever its default."""
+        return self._values.get(name) is not None
+
+    def require(self, name: str) -> None:
+        """Raise ModelError unless the config states ``name``."""
+        if not self.has(name):
+            raise ModelError(f"config.json has no {name}, which models of {self.architecture} must state")
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A list of numbers; an absent one is empty."""
+        return tuple(self._fields.get(name) or ())
+
+    def refuse(self, name: str, *allowed: object) -> None:
+        """Raise ModelError unless the field is absent, false, or one of the values that are ``allowed``."""
+        value = self._fields.get(name)
+        if value and value not in allowed:
+            only = f", only {' or '.join(map(repr, allowed))}" if allowed else ""
+            raise ModelError(f"{self._names.get(name, name)} {value!r} is not supported{only}")
 
     def require_silu(self) -> None:
         """Raise ModelError unless the activation of the feed-forward block is SiLU."""
         if self._fields.get("hidden_act", "silu") != "silu":
             raise ModelError(f"hidden_act {self._fields['hidden_act']!r} is not supported, only 'silu' is")
 
+    def quantization(self) -> Mapping[str, Any] | None:
+        """How the checkpoint is quantized; None if it is not."""
+        return self.mapping("quantization_config") if "quantization_config" in self._fields else None
+
     def require_unquantized(self) -> None:
-        """Raise ModelError if the checkpoint's linear layers are quantized."""
-        if "quantization_config" in self._fields:
-            method = self._fields["quantization_config"].get("quant_method", "unknown")
-            raise ModelError(f"quantized checkpoints ({method}) are not supported; use the unquantized model")
+        """Raise ModelError if this part of a model is quantized by a config of its own."""
+        if (config := self.quantization()) is not None:
+            method = config.get("quant_method", "unknown")
+            raise ModelError(f"a part of a model that is quantized by itself ({method}) is not supported")
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """See :func:`token_ids`."""
-        return token_ids(self._fields.get(name))
+        """The ids of a field that may be one id, a list or null."""
+        value = self._fields.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(id) is not int for id in ids):
+            raise ModelError(f"config.json: {name} must be a token id or a list of them, got {value!r}")
+        return tuple(ids)
 
     def dtype(self) -> Dtype:
         """The checkpoint's dtype."""
@@ -72,26 +139,50 @@ class Config:
                 return dtype
         raise ModelError(f"checkpoint dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
 
-    def rope(self) -> RopeSpec:
-        """From ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling``."""
+    def rope(
+        self,
+        layers: str | None = None,
+        *,
+        partial: bool = False,
+        theta: float = 10000.0,
+        also: Mapping[str, str] | None = None,
+    ) -> RopeSpec:
+        """From ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling``.
+
+        ``layers``: for the layers of this type, if it tells them apart. ``partial``: only a part of a head may turn.
+        ``theta`` is the default. ``also`` are other names of kinds.
+        """
         fields = self._fields
-        params: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        params = self.mapping("rope_parameters") or self.mapping("rope_scaling")
+        if layers is not None and isinstance(params.get(layers), Mapping):
+            params = params[layers]
         kind = params.get("rope_type", params.get("type", "default"))
+        kind = (also or {}).get(str(kind), kind)
         if any(isinstance(value, Mapping) for value in params.values()):
             raise ModelError("rope parameters that differ between layers are not supported")
         if kind not in _ROPE_KINDS:
             raise ModelError(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
-        if (fields.get("partial_rotary_factor", 1.0), params.get("partial_rotary_factor", 1.0)) != (1.0, 1.0):
-            raise ModelError("partial_rotary_factor other than 1 is not supported")
+        part = params.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+        if part != 1.0 and not partial:
+            raise ModelError(f"partial_rotary_factor other than 1 is not supported by {self.architecture}")
         if params.get("mscale") or params.get("mscale_all_dim"):
             raise ModelError("rope parameters mscale and mscale_all_dim are not supported")
         for name in _ROPE_NEEDS.get(kind, ()):
             if params.get(name) is None:
                 raise ModelError(f"rope type {kind!r} needs {name} in config.json")
+        for name in _ROPE_NUMBERS & params.keys():
+            if params[name] is not None and not (type(params[name]) in (int, float) and math.isfinite(params[name])):
+                raise ModelError(f"config.json: {name} of the rope parameters must be a number, got {params[name]!r}")
         given = {name: params[name] for name in RopeSpec.__dataclass_fields__ if params.get(name) is not None}
-        given["theta"] = _positive("rope_theta", params.get("rope_theta", fields.get("rope_theta", 10000.0)))
-        length = params.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-        given["original_length"] = length or self.size("max_position_embeddings")
+        for name in ("short_factor", "long_factor"):
+            _check_numbers(name, params.get(name))
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        given["partial"] = _positive("partial_rotary_factor", part)
+        given["theta"] = _positive("rope_theta", params.get("rope_theta", fields.get("rope_theta", theta)))
+        name = "original_max_position_embeddings"
+        given["original_length"] = params.get(name) or self.size(name if name in fields else "max_position_embeddings")
+        if kind == "longrope" and "factor" not in given:
+            given["factor"] = self.size("max_position_embeddings") / given["original_length"]
         return RopeSpec(**given | {"kind": kind})
 
     def max_positions(self, rope: RopeSpec) -> int:
@@ -101,19 +192,26 @@ class Config:
             return max(stated, int(rope.original_length * rope.factor))
         return stated
 
-    def windows(self, *, used: bool = True, first_layer: str | None = None) -> tuple[int | None, ...]:
+    def windows(self, *, used: bool = True, first_layer: str | None = None, every: int = 0) -> tuple[int | None, ...]:
         """Each layer's sliding window: by ``layer_types`` if the config has it, else for all layers from the one that
-        the field ``first_layer`` names. Not ``used``: none.
+        the field ``first_layer`` names, and not for each ``every``-th. Not ``used``: none.
         """
-        num_layers = self.size("num_hidden_layers")
+        num_layers = self.num_layers()
         # An explicit null means "none", an absent field means the default.
         window = (self._values if "sliding_window" in self._values else self._fields).get("sliding_window")
         if not used:
             window = None
+        if window is not None and type(window) is not int:
+            raise ModelError(f"config.json: sliding_window must be a whole number or null, got {window!r}")
         kinds = self._fields.get("layer_types")
         if kinds is None:
             first = self._fields[first_layer] if first_layer else 0
-            kinds = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * (num_layers - first)
+            if type(first) is not int:
+                raise ModelError(f"config.json: {first_layer} must be a whole number, got {first!r}")
+            full = (index < first or (every and (index + 1) % every == 0) for index in range(num_layers))
+            kinds = ["full_attention" if each else "sliding_attention" for each in full]
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise ModelError(f"config.json: layer_types must be a list of names, got {kinds!r}")
         if len(kinds) != num_layers:
             raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
         if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
@@ -140,14 +238,15 @@ def resolve_dtype(asked: str, checkpoint: Dtype, native_bfloat16: bool) -> tuple
     return "bfloat16", None
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The ids of a token id field, which may be one id, a list or null."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def _positive(name: str, value: object) -> float:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
     return float(value)
+
+
+def _check_numbers(name: str, values: object) -> None:
+    """Raise ModelError unless ``values`` is a list of positive numbers, or absent."""
+    if values is not None and not isinstance(values, list):
+        raise ModelError(f"config.json: {name} must be a list of numbers, got {values!r}")
+    for value in values or ():
+        _positive(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from preheat.backends.base import Attend, Norm, Region
@@ -36,16 +37,16 @@ def after_attention(attended: Tensor, residual: Tensor, layer: Layer, norm: Norm
 
     Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, the input of the next layer.
     """
-    normed = layer.post_norm.add(layer.attention.o(attended), residual)
-    return norm.add(layer.mlp(normed), residual)
+    normed = layer.post_norm.add(layer.attention_output(attended), residual)
+    return norm.add(layer.mlp_output(normed), residual)
 
 
 class Decoder:
     """Runs ``weights`` according to ``spec``, for positions below ``max_model_len``. Call it under inference mode.
 
     A layer is two regions around attention, each compiled by ``build``. ``ropes[layer]`` [max_model_len, 2, 1, dim] are
-    the cosines and sines of each position; layers of the same kind share them. :meth:`finish` runs the rest of the last
-    layer, only for tokens that are sampled.
+    the cosines and sines of each position, ``alibi[layer]`` fp32 [heads] the slopes, if it has any; layers of the same
+    kind share them. :meth:`finish` runs the rest of the last layer, only for tokens that are sampled.
     """
 
     def __init__(
@@ -59,8 +60,16 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         kinds = [(layer.attention.rope, layer.attention.head_dim) for layer in spec.layers]
         device = weights.embedding.device
-        tables = {kind: rope_table(*kind, max_model_len, self.dtype).to(device) for kind in set(kinds)}
+        tables = {
+            (rope, dim): None if rope is None else rope_table(rope, dim, max_model_len, self.dtype).to(device)
+            for rope, dim in set(kinds)
+        }
         self.ropes = [tables[kind] for kind in kinds]
+        slopes = {
+            each: None if each is None else torch.tensor(each, dtype=torch.float32, device=device)
+            for each in {layer.attention.alibi for layer in spec.layers}
+        }
+        self.alibi = [slopes[layer.attention.alibi] for layer in spec.layers]
         self._last = len(weights.layers) - 1
         self._eager = project, after_attention
         self._built = build(project), build(after_attention)

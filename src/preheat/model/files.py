@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError
+from preheat.settings import Settings
 
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
+
+MODELOPT = "hf_quant_config.json"
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _NOT_NEEDED = ["*/*", "consolidated*"]  # copies of the weights in other formats
 
 
-def find_checkpoint(model: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
+def find_model(settings: Settings, *, with_weights: bool = True) -> Path:
+    """The directory of the settings' model; see :func:`find_checkpoint`."""
+    return find_checkpoint(
+        settings.model, settings.revision, with_weights=with_weights, download_dir=settings.download_dir
+    )
+
+
+def find_tokenizer(settings: Settings) -> Path:
+    """The directory of the settings' tokenizer, which is the model's unless they name another."""
+    if settings.tokenizer is None:
+        return find_model(settings, with_weights=False)
+    return find_checkpoint(settings.tokenizer, with_weights=False, download_dir=settings.download_dir, what="tokenizer")
+
+
+def find_checkpoint(
+    model: str,
+    revision: str | None = None,
+    *,
+    with_weights: bool = True,
+    download_dir: str | None = None,
+    what: str = "model",
+) -> Path:
     """The directory of ``model``: "bundled", a local directory, or a Hub id, which is downloaded unless it is cached.
 
     ``revision`` is a branch, tag or commit of a Hub repository; HF_TOKEN gives access to gated ones. Without
-    ``with_weights`` only configuration and tokenizer are fetched. Raises ModelError if there is no such model.
+    ``with_weights`` only configuration and tokenizer are fetched. ``download_dir`` replaces the Hub's own cache folder.
+    ``what`` is the option that named it: a model has a config.json. Raises ModelError if there is no such model.
     """
     if model == BUNDLED:
-        return _with_config(BUNDLED_PATH, model)
+        return BUNDLED_PATH
     path = Path(model).expanduser()
-    if path.is_dir():
-        return _with_config(path, model)
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelError(f"model {model!r} is neither a directory nor an organisation/name on the Hub", param="model")
-    return _with_config(_download(model, revision, with_weights), model)
+    if not path.is_dir():
+        if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+            raise ModelError(f"{what} {model!r} is neither a directory nor an organisation/name on the Hub", param=what)
+        path = _download(model, revision, with_weights, download_dir, what)
+    if what == "model" and not (path / "config.json").exists():
+        raise ModelError(f"model {model!r}: {path} holds no config.json", param=what)
+    return path
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -38,17 +66,25 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not hold a JSON object")
     return value
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, for :func:`preheat.model.families.read_spec`."""
-    return read_json(directory, "config.json")
+def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``config.json`` with the fields of ``overrides`` (``--hf-overrides``) in place of its own, for
+    :func:`preheat.model.families.read_spec`. ModelOpt's ``hf_quant_config.json`` becomes its ``quantization_config``.
+    """
+    found = read_json(directory, "config.json")
+    stored = {} if "quantization_config" in found else read_json(directory, MODELOPT).get("quantization")
+    if stored and isinstance(stored, dict):
+        found["quantization_config"] = {"quant_method": "modelopt", **stored}
+    return {**found, **(overrides or {})}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -72,19 +108,17 @@ def indexed_names(directory: Path) -> set[str]:
     return set(read_json(directory, "model.safetensors.index.json").get("weight_map", ()))
 
 
-def _with_config(directory: Path, model: str) -> Path:
-    if not (directory / "config.json").exists():
-        raise ModelError(f"model {model!r}: {directory} holds no config.json", param="model")
-    return directory
-
-
-def _download(model: str, revision: str | None, with_weights: bool) -> Path:
+def _download(model: str, revision: str | None, with_weights: bool, folder: str | None, what: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+        return Path(
+            snapshot_download(
+                model, revision=revision, cache_dir=folder, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
+            )
+        )
     except Exception as error:  # the Hub's client raises errors of many libraries
         at = f" at revision {revision}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot get model {model!r}{at} from the Hub: {reason}", param="model") from error
+        raise ModelError(f"cannot get {what} {model!r}{at} from the Hub: {reason}", param=what) from error

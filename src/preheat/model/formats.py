@@ -1,27 +1,43 @@
 """How a checkpoint stores linear layers, and how they are loaded. No torch here.
 
-A quantization scheme is a format: a class here or in a file of its own, and a line in :data:`FORMATS`. Its kernels
-belong to the backend.
+A way to store quantized ones is a format too (:mod:`preheat.model.formats_quantized`), with a line in :data:`FORMATS`.
+Its kernels belong to the backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from preheat.model.specs import LinearSpec, ModelSpec, leaves
+from preheat.model.formats_quantized import Awq, Fp8, Gptq, OnlineFp8, PackQuantized, Shape, expert_modules, reorder
+from preheat.model.specs import ExpertsSpec, LinearSpec, ModelSpec, NormSpec, leaves
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from preheat.backends.base import Linear
     from preheat.model.loader import WeightLoader
+    from preheat.ops.quantization import QuantizedWeight
 
-Shape = tuple[int, ...]
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a tensor of ``shape``: ``rows`` [from, to), and ``columns`` [from, to) if not all."""
+
+    shape: Shape
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None = None
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
 class LinearFormat(Protocol):
     """One way to store linear layers."""
 
-    def tensors(self, spec: LinearSpec) -> Mapping[str, Shape]:
+    def tensors(self, spec: LinearSpec | ExpertsSpec) -> Mapping[str, Shape]:
         """Name and shape of every tensor that ``spec`` is loaded from."""
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
@@ -29,30 +45,84 @@ class LinearFormat(Protocol):
         with ``loader.source.fill``, and let ``loader.backend`` make the layer.
         """
 
+    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor | QuantizedWeight, ...]:
+        """The weights of ``spec``, stacked: gates above ups [experts, 2 * inner, hidden], and downs [experts, hidden,
+        inner].
+        """
+
 
 class Plain:
     """``<module>.weight`` [outputs, inputs] and ``<module>.bias`` [outputs], in a floating-point dtype."""
 
-    def tensors(self, spec: LinearSpec) -> Mapping[str, Shape]:
+    def tensors(self, spec: LinearSpec | ExpertsSpec) -> Mapping[str, Shape]:
+        if isinstance(spec, ExpertsSpec):
+            return {f"{name}.weight": shape for name, shape in expert_modules(spec)}
         found: dict[str, Shape] = {f"{name}.weight": (outputs, spec.inputs) for name, outputs in spec.parts}
         if spec.bias:
             found |= {f"{name}.bias": (outputs,) for name, outputs in spec.parts}
         return found
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """One matrix, each part read into its rows."""
+        return loader.layer_of(spec, *self.read(spec, loader))
+
+    def read(self, spec: LinearSpec, loader: WeightLoader) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias: one matrix, each part read into its rows."""
         weight = loader.empty(spec.outputs, spec.inputs)
         bias = loader.empty(spec.outputs) if spec.bias else None
+        if spec.sharded:
+            _read_pieces(spec, loader, weight, bias)
+        else:
+            self._read_all(spec, loader, weight, bias)
+        return weight, bias
+
+    @staticmethod
+    def _read_all(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
         start = 0
         for name, outputs in spec.parts:
             loader.source.fill(f"{name}.weight", weight[start : start + outputs])
             if bias is not None:
                 loader.source.fill(f"{name}.bias", bias[start : start + outputs])
             start += outputs
-        return loader.backend.linear(weight, bias, gated=spec.gated)
+        for rows in (weight, bias):
+            if rows is not None and spec.order:
+                reorder(rows, spec.order)
+
+    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[Tensor, Tensor]:
+        """Each matrix read into its place."""
+        count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
+        gate_up, down = loader.empty(count, 2 * inner, hidden), loader.empty(count, hidden, inner)
+        rows = columns = None
+        if spec.kept is not None:
+            rows = Piece((spec.stored_inner, hidden), spec.kept)
+            columns = Piece((hidden, spec.stored_inner), (0, hidden), spec.kept)
+        for expert in range(count):
+            loader.source.fill(f"{spec.gate.format(expert)}.weight", gate_up[expert, :inner], rows)
+            loader.source.fill(f"{spec.up.format(expert)}.weight", gate_up[expert, inner:], rows)
+            loader.source.fill(f"{spec.down.format(expert)}.weight", down[expert], columns)
+        return gate_up, down
 
 
-FORMATS: Mapping[str, LinearFormat] = {"plain": Plain()}
+def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
+    """Read a shard's rows and columns, each range of rows into its place."""
+    at, inputs, outputs = 0, spec.stored_inputs or spec.inputs, dict(spec.parts)
+    for name, rows in spec.pieces():
+        place = slice(at, at + rows[1] - rows[0])
+        loader.source.fill(f"{name}.weight", weight[place], Piece((outputs[name], inputs), rows, spec.columns))
+        if bias is not None:
+            loader.source.fill(f"{name}.bias", bias[place], Piece((outputs[name],), rows))
+        at = place.stop
+
+
+FORMATS: Mapping[str, LinearFormat] = {
+    "plain": Plain(),
+    "quantize-fp8": OnlineFp8(),
+    "fp8": Fp8("weight_scale"),
+    "fp8-block": Fp8("weight_scale_inv"),
+    "pack-quantized": PackQuantized(),
+    "awq": Awq(),
+    "gptq": Gptq(1),
+    "gptq_v2": Gptq(0),
+}
 """The formats by the name in :attr:`LinearSpec.format`."""
 
 
@@ -60,8 +130,10 @@ def expected_tensors(spec: ModelSpec, formats: Mapping[str, LinearFormat] = FORM
     """Name and shape of every tensor that a checkpoint of this model must have."""
     found: dict[str, Shape] = {}
     for _, leaf in leaves(spec):
-        if isinstance(leaf, LinearSpec):
+        if isinstance(leaf, LinearSpec | ExpertsSpec):
             found |= formats[leaf.format].tensors(leaf)
         else:
             found[f"{leaf.name}.weight"] = leaf.shape
+            if isinstance(leaf, NormSpec) and leaf.bias:
+                found[f"{leaf.name}.bias"] = leaf.shape
     return found

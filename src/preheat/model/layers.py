@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Linear, Norm
+from preheat.backends.base import Collective, Experts, Linear, Norm
 
-Linears = Iterator[tuple[str, Linear]]
-"""Linear layers, each with its path in the spec."""
+if TYPE_CHECKING:
+    from preheat.model.vision import VisionWeights
+
+Linears = Iterator[tuple[str, Linear | Experts]]
+"""Linear layers and experts, each with its path in the spec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +47,105 @@ class DenseMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that all tokens visit, ``gate`` [1, hidden], and the backend's operation that adds it up."""
+
+    block: DenseMlp
+    gate: Tensor
+    add: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, routed: Tensor) -> Tensor:
+        """``routed``, what the other experts gave for ``x``, and what this one gives."""
+        return self.add(routed, x, self.gate, self.block(x))
+
+
+@dataclass(frozen=True, slots=True)
+class MoeMlp:
+    """A feed-forward block of experts, [tokens, hidden] -> [tokens, hidden]."""
+
+    router: Linear
+    experts: Experts
+    shared: SharedExpert | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routed = self.experts(x, self.router(x))
+        return routed if self.shared is None else self.shared(x, routed)
+
+    def linears(self) -> Linears:
+        yield "router", self.router
+        yield "experts", self.experts
+        if self.shared is not None:
+            yield from below("shared.block", self.shared.block.linears())
+
+
+Mlp = DenseMlp | MoeMlp
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer."""
 
     attention: AttentionWeights
-    mlp: DenseMlp
+    mlp: Mlp
     input_norm: Norm
     post_norm: Norm
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+
+    def attention_output(self, attended: Tensor) -> Tensor:
+        """What attention adds to the residual, from ``attended`` [tokens, heads * dim]."""
+        out = self.attention.o(attended)
+        return out if self.attention_out_norm is None else self.attention_out_norm(out)
+
+    def mlp_output(self, normed: Tensor) -> Tensor:
+        """What the feed-forward block adds to it."""
+        out = self.mlp(normed)
+        return out if self.mlp_out_norm is None else self.mlp_out_norm(out)
 
     def linears(self) -> Linears:
-        yield from _below("attention", self.attention.linears())
-        yield from _below("mlp", self.mlp.linears())
+        yield from below("attention", self.attention.linears())
+        yield from below("mlp", self.mlp.linears())
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredHead:
+    """The output head of which each rank has ``width`` rows, the last one perhaps fewer: [rows, hidden] -> [rows,
+    vocab], the same on all ranks.
+    """
+
+    mine: Linear
+    width: int
+    vocab_size: int
+    collective: Collective
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        logits = self.mine(x)
+        if logits.shape[1] < self.width:
+            logits = F.pad(logits, (0, self.width - logits.shape[1]))
+        gathered = self.collective.gather(logits).transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
+        return gathered.contiguous() if out is None else out.copy_(gathered)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head."""
+    """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head; ``positions``
+    [positions, hidden] where they are learned; ``vision`` of models that see images.
+    """
 
     embedding: Tensor
     layers: list[Layer]
     final_norm: Norm
     head: Linear
+    positions: Tensor | None = None
+    vision: VisionWeights | None = None
 
     def linears(self) -> Linears:
-        """All linear layers, the head last, with the paths of :meth:`ModelSpec.linears`."""
+        """All linear layers and experts of the decoder, the head last, with their paths in the spec."""
         for index, layer in enumerate(self.layers):
-            yield from _below(f"layers.{index}", layer.linears())
+            yield from below(f"layers.{index}", layer.linears())
         yield "head", self.head
 
 
-def _below(path: str, linears: Linears) -> Linears:
+def below(path: str, linears: Linears) -> Linears:
+    """``linears`` with paths that begin with ``path``."""
     return ((f"{path}.{name}", linear) for name, linear in linears)

@@ -7,30 +7,56 @@ neither there nor on the host.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import prod
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, Linear, Norm
+from preheat.backends.base import Backend, Collective, Linear, Norm, Sharing
+from preheat.backends.names import HOST
 from preheat.errors import ModelError
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
-from preheat.model.files import find_checkpoint, read_config
+from preheat.model.files import find_model, read_config
 from preheat.model.formats import FORMATS, LinearFormat
-from preheat.model.layers import AttentionWeights, DenseMlp, Layer, Weights
+from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
+from preheat.model.layers import AttentionWeights, DenseMlp, GatheredHead, Layer, Mlp, MoeMlp, SharedExpert, Weights
+from preheat.model.quantization import bytes_by_scheme, check_backend
+from preheat.model.quantize import quantize
+from preheat.model.shard import head_tile, shard
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
-from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec
+from preheat.model.specs import (
+    AttentionSpec,
+    DenseSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    SharedSpec,
+    VisionLayerSpec,
+    VisionSpec,
+)
+from preheat.model.vision import VisionLayer, VisionWeights
+from preheat.ops.kinds import Scheme
+from preheat.ops.moe import Routing
+from preheat.ops.quantization import QuantizedWeight, empty_weight
 from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+Copy = Callable[[Tensor, Tensor], object]
+
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache."""
+    """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache; ``numerics``, plain
+    data, are types and scales of cache and linear layers that bits depend on, where they are not the model's own.
+    """
 
     folder: Path
     spec: ModelSpec
@@ -38,19 +64,65 @@ class LoadedModel:
     dtype_name: str
     weights: Weights
     bytes_per_block: int
+    numerics: Mapping[str, object] = field(default_factory=dict)
 
 
-def load_model(settings: Settings, backend: Backend) -> LoadedModel:
-    """The model that the settings name, on the backend's device."""
-    folder = find_checkpoint(settings.model, settings.revision, with_weights=settings.load_format != "dummy")
-    spec = read_spec(read_config(folder))
+def load_model(settings: Settings, backend: Backend, collective: Collective | None = None) -> LoadedModel:
+    """The model that the settings name, on the backend's device; with a ``collective`` its rank's shard."""
+    folder = find_model(settings, with_weights=settings.load_format != "dummy")
+    spec = read_spec(read_config(folder, settings.hf_overrides), settings.quantization)
     name, remark = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     if remark:
         logger.info("%s", remark)
     dtype: torch.dtype = getattr(torch, name)
-    weights = load_weights(spec, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0)
-    bytes_per_block = settings.block_size * spec.kv_bytes_per_token(dtype.itemsize)
-    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block)
+    spec, quantized = quantize(settings, with_kv_dtype(spec, settings.kv_cache_dtype, name), backend.facts.name)
+    if settings.kv_cache_dtype != "fp8_inc":
+        spec = _with_scales(settings, folder, spec)
+    whole = spec
+    if collective is not None:
+        spec = shard(spec, collective.rank, collective.world)
+    check_backend(spec, backend.facts)
+    sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
+    _check_room(sum(sizes.values()), dtype, backend.free_memory())
+    scales: list[str] = []
+    weights = load_weights(
+        whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
+        formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
+    )  # fmt: skip
+    bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
+    kv = identity(spec)
+    numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
+    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics)
+
+
+def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
+    """``spec`` with the scales of the KV cache that the checkpoint has."""
+    if settings.load_format == "dummy":
+        return resolve_scales(spec, (), lambda _: 1.0)
+    files = SafetensorsFiles(folder, _plain_copy, spec.renames)
+
+    def read(name: str) -> float:
+        if prod(files.shapes[name]) != 1:
+            raise ModelError(f"tensor {name} has shape {list(files.shapes[name])}: one scale for a layer is supported")
+        scale = torch.empty(files.shapes[name], dtype=torch.float32)
+        files.fill(name, scale)
+        return scale.item()
+
+    return resolve_scales(spec, files.shapes, read)
+
+
+def _numerics(sizes: Mapping[str, int], scales: Sequence[str]) -> dict[str, object]:
+    """What bits depend on in a quantized checkpoint; nothing in another."""
+    return {"weights": {"bytes": dict(sizes), "scales": list(scales)}} if len(sizes) > 1 else {}
+
+
+def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:
+    """Raise ModelError, before anything is allocated, if weights of ``needed`` bytes do not fit into ``free``."""
+    if needed > free:
+        raise ModelError(
+            f"the weights take {needed / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB of memory are free: free some, or "
+            "use a smaller model" + (" or --dtype bfloat16" if dtype.itemsize > 2 else "")
+        )
 
 
 def load_weights(
@@ -62,37 +134,141 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     formats: Mapping[str, LinearFormat] = FORMATS,
+    on_host: bool = False,
+    scales: list[str] | None = None,
+    collective: Collective | None = None,
 ) -> Weights:
     """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, with ``load_format``
-    dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``.
+    dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``. ``on_host``: each is read and
+    prepared on the host, and goes to the device as it will stay there. To ``scales`` a digest of the checkpoint's
+    scales is added, if it has any. With a ``collective`` they are the shard's of its rank, and only these are read.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
+    mine = spec if collective is None else shard(spec, collective.rank, collective.world)
     if load_format == "dummy":
-        return WeightLoader(DummyTensors(seed), dtype, backend, formats).model(spec)
+        source, from_host = DummyTensors(seed), on_host and _plain_copy
+        return WeightLoader(source, dtype, backend, formats, from_host=from_host, collective=collective).model(mine)
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     with backend.uploading() as copy:
-        files = SafetensorsFiles(directory, copy)
+        files = SafetensorsFiles(directory, _plain_copy if on_host else copy, spec.renames)
         check_tensors(spec, files.shapes, formats)
-        return WeightLoader(files, dtype, backend, formats).model(spec)
+        weights = WeightLoader(files, dtype, backend, formats, from_host=on_host and copy, collective=collective).model(
+            mine
+        )
+        files.check_finite()
+        if scales is not None and files.scales_digest is not None:
+            scales.append(files.scales_digest)
+        return weights
+
+
+class FromHost:
+    """A backend as a loader on the host sees it: tensors go to the device as it gets them, by ``copy(source, out)``."""
+
+    def __init__(self, backend: Backend, copy: Copy) -> None:
+        self._backend, self._copy = backend, copy
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if not callable(found):
+            return found
+
+        def call(*args: object, **more: object) -> object:
+            return found(*map(self.place, args), **{key: self.place(value) for key, value in more.items()})
+
+        return call
+
+    def place(self, value: Any) -> Any:
+        """A tensor, on the device; anything else as it is."""
+        if isinstance(value, QuantizedWeight):
+            return replace(value, **{part.name: self.place(getattr(value, part.name)) for part in fields(value)})
+        if not isinstance(value, Tensor) or value.device == self._backend.device:
+            return value
+        out = torch.empty_like(value, device=self._backend.device)
+        self._copy(value, out)
+        return out
 
 
 class WeightLoader:
-    """Makes the parts of a model from their specs, on the backend's device, filled by ``source``."""
+    """Makes the parts of a model from their specs, on the backend's device, filled by ``source``. With ``from_host``,
+    which copies, tensors are filled on the host, and the backend gets them from there. With a ``collective`` they are
+    those of a shard.
+    """
 
     def __init__(
-        self, source: TensorSource, dtype: torch.dtype, backend: Backend, formats: Mapping[str, LinearFormat] = FORMATS
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        backend: Backend,
+        formats: Mapping[str, LinearFormat] = FORMATS,
+        *,
+        from_host: Copy | Literal[False] = False,
+        collective: Collective | None = None,
     ) -> None:
-        self.source, self.dtype, self.backend = source, dtype, backend
-        self._formats = formats
+        self.source, self.dtype, self.backend, self._collective = source, dtype, backend, collective
+        self._formats, self._device = formats, backend.device
+        self._place: Callable[[Tensor], Tensor] = _as_it_is
+        if from_host:
+            host = FromHost(backend, from_host)
+            self.backend, self._device, self._place = cast(Backend, host), torch.device(HOST), host.place
 
     def model(self, spec: ModelSpec) -> Weights:
-        embedding = self.tensor(f"{spec.embedding.name}.weight", *spec.embedding.shape)
+        embedding = self._place(self.tensor(f"{spec.embedding.name}.weight", *spec.embedding.shape))
         layers = [self.layer(layer) for layer in spec.layers]
-        head = self.backend.linear(embedding) if spec.tied else self.linear(spec.head)
-        return Weights(embedding, layers, self.norm(spec.final_norm), head)
+        head = self.head(spec, embedding)
+        positions = (
+            self._place(self.tensor(f"{spec.positions.name}.weight", *spec.positions.shape)) if spec.positions else None
+        )
+        vision = self.vision(spec.vision) if spec.vision else None
+        return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
+
+    def vision(self, spec: VisionSpec) -> VisionWeights:
+        kernel = self.tensor(f"{spec.patches.name}.weight", *spec.patches.shape)
+        return VisionWeights(
+            patches=self.backend.linear(kernel.view(spec.patches.outputs, -1)),
+            cls=self._place(self.tensor(f"{spec.cls.name}.weight", *spec.cls.shape)),
+            positions=self._place(self.tensor(f"{spec.positions.name}.weight", *spec.positions.shape)),
+            pre_norm=self.norm(spec.pre_norm),
+            layers=[self.vision_layer(layer) for layer in spec.layers],
+            projector=self.dense(spec.projector),
+        )
+
+    def vision_layer(self, spec: VisionLayerSpec) -> VisionLayer:
+        return VisionLayer(
+            self.norm(spec.input_norm), self.linear(spec.qkv), self.linear(spec.o), self.norm(spec.post_norm),
+            self.dense(spec.mlp),
+        )  # fmt: skip
+
+    def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:
+        """The output head; where ranks share it, what all of them give."""
+        if spec.tied and self._collective is None:
+            return self.backend.linear(embedding)
+        if not spec.tied:
+            head = self.linear(spec.head)
+        else:
+            rows = slice(spec.head.order[0][0], spec.head.order[-1][1])
+            head = self.sharing.row_linear(embedding[rows].clone(), None, spec.head.tiles)
+        if self._collective is None:
+            return head
+        width = head_tile(spec.vocab_size, self._collective.world) * len(spec.head.tiles)
+        return GatheredHead(head, width, spec.vocab_size, self._collective)
+
+    def layer_of(self, spec: LinearSpec, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The layer of ``spec``, or of a shard, with these plain weights."""
+        if spec.leaves:
+            assert self._collective is not None
+            return self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
+        if spec.tiles:
+            return self.sharing.row_linear(weight, bias, spec.tiles, activation=spec.activation, clip=spec.clip)
+        return self.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
+
+    @property
+    def sharing(self) -> Sharing:
+        """What makes the layers of a shard."""
+        assert self.backend.sharing is not None
+        return self.backend.sharing
 
     def layer(self, spec: LayerSpec) -> Layer:
         return Layer(
@@ -101,14 +277,38 @@ class WeightLoader:
                 self.linear(spec.attention.qkv), self.linear(spec.attention.o), self.qk_norm(spec.attention)
             ),
             post_norm=self.norm(spec.post_norm),
-            mlp=DenseMlp(self.linear(spec.mlp.gate_up), self.linear(spec.mlp.down)),
+            mlp=self.mlp(spec.mlp),
+            attention_out_norm=self.norm(spec.attention_out_norm) if spec.attention_out_norm else None,
+            mlp_out_norm=self.norm(spec.mlp_out_norm) if spec.mlp_out_norm else None,
         )
+
+    def mlp(self, spec: MlpSpec) -> Mlp:
+        if isinstance(spec, DenseSpec):
+            return self.dense(spec)
+        routing = Routing(spec.top_k, spec.renormalize, spec.round_weights)
+        gate_up, down = self._formats[spec.experts.format].experts(spec.experts, self)
+        shared = self.shared(spec.shared) if spec.shared else None
+        if self._collective is None:
+            experts = self.backend.experts(gate_up, down, routing)
+        else:
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # others are refused by shard
+            experts = self.sharing.leaf_experts(gate_up, down, routing, spec.experts.leaves, self._collective)
+        return MoeMlp(self.linear(spec.router), experts, shared)
+
+    def dense(self, spec: DenseSpec) -> DenseMlp:
+        return DenseMlp(self.linear(spec.gate_up), self.linear(spec.down))
+
+    def shared(self, spec: SharedSpec) -> SharedExpert:
+        gate = self._place(self.tensor(f"{spec.gate.name}.weight", *spec.gate.shape))
+        return SharedExpert(self.dense(spec.block), gate, self.backend.add_shared)
 
     def linear(self, spec: LinearSpec) -> Linear:
         return self._formats[spec.format].load(spec, self)
 
     def norm(self, spec: NormSpec) -> Norm:
-        return self.backend.norm(self.tensor(f"{spec.name}.weight", *spec.shape), spec.eps)
+        weight = self.tensor(f"{spec.name}.weight", *spec.shape)
+        bias = self.tensor(f"{spec.name}.bias", *spec.shape) if spec.bias else None
+        return self.backend.norm(weight, spec.eps, spec.kind, bias)
 
     def qk_norm(self, spec: AttentionSpec) -> Norm | None:
         """One norm for all query and key heads, queries first."""
@@ -116,7 +316,7 @@ class WeightLoader:
             return None
         q, k = (self.tensor(f"{norm.name}.weight", *norm.shape) for norm in spec.qk_norm)
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
-        return self.backend.norm(weight, spec.qk_norm[0].eps)
+        return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The checkpoint's tensor ``name``."""
@@ -124,6 +324,31 @@ class WeightLoader:
         self.source.fill(name, out)
         return out
 
+    def read(self, name: str, *shape: int) -> Tensor:
+        """The checkpoint's tensor ``name`` in float32, to be looked at and let go."""
+        return self._read(name, shape, torch.float32)
+
+    def read_words(self, name: str, *shape: int) -> Tensor:
+        """The same, of int32."""
+        return self._read(name, shape, torch.int32)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=self._device)
+        self.source.fill(name, out)
+        return out
+
+    def empty_weight(self, scheme: Scheme, *shape: int) -> QuantizedWeight:
+        """Room on the device for a quantized weight."""
+        return empty_weight(scheme, *shape, dtype=self.dtype, device=self._device)
+
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialized tensor on the device, in the model's dtype."""
-        return torch.empty(shape, dtype=self.dtype, device=self.backend.device)
+        """An uninitialized tensor in the model's dtype, where tensors are filled."""
+        return torch.empty(shape, dtype=self.dtype, device=self._device)
+
+
+def _plain_copy(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

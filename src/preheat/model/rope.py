@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.model.specs import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2]: radians per position of each pair of dimensions, after scaling."""
-    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int) -> Tensor:
+    """fp32 [head_dim / 2]: radians per position of each pair of dimensions, after scaling, where sequences have up to
+    ``length`` tokens.
+    """
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "longrope":
+        factors = rope.long_factor if length > rope.original_length else rope.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
+    plain = 1.0 / powers
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
@@ -23,11 +30,13 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def attention_factor(rope: RopeSpec) -> float:
-    """The factor of cosines and sines: 1 except for yarn."""
-    if rope.kind != "yarn":
+    """The factor of cosines and sines: 1 except for yarn and longrope."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length)) if rope.factor > 1 else 1.0
     return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 
@@ -35,10 +44,15 @@ def rope_table(rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype) -
     """[length, 2, 1, head_dim]: at index 0 the cosines, at 1 the sines, as ``ops.rotary`` takes them.
 
     Angles are fp32 products of position and frequency, as in training, rounded to ``dtype`` at the end. The sines of
-    the first half are negated, which turns "rotate half" into a swap of the halves.
+    the first half are negated, which turns "rotate half" into a swap of the halves. Dimensions that do not turn, at the
+    end of each half, have cosine 1 and sine 0.
     """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    turned = rope.turned(head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, turned, length))
     cos, sin = angles.cos() * attention_factor(rope), angles.sin() * attention_factor(rope)
+    if turned < head_dim:
+        rest = (0, (head_dim - turned) // 2)
+        cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
     table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
     return table.unsqueeze(2).to(dtype)
 

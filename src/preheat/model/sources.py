@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -13,41 +16,141 @@ from torch import Tensor
 
 from preheat.errors import ModelError
 from preheat.model.files import indexed_names, weight_files
-from preheat.model.formats import FORMATS, LinearFormat, Shape, expected_tensors
-from preheat.model.specs import ModelSpec
+from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
+from preheat.model.formats_quantized import Shape
+from preheat.model.kv_scales import STORED
+from preheat.model.specs import ModelSpec, Rename
 
 _NAMES_SHOWN = 8
+SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
+"""What the names of tensors end with that say what quantized weights mean."""
 
 
 class TensorSource(Protocol):
     """Provides tensors by name."""
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Write tensor ``name`` into ``out``, which has its shape, converting to the dtype of ``out``."""
+    def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
+        """Write tensor ``name``, or a ``piece`` of it, into ``out``, which has its shape, converting to the dtype of
+        ``out``. Nothing but the piece is read.
+        """
+
+
+def _sum(out: Tensor) -> Tensor | None:
+    """A number that is not finite if one of ``out`` is not; None for whole numbers."""
+    if out.is_floating_point() and out.itemsize > 1:
+        return out.sum(dtype=torch.float32)
+    if not out.is_floating_point():
+        return None
+    wrong = out.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any()  # e4m3fn has no infinity, and one NaN of each sign
+    return torch.where(wrong, torch.nan, 0.0)
+
+
+Part = tuple[int | slice, ...]
+
+
+class _Place(NamedTuple):
+    """The ``part`` of the tensor ``stored`` of a safetensors ``file``; an empty one is all of it."""
+
+    file: Any
+    stored: str
+    part: Part
+
+    def read(self, piece: Piece | None = None) -> Tensor:
+        part = self.part if piece is None else _within(self.part, piece)
+        if not part:
+            return cast(Tensor, self.file.get_tensor(self.stored))
+        return cast(Tensor, self.file.get_slice(self.stored)[part])
+
+
+def _within(part: Part, piece: Piece) -> Part:
+    """The part of a stored tensor that is ``piece`` of its ``part``."""
+    stacked = tuple(place for place in part if isinstance(place, int))
+    first = next((place.start for place in part if isinstance(place, slice)), 0)
+    rows, *columns = piece.index
+    return (*stacked, slice(first + rows.start, first + rows.stop), *columns)
+
+
+def _parts(stored: str, shape: Shape, renames: Sequence[Rename]) -> Iterator[tuple[str, Shape, Part]]:
+    """Name, shape and part of each tensor that the checkpoint stores as ``stored``."""
+    for rename in renames:
+        if match := re.fullmatch(rename.stored, stored):
+            break
+    else:
+        yield stored, shape, ()
+        return
+    names = [match.expand(name) for name in rename.names]
+    stack: list[Part] = [(index,) for index in range(shape[0])] if "{}" in names[0] else [()]
+    inner = shape[len(stack[0]) :]
+    rows = inner[0] // len(names)
+    for outer in stack:
+        for place, name in enumerate(names):
+            part = outer if len(names) == 1 else (*outer, slice(place * rows, (place + 1) * rows))
+            yield name.format(*outer), (rows, *inner[1:]), part
 
 
 class SafetensorsFiles:
-    """The files of a checkpoint. ``shapes`` are those of its tensors, by name; ``copy(source, out)`` copies one."""
+    """The files of a checkpoint. ``shapes`` are those of its tensors, by name, after ``renames``;
+    ``copy(source, out)`` copies one.
+    """
 
-    def __init__(self, directory: Path, copy: Callable[[Tensor, Tensor], object]) -> None:
+    def __init__(
+        self, directory: Path, copy: Callable[[Tensor, Tensor], object], renames: Sequence[Rename] = ()
+    ) -> None:
         self._copy = copy
-        self._files: dict[str, Any] = {}  # safetensors' handles, by tensor name
+        self._places: dict[str, _Place] = {}
+        self._sums: dict[str, tuple[Tensor, torch.dtype]] = {}
+        self._scales: dict[str, int] = {}
         self.shapes: dict[str, Shape] = {}
+        found: set[str] = set()
         for path in weight_files(directory):
             try:
                 file: Any = safe_open(path, framework="pt")
             except Exception as error:  # the library has no error class of its own
                 raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name in self.shapes:
-                    raise ModelError(f"{directory}: tensor {name} is in more than one file")
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._files[name] = file
-        if missing := sorted(indexed_names(directory) - self.shapes.keys()):
+            for stored in file.keys():  # noqa: SIM118 - not a mapping
+                found.add(stored)
+                for name, shape, part in _parts(stored, tuple(file.get_slice(stored).get_shape()), renames):
+                    if name in self.shapes:
+                        raise ModelError(f"{directory}: tensor {name} is there more than once")
+                    self.shapes[name] = shape
+                    self._places[name] = _Place(file, stored, part)
+        if missing := sorted(indexed_names(directory) - found):
             raise ModelError(f"{directory}: the index names tensors that no file has: {_some(missing)}")
 
-    def fill(self, name: str, out: Tensor) -> None:
-        self._copy(self._files[name].get_tensor(name), out)
+    def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
+        source = self._places[name].read(piece)
+        if source.numel() == 1:
+            source = source.view(out.shape)  # a number may be stored with any number of dimensions
+        self._copy(source, out)
+        if name.endswith(SCALES):
+            self._scales[name] = zlib.crc32(source.contiguous().view(-1).view(torch.uint8).numpy().data)
+        if (total := _sum(out)) is not None:
+            if name in self._sums:  # another piece of the same tensor; NaN and infinity stay what they are
+                total = total + self._sums[name][0]
+            self._sums[name] = total, out.dtype
+
+    @property
+    def scales_digest(self) -> str | None:
+        """A digest of all scales and zero points that were read; None if there were none."""
+        if not self._scales:
+            return None
+        return sha256(repr(sorted(self._scales.items())).encode()).hexdigest()[:32]
+
+    def check_finite(self) -> None:
+        """Raise ModelError, naming the tensor, if one that was read holds a NaN or an infinity: every answer would be
+        nonsense. The sums were made where the tensors lie, so that loading does not wait for them.
+        """
+        finite = torch.isfinite(torch.stack([total for total, _ in self._sums.values()])).tolist()
+        for (name, (_, dtype)), good in zip(self._sums.items(), finite, strict=True):
+            if good:
+                continue
+            tensor = self._places[name].read()
+            wrong = tensor.numel() - int(torch.isfinite(tensor.to(dtype).float()).sum())
+            if wrong:  # else the sum was too large
+                raise ModelError(
+                    f"tensor {name} of the checkpoint is not finite: {wrong:,} of its {tensor.numel():,} numbers are "
+                    f"NaN or infinite in {dtype}; fetch or export the checkpoint again"
+                )
 
 
 class DummyTensors:
@@ -58,15 +161,43 @@ class DummyTensors:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._whole: tuple[str, Tensor] | None = None
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
+        """A piece is cut from the whole tensor, so that it is the same on any number of ranks."""
+        if piece is not None and piece.shape != tuple(out.shape):
+            if self._whole is None or self._whole[0] != name:
+                self._whole = name, out.new_empty(piece.shape)
+                self.fill(*self._whole)
+            out.copy_(self._whole[1][piece.index])
+            return
         generator = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        if name.endswith(".bias"):
+        if not out.is_floating_point() or name.endswith(SCALES):
+            _fill_code(name, out, generator)
+        elif out.itemsize == 1:
+            out.copy_(torch.empty_like(out, dtype=torch.bfloat16).normal_(std=DUMMY_CODES, generator=generator))
+        elif name.endswith(".bias"):
             out.normal_(std=0.1, generator=generator)
         elif out.dim() == 1:
             out.normal_(mean=1.0, std=0.1, generator=generator)
         else:
-            out.normal_(std=out.shape[1] ** -0.5, generator=generator)
+            out.normal_(std=(out.numel() // len(out)) ** -0.5, generator=generator)
+
+
+DUMMY_CODES = 16.0
+"""The spread of dummy weights that are stored in float8."""
+
+
+def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
+    """Whole numbers of all sizes, zero points in the middle, one scale for all."""
+    if out.is_floating_point():
+        out.fill_(2.0**-10)
+    elif name.endswith(("zeros", "zero_point")):
+        out.fill_(-0x77777778)  # eight times eight, side by side
+    elif name.endswith("g_idx"):
+        out.fill_(-1)
+    else:
+        out.random_(-(2**31), 2**31 - 1, generator=generator)
 
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
@@ -80,7 +211,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping
     wrong = [
         f"{name} has shape {list(shapes[name])}, needs {list(shape)}"
         for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
+        if name in shapes and shapes[name] != shape and not math.prod(shapes[name]) == 1 == math.prod(shape)
     ]
     if wrong:
         problems.append(_some(wrong))
@@ -89,8 +220,12 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Buffers that old exporters wrote, and an output head that repeats the tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
+    """Buffers that old exporters wrote, an output head that repeats the tied embedding, and the scales of the KV cache,
+    which are read for themselves.
+    """
+    if name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight") or STORED.fullmatch(name):
+        return True
+    return any(re.fullmatch(pattern, name) for pattern in spec.ignored)
 
 
 def _some(items: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A model's parts as a tree: ModelSpec, LayerSpec, AttentionSpec and DenseSpec, LinearSpec and NormSpec.
+"""A model's parts as a tree: ModelSpec, LayerSpec, AttentionSpec, DenseSpec and MoeSpec, LinearSpec and NormSpec.
 
 A family (:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names.
 Loader, cost model and tuner walk it. No torch here: planning needs the sizes long before the weights.
@@ -6,39 +6,75 @@ Loader, cost model and tuner walk it. No torch here: planning needs the sizes lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, cast
 
 from preheat.errors import ModelError
+from preheat.ops.kinds import Activation, NormKind, Scheme
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-Activation = Literal["silu_and_mul"]
+KVDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 T = TypeVar("T")
+N = TypeVar("N")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
     """A linear layer y = x W^T + b: the checkpoint's ``parts`` (module name, outputs), stacked from top to bottom.
 
-    ``format`` is how these modules are stored (:mod:`preheat.model.formats`). With activation "silu_and_mul" the first
-    half of the outputs is the gate of the second, and the layer returns SwiGLU of both.
+    ``format`` is how these modules are stored (:mod:`preheat.model.formats`), ``scheme`` how they are quantized, None
+    if they are not. The layer returns what ``activation``
+    makes of its outputs, or the outputs kept between -``clip`` and ``clip``. ``order``: the ranges of the stacked rows
+    [from, to) in the order in which the layer has them; empty: as they are.
+
+    A shard (:mod:`preheat.model.shard`) has some of the rows, which ``order`` names, or some of the inputs: ``columns``
+    [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the rows that are one product each, and
+    ``leaves`` the parts of the inputs that are summed each by itself (:mod:`preheat.ops.leaves`).
     """
 
     parts: tuple[tuple[str, int], ...]
     inputs: int
     bias: bool = False
     activation: Activation | None = None
+    clip: float | None = None
+    order: tuple[tuple[int, int], ...] = ()
     format: str = "plain"
+    scheme: Scheme | None = None
+    columns: tuple[int, int] | None = None
+    stored_inputs: int = 0
+    tiles: tuple[int, ...] = ()
+    leaves: int = 0
 
     @property
     def outputs(self) -> int:
         """Rows of W."""
+        return sum(end - start for start, end in self.order) if self.order else self.stored_outputs
+
+    @property
+    def stored_outputs(self) -> int:
+        """Rows of the checkpoint's ``parts``."""
         return sum(outputs for _, outputs in self.parts)
 
     @property
+    def sharded(self) -> bool:
+        """Whether a rank reads only a part of the checkpoint's matrix."""
+        return self.columns is not None or self.outputs != self.stored_outputs
+
+    def pieces(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """What the layer's rows are read from, from top to bottom: a module, and its rows [from, to)."""
+        for start, end in self.order or ((0, self.stored_outputs),):
+            first = 0
+            for name, outputs in self.parts:
+                rows = max(start - first, 0), min(end - first, outputs)
+                if rows[0] < rows[1]:
+                    yield name, rows
+                first += outputs
+
+    @property
     def gated(self) -> bool:
+        """Whether it ends with SwiGLU, which kernels may compute with the product."""
         return self.activation == "silu_and_mul"
 
     @property
@@ -51,14 +87,20 @@ class LinearSpec:
         """How many numbers W and b have."""
         return self.weights + self.bias * self.outputs
 
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of W on a device, in the model's dtype unless it is quantized."""
+        return self.scheme.bytes(self.outputs, self.inputs) if self.scheme else self.weights * itemsize
+
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A root-mean-square norm of rows of ``size`` numbers; ``name`` is the checkpoint's module."""
+    """A norm of rows of ``size`` numbers; ``name`` is the checkpoint's module."""
 
     name: str
     size: int
     eps: float
+    kind: NormKind = "rms"
+    bias: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,16 +108,19 @@ class NormSpec:
 
     @property
     def params(self) -> int:
-        return self.size
+        return self.size * (1 + self.bias)
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The table of token embeddings, [vocab_size, size]; ``name`` is the checkpoint's module."""
+    """The table of embeddings of tokens, or of positions, [vocab_size, size]; ``name`` is the checkpoint's module. A
+    token's row is multiplied by ``scale``.
+    """
 
     name: str
     vocab_size: int
     size: int
+    scale: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +136,9 @@ class RopeSpec:
     """Rotary position embedding: base ``theta`` and how the frequencies are scaled for longer contexts.
 
     ``original_length`` is the context length before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to
-    kind llama3, the fields after them to yarn (``attention_factor`` None: derived from ``factor``).
+    kind llama3, the fields up to ``truncate`` to yarn (``attention_factor`` None: derived from ``factor``). Kind
+    longrope divides each pair's frequency by its ``short_factor``, or by its ``long_factor`` if sequences may be longer
+    than ``original_length``. ``partial``: the part of a head's dimensions that turns.
     """
 
     kind: RopeKind
@@ -104,19 +151,38 @@ class RopeSpec:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial: float = 1.0
+
+    def turned(self, head_dim: int) -> int:
+        """How many dimensions of a head turn. They are its first ones in a checkpoint; a layer has the first half of
+        them at the beginning of the head and the second in its middle, so that partners are half a head apart.
+        """
+        return int(head_dim * self.partial)
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """A layer's entry of a token in the KV cache: a key and a value of ``head_dim`` numbers for each head."""
+    """A layer's entry of a token in the KV cache: a key and a value of ``head_dim`` numbers for each head.
+
+    They are stored in ``dtype``, where auto is the model's, divided by ``scales``, one for keys and one for values; see
+    :mod:`preheat.ops.float8`.
+    """
 
     num_kv_heads: int
     head_dim: int
+    dtype: KVDtype = "auto"
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def values(self) -> int:
         """Numbers per token."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    def bytes(self, itemsize: int) -> int:
+        """Bytes per token, for a model whose dtype has ``itemsize`` bytes."""
+        return self.values * (itemsize if self.dtype == "auto" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +190,19 @@ class AttentionSpec:
     """Causal attention of one layer.
 
     ``window`` is the sliding window in tokens, None for full attention. ``qk_norm`` are the norms of each query head
-    and of each key head. ``qkv`` returns queries, keys and values in this order. ``scale`` multiplies the scores.
+    and of each key head. ``qkv`` returns queries, keys and values in this order. ``scale`` multiplies the scores, to
+    which ``alibi`` adds each head's slope times the distance of the positions, key less query.
     """
 
     num_heads: int
     kv: KVSpec
     window: int | None
-    rope: RopeSpec
+    rope: RopeSpec | None
     qk_norm: tuple[NormSpec, NormSpec] | None
     qkv: LinearSpec
     o: LinearSpec
     scale: float
+    alibi: tuple[float, ...] | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -152,7 +220,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
-    """A feed-forward block: ``gate_up``, which includes the activation, then ``down``."""
+    """A feed-forward block: ``gate_up``, which includes the activation, then ``down``. Without a gate it is only up."""
 
     gate_up: LinearSpec
     down: LinearSpec
@@ -164,19 +232,246 @@ class DenseSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """One decoder layer: norm, attention, residual addition, norm, feed-forward block, residual addition."""
+class ExpertsSpec:
+    """The experts of a layer, feed-forward blocks of ``inner`` numbers with SwiGLU: in the checkpoint a module
+    ``gate``, ``up`` and ``down`` each, in whose names {} is the expert's number. A shard has ``kept`` [from, to) of the
+    checkpoint's ``stored_inner`` numbers, which are summed in so many ``leaves``.
+    """
 
-    attention: AttentionSpec
-    mlp: DenseSpec
+    gate: str
+    up: str
+    down: str
+    num_experts: int
+    hidden: int
+    inner: int
+    format: str = "plain"
+    scheme: Scheme | None = None
+    kept: tuple[int, int] | None = None
+    stored_inner: int = 0
+    leaves: int = 0
+
+    @property
+    def params(self) -> int:
+        return 3 * self.num_experts * self.hidden * self.inner
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the weights of one expert: gates above ups, and downs."""
+        return (2 * self.inner, self.hidden), (self.hidden, self.inner)
+
+    @property
+    def modules(self) -> Iterator[str]:
+        """All experts' modules."""
+        return (name.format(each) for each in range(self.num_experts) for name in (self.gate, self.up, self.down))
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of all of them on a device."""
+        if self.scheme is None:
+            return self.params * itemsize
+        return self.num_experts * sum(self.scheme.bytes(*matrix) for matrix in self.matrices)
+
+
+@dataclass(frozen=True)
+class GateSpec:
+    """One row of ``size`` weights, whose product with a token says how open a gate is; ``name`` is the checkpoint's
+    module.
+    """
+
+    name: str
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, self.size
+
+    @property
+    def params(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSpec:
+    """An expert that all tokens visit, and the ``gate`` that says how much of it each gets."""
+
+    block: DenseSpec
+    gate: GateSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """A feed-forward block of experts, of which ``router`` chooses ``top_k`` for each token (:mod:`preheat.ops.moe`).
+
+    ``renormalize``: the chosen experts' weights sum to one. ``round_weights``: they are rounded to the model's dtype.
+    """
+
+    router: LinearSpec
+    experts: ExpertsSpec
+    top_k: int
+    renormalize: bool
+    round_weights: bool
+    shared: SharedSpec | None = None
+
+    @property
+    def activations(self) -> int:
+        """Intermediate numbers per token: the chosen experts' inputs or outputs, and what is between them."""
+        chosen = self.top_k * (self.experts.hidden + self.experts.inner) + self.router.outputs
+        return chosen + (self.shared.block.activations + self.experts.hidden if self.shared else 0)
+
+    @property
+    def share(self) -> float:
+        """The part of the experts that a token visits."""
+        return self.top_k / self.experts.num_experts
+
+
+MlpSpec = DenseSpec | MoeSpec
+
+
+@dataclass(frozen=True)
+class PatchSpec:
+    """The map from patches of an image, squares of ``size`` pixels in ``channels`` colours that do not overlap, to
+    ``outputs`` numbers each; ``name`` is the checkpoint's module, a convolution without a bias.
+    """
+
+    name: str
+    outputs: int
+    channels: int
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.outputs, self.channels, self.size, self.size
+
+    @property
+    def inputs(self) -> int:
+        """Numbers in a patch."""
+        return self.channels * self.size**2
+
+    @property
+    def params(self) -> int:
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    """``size`` numbers; ``name`` is the checkpoint's module."""
+
+    name: str
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    @property
+    def params(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLayerSpec:
+    """A layer of a vision tower: as one of a decoder, but every position attends to every other."""
+
     input_norm: NormSpec
+    qkv: LinearSpec
+    o: LinearSpec
     post_norm: NormSpec
+    mlp: DenseSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSpec:
+    """What turns a square image of ``image_size`` pixels into embeddings of a prompt: the ``layers`` of a vision tower,
+    as far as they are needed, and a ``projector``.
+
+    A tower's first position is ``cls``, the others are patches, from left to right, then down; ``keeps_cls``: the
+    prompt has that position too. ``image_token`` stands for an image in a prompt, and for each of its positions.
+    """
+
+    image_size: int
+    num_heads: int
+    patches: PatchSpec
+    cls: VectorSpec
+    positions: EmbeddingSpec
+    pre_norm: NormSpec
+    layers: tuple[VisionLayerSpec, ...]
+    projector: DenseSpec
+    keeps_cls: bool
+    image_token: int
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patches.size) ** 2
+
+    @property
+    def num_positions(self) -> int:
+        """Of the tower, for an image."""
+        return self.positions.vocab_size
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the prompt, for an image."""
+        return self.num_patches + self.keeps_cls
+
+    @property
+    def pixel_shape(self) -> tuple[int, int, int]:
+        """Of an image's pixels, which are fp32."""
+        return self.patches.channels, self.image_size, self.image_size
+
+    @property
+    def scale(self) -> float:
+        """Multiplies the scores of attention."""
+        return float((self.patches.outputs // self.num_heads) ** -0.5)
 
     @property
     def step_params(self) -> int:
-        """How many weights a step reads; biases and norms of heads are too few to count."""
+        """How many weights encoding reads."""
+        return self.patches.params + sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+
+    @property
+    def activations(self) -> int:
+        """The most intermediate numbers of an image: its positions' states, and one layer's scores."""
+        wide = max(self.layers[0].qkv.outputs, self.layers[0].mlp.activations, self.projector.activations)
+        return self.num_positions * (2 * self.patches.outputs + wide + 2 * self.num_heads * self.num_positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: norm, attention, residual addition, norm, feed-forward block, residual addition.
+
+    ``attention_out_norm`` and ``mlp_out_norm`` norm what is added.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    input_norm: NormSpec
+    post_norm: NormSpec
+    attention_out_norm: NormSpec | None = None
+    mlp_out_norm: NormSpec | None = None
+
+    @property
+    def step_params(self) -> int:
+        """How many weights a step reads besides experts; biases and norms of heads are too few to count."""
         linears = sum(leaf.weights for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
         return linears + self.input_norm.size + self.post_norm.size
+
+    @property
+    def expert_params(self) -> int:
+        """The weights of all experts."""
+        return self.mlp.experts.params if isinstance(self.mlp, MoeSpec) else 0
+
+    def step_bytes(self, itemsize: int) -> int:
+        """Bytes that a step reads besides experts."""
+        linears = sum(leaf.weight_bytes(itemsize) for _, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+        return linears + (self.input_norm.size + self.post_norm.size) * itemsize
+
+    def expert_bytes(self, itemsize: int) -> int:
+        """Bytes of all experts."""
+        return self.mlp.experts.weight_bytes(itemsize) if isinstance(self.mlp, MoeSpec) else 0
+
+    @property
+    def expert_share(self) -> float:
+        """The part of them that a token visits."""
+        return self.mlp.share if isinstance(self.mlp, MoeSpec) else 0.0
 
     @property
     def activations(self) -> int:
@@ -188,13 +483,26 @@ class LayerSpec:
         return self.attention.kv
 
 
+@dataclass(frozen=True)
+class Rename:
+    """Another layout of a checkpoint: what it stores under a name that matches ``stored``, a regular expression, is
+    read as ``names``, among which its rows are divided evenly. If {} occurs in them, the tensor is a stack, and {} the
+    index.
+    """
+
+    stored: str
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer.
 
     ``head`` returns the logits; if embeddings are tied its only part is the embedding's module.
     ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
-    ``eos_ids`` end a sequence; ``bos_id`` begins one if the tokenizer says so.
+    ``eos_ids`` end a sequence; ``bos_id`` begins one if the tokenizer says so. ``positions`` are learned ones, added to
+    the embeddings. ``renames`` are other layouts that the family's checkpoints come in. ``ignored`` are regular
+    expressions; a tensor whose whole name matches one is no weight. ``vision`` is for models that see images.
     """
 
     architecture: str
@@ -206,6 +514,15 @@ class ModelSpec:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     dtype: Dtype
+    positions: EmbeddingSpec | None = None
+    renames: tuple[Rename, ...] = ()
+    ignored: tuple[str, ...] = ()
+    vision: VisionSpec | None = None
+
+    @property
+    def image_tokens(self) -> int:
+        """Positions of the prompt that an image takes; 0: the model sees none."""
+        return self.vision.tokens if self.vision else 0
 
     @property
     def vocab_size(self) -> int:
@@ -225,13 +542,35 @@ class ModelSpec:
         """How many numbers the checkpoint has."""
         return sum(leaf.params for path, leaf in leaves(self) if not (self.tied and path == "head"))
 
+    def weight_bytes(self, itemsize: int) -> dict[Scheme | None, int]:
+        """Bytes of all weights on a device by how they are quantized; None are those that are not."""
+        found: dict[Scheme | None, int] = {None: 0}
+        for path, leaf in leaves(self):
+            if self.tied and path == "head":
+                continue
+            if not isinstance(leaf, LinearSpec | ExpertsSpec) or leaf.scheme is None:
+                found[None] += leaf.params * itemsize
+                continue
+            found[leaf.scheme] = found.get(leaf.scheme, 0) + leaf.weight_bytes(itemsize)
+            if isinstance(leaf, LinearSpec) and leaf.bias:
+                found[None] += leaf.outputs * itemsize
+        return found
+
+    def quantized_weights(self, scheme: Scheme) -> int:
+        """How many weights are quantized in this way."""
+        found = (
+            leaf for _, leaf in leaves(self) if isinstance(leaf, LinearSpec | ExpertsSpec) and leaf.scheme == scheme
+        )
+        return sum(leaf.weights if isinstance(leaf, LinearSpec) else leaf.params for leaf in found)
+
     def linears(self) -> Iterator[tuple[str, LinearSpec]]:
-        """Every linear layer with its path, such as "layers.0.attention.qkv"; the last one is "head"."""
-        return ((path, leaf) for path, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+        """Every linear layer of the decoder with its path, such as "layers.0.attention.qkv"; the last one is "head"."""
+        linears = ((path, leaf) for path, leaf in leaves(self) if isinstance(leaf, LinearSpec))
+        return ((path, linear) for path, linear in linears if not path.startswith("vision."))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of KV cache per token in all layers, in a dtype of ``itemsize`` bytes."""
-        return sum(layer.kv.values for layer in self.layers) * itemsize
+        """Bytes of KV cache per token in all layers, for a model whose dtype has ``itemsize`` bytes."""
+        return sum(layer.kv.bytes(itemsize) for layer in self.layers)
 
     # For code that supports only one kind of layer.
 
@@ -248,11 +587,15 @@ class ModelSpec:
         return _one("head_dim", [layer.kv.head_dim for layer in self.layers])
 
     @property
+    def kv_dtype(self) -> KVDtype:
+        return _one("the KV cache's dtypes", [layer.kv.dtype for layer in self.layers])
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         return tuple(layer.attention.window for layer in self.layers)
 
 
-Leaf = LinearSpec | NormSpec | EmbeddingSpec
+Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec
 """The specs with tensors of their own."""
 
 
@@ -267,7 +610,26 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
     elif is_dataclass(node):
         children = ((field.name, getattr(node, field.name)) for field in fields(node))
     for name, child in children:
-        yield from leaves(child, f"{path}.{name}" if path else str(name))
+        yield from leaves(child, _below(path, name))
+
+
+def with_linears(node: N, change: Callable[[str, LinearSpec], LinearSpec], path: str = "") -> N:
+    """``node`` with ``change(path, linear)`` in place of every linear layer below it; the paths are those of
+    :func:`leaves`.
+    """
+    found: Any = node
+    if isinstance(node, LinearSpec):
+        found = change(path, node)
+    elif isinstance(node, tuple):
+        found = tuple(with_linears(child, change, _below(path, at)) for at, child in enumerate(node))
+    elif is_dataclass(node) and not isinstance(node, Leaf):
+        children = {field.name: getattr(node, field.name) for field in fields(node)}
+        found = replace(found, **{at: with_linears(child, change, _below(path, at)) for at, child in children.items()})
+    return cast(N, found)
+
+
+def _below(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def _one(name: str, values: Iterable[T]) -> T:

@@ -1,14 +1,48 @@
 """Token embedding.
 
-Contract. A copy of rows; no arithmetic.
+Contract. A copy of rows. With a scale: times the scale, which is rounded to the dtype; the product is rounded. With
+learned positions: plus the row of each token's position; the sum is rounded. An image's embedding is copied in place of
+all this.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 
-def embed(tokens: Tensor, table: Tensor) -> Tensor:
-    """Rows of ``table`` [vocab, hidden] for ``tokens`` int64 [tokens]; IndexError for an id outside the table."""
-    return torch.index_select(table, 0, tokens)
+@functools.cache
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """``scale`` as ``dtype`` has it."""
+    return float(torch.tensor(scale, dtype=dtype))
+
+
+def embed(
+    tokens: Tensor,
+    table: Tensor,
+    *,
+    scale: float | None = None,
+    positions: Tensor | None = None,
+    at: Tensor | None = None,
+    images: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows of ``table`` [vocab, hidden] for ``tokens`` int [tokens]; IndexError for an id outside the table.
+
+    ``positions`` [positions, hidden] are learned ones, of which ``at`` int [tokens] names a row for each token. With
+    ``images`` [rows, hidden], the token -2 - row is that row of them.
+    """
+    if images is not None:
+        rows = embed(tokens.clamp(min=0), table, scale=scale, positions=positions, at=at, out=out)
+        seen = (tokens < -1).nonzero()[:, 0]
+        rows[seen] = images.index_select(0, -2 - tokens[seen])
+        return rows
+    rows = torch.index_select(table, 0, tokens, out=out)
+    if scale is not None:
+        rows.mul_(rounded(scale, rows.dtype))
+    if positions is not None:
+        assert at is not None
+        rows.add_(positions.index_select(0, at))
+    return rows

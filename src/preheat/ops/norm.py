@@ -1,10 +1,16 @@
-"""Root-mean-square norm, alone or with the residual addition before it.
+"""Norms of rows, alone or with the residual addition before them.
 
-Contract. Per row, in fp32: the sum of the squares (one reduction over the row, in an order fixed by its length alone),
-times 1 / length, plus eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. A
-residual is added before that, rounded to the dtype. Every step is correctly rounded, apart from the sum, which is
-torch's over the last dimension and does not depend on the number of rows, and fp32 ``rsqrt``, which treats all
-elements alike.
+Contract. A residual is added before a norm, rounded to the dtype.
+
+Kind "rms", per row, in fp32: the sum of the squares (one reduction over the row, in an order fixed by its length
+alone), times 1 / length, plus eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again.
+Every step is correctly rounded, apart from the sum, which is torch's over the last dimension and does not depend on the
+number of rows, and fp32 ``rsqrt``, which treats all elements alike.
+
+Kind "rms_plus_one": the same up to the product with x, which stays fp32; times 1 + weight in fp32; rounded once.
+
+Kind "layer": per row, in fp32, the sum times 1 / length is the mean; the sum of the squares of x - mean, times 1 /
+length, plus eps, reciprocal square root, times x - mean, times weight, plus bias if there is one; rounded once.
 """
 
 from __future__ import annotations
@@ -12,14 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from preheat.ops.kinds import NormKind
 from preheat.ops.opaque import opaque
 
 
 @opaque("(Tensor x, Tensor weight, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x))
 def _norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
-    wide = x.float()
+    wide = x if x.dtype == torch.float32 else x.float()
     scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()
-    return (wide * scale).type_as(x).mul_(weight)
+    normed = wide * scale
+    return (normed if wide is x else normed.type_as(x)).mul_(weight)
 
 
 @opaque(
@@ -31,7 +39,9 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, share: Tensor, eps: T
 
 
 class RMSNorm:
-    """The reference: the norm of rows of ``weight.shape[-1]`` numbers, in plain torch."""
+    """Kind "rms": the norm of rows of ``weight.shape[-1]`` numbers, in plain torch."""
+
+    kind: NormKind = "rms"
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         """``weight`` [size], or [heads, size] for a norm of its own for each head, in the dtype of what is normed."""
@@ -47,3 +57,69 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, then the norm of the sum."""
         return _add_norm(x, residual, self.weight, self._share, self._eps)
+
+
+@opaque("(Tensor x, Tensor weight, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x))
+def _plus_one_norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
+    """``weight`` is fp32, and one is in it."""
+    wide = x.float()
+    scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).type_as(x)
+
+
+@opaque(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x)
+)
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, share: Tensor, eps: Tensor) -> Tensor:
+    """``weight`` and ``bias`` are fp32."""
+    wide = x.float()
+    centred = wide - wide.sum(-1, True).mul_(share)
+    scale = (centred * centred).sum(-1, True).mul_(share).add_(eps).rsqrt_()
+    centred.mul_(scale).mul_(weight)
+    return (centred if bias is None else centred.add_(bias)).type_as(x)
+
+
+@opaque("(Tensor x, Tensor(a!) residual) -> Tensor", lambda x, *_: torch.empty_like(x))
+def _add_to(x: Tensor, residual: Tensor) -> Tensor:
+    """Add ``x`` to ``residual`` in place; a copy of the sum."""
+    return residual.add_(x).clone()
+
+
+class PlusOneNorm(RMSNorm):
+    """Kind "rms_plus_one": the weights are stored as what they differ from one by."""
+
+    kind: NormKind = "rms_plus_one"
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__(weight, eps)
+        self._wide = 1.0 + weight.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _plus_one_norm(x, self._wide, self._share, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(_add_to(x, residual))
+
+
+class LayerNorm(RMSNorm):
+    """Kind "layer", with a ``bias`` like ``weight`` or none."""
+
+    kind: NormKind = "layer"
+
+    def __init__(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> None:
+        super().__init__(weight, eps)
+        self._wide, self._bias = weight.float(), None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _layer_norm(x, self._wide, self._bias, self._share, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(_add_to(x, residual))
+
+
+def make_norm(weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
+    """The norm of this ``kind``; only kind "layer" may have a ``bias``."""
+    if kind == "layer":
+        return LayerNorm(weight, eps, bias)
+    assert bias is None, f"a norm of kind {kind} has no bias"
+    return PlusOneNorm(weight, eps) if kind == "rms_plus_one" else RMSNorm(weight, eps)

@@ -1,9 +1,9 @@
 """The reference sampler, on the host: logits in, one token a row out.
 
-Contract. The order is penalties, logit_bias, min_tokens, temperature, min_p, top_k, top_p, then Gumbel-max: the token
-with the greatest ``noise - deficit`` wins, which draws it with its probability. A row without temperature takes its
-best token. Ties go to the lowest id everywhere. NaN counts as impossible, +inf as the greatest finite number, and a row
-in which nothing is possible yields its lowest id that is not banned.
+Contract. The order is penalties, a grammar's mask, logit_bias, min_tokens, temperature, min_p, top_k, top_p, then
+Gumbel-max: the token with the greatest ``noise - deficit`` wins, which draws it with its probability. A row without
+temperature takes its best token. Ties go to the lowest id everywhere. NaN counts as impossible, +inf as the greatest
+finite number, and a row in which nothing is possible yields its lowest id that is neither masked nor banned.
 
 A row's token depends on its own logits, settings, history and key alone: rounding operations are element-wise, sums are
 of integers (:mod:`preheat.ops.top_k_top_p`) and the noise is keyed (:mod:`preheat.ops.philox`). The arithmetic runs in
@@ -12,6 +12,8 @@ numpy, on one thread: its sort, partition and argmax are many times as fast as t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,9 +21,10 @@ from torch import Tensor
 from preheat.core import Level
 from preheat.ops.order import mend, row_chunks
 from preheat.ops.philox import MAX_SPREAD, gumbel_at, gumbel_rows
-from preheat.ops.sampling import Edits, Penalties, SamplingInput
+from preheat.ops.sampling import Edits, Penalties, SamplingInput, allowed
 from preheat.ops.top_k_top_p import KeptTokens, SamplingMetadata, deficits, furthest, keep_ordered
 
+_NO_MASKS = np.empty((0, 0), np.int32)
 _NO_OWNER = -1
 _GROUP = 4  # tokens whose noise comes from one Philox block
 
@@ -58,16 +61,35 @@ class TokenCounts:
         self._owner[slots], self._length[slots] = _NO_OWNER, 0
 
     def follow(self, rows: Penalties) -> None:
-        """Bring the counts of these rows up to their tokens: what is new is added, another owner's is replaced."""
-        lengths = np.array([len(tokens) for tokens in rows.tokens], np.int64)
-        known = (self._owner[rows.slots] == rows.owner) & (self._length[rows.slots] <= lengths)
-        for i in np.flatnonzero(~known):
-            prompt, output = np.split(rows.tokens[i], [rows.prompt_len[i]])
-            self.reset(int(rows.slots[i]), prompt, output)
-        fresh = np.where(known, lengths - self._length[rows.slots], 0)
-        tails = [tokens[len(tokens) - count :] for tokens, count in zip(rows.tokens, fresh.tolist(), strict=True)]
-        self.add(np.repeat(rows.slots, fresh), np.concatenate(tails))
-        self._owner[rows.slots], self._length[rows.slots] = rows.owner, lengths
+        """Bring the counts of these rows up to their known tokens: what is new is added, another owner's is replaced.
+        Rows of one slot know the same tokens.
+        """
+        slots, once = np.unique(rows.slots, return_index=True)
+        owner, lengths = rows.owner[once], rows.known[once]
+        counted = self._length[slots]
+        for place in np.flatnonzero((self._owner[slots] != owner) | (counted > lengths)):
+            i = once[place]
+            prompt, output = np.split(rows.tokens[i][: lengths[place]], [rows.prompt_len[i]])
+            self.reset(int(slots[place]), prompt, output)
+            counted[place] = lengths[place]
+        tails = [rows.tokens[i][begin:end] for i, begin, end in zip(once, counted, lengths, strict=True)]
+        self.add(np.repeat(slots, lengths - counted), np.concatenate(tails))
+        self._owner[slots], self._length[slots] = owner, lengths
+
+    def of_rows(self, rows: Penalties) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What each row has seen, its drafts included: rows and token ids in order, int64 [n], and how often each token
+        is in the output, int32 [n].
+        """
+        seen = self.seen[rows.slots]
+        drafts = [tokens[known:] for tokens, known in zip(rows.tokens, rows.known.tolist(), strict=True)]
+        which = np.repeat(np.arange(len(drafts)), [len(each) for each in drafts])
+        drafted = np.concatenate(drafts)
+        seen[which, drafted] = True
+        flat = np.flatnonzero(seen)
+        row, ids = np.divmod(flat, seen.shape[1])
+        count = self.output[rows.slots[row], ids]
+        np.add.at(count, np.searchsorted(flat, which * seen.shape[1] + drafted), 1)
+        return row, ids, count
 
 
 class HostSampler:
@@ -82,8 +104,10 @@ class HostSampler:
         self.counts.forget()
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # of what is impossible or as good as
-    def sample(self, logits: Tensor, batch: SamplingInput) -> Tensor:
-        """One token a row, int64 [rows], from ``logits`` float32 [rows, vocab] on the host, which are left alone."""
+    def sample(self, logits: Tensor, batch: SamplingInput, masks: np.ndarray = _NO_MASKS) -> Tensor:
+        """One token a row, int64 [rows], from ``logits`` float32 [rows, vocab] on the host, which are left alone.
+        ``masks`` int32 [rows, words] are read for the rows ``batch.masked``.
+        """
         if logits.dtype != torch.float32 or len(logits) != batch.size:
             raise ValueError(f"expected float32 logits of {batch.size} rows, got {logits.dtype} {tuple(logits.shape)}")
         values = logits.numpy()
@@ -91,26 +115,26 @@ class HostSampler:
             values = values.copy()
         if batch.penalties:
             self._penalise(values, batch.penalties)
+        if batch.masked is not None:
+            for row in batch.masked:
+                values[row, ~allowed(masks[row], values.shape[1])] = -np.inf
         if batch.edits:
             _edit(values, batch.edits)
         tokens = values.argmax(axis=-1)
         peak = values[np.arange(batch.size), tokens]
         if not np.isfinite(peak).all():
             values = values if batch.level is Level.FULL else values.copy()
-            _repair(values, tokens, peak, batch.edits)
+            _repair(values, tokens, peak, batch, masks)
         if batch.random:
             tokens[batch.random.rows] = self._draw(values, peak, batch.random)
         return torch.from_numpy(tokens)
 
     def _penalise(self, logits: np.ndarray, rows: Penalties) -> None:
         """repetition_penalty on every token seen, then frequency and presence on those of the output."""
-        counts = self.counts
-        counts.follow(rows)
-        seen = np.flatnonzero(counts.seen[rows.slots])
-        i, ids = np.divmod(seen, logits.shape[1])
+        self.counts.follow(rows)
+        i, ids, count = self.counts.of_rows(rows)
         value, repetition = logits[rows.rows[i], ids], rows.repetition[i]
         value = np.where(value > 0, value / repetition, value * repetition)
-        count = counts.output[rows.slots[i], ids]
         value -= rows.frequency[i] * count.astype(np.float32)
         value -= rows.presence[i] * (count > 0)
         logits[rows.rows[i], ids] = value
@@ -138,14 +162,18 @@ def _edit(logits: np.ndarray, edits: Edits) -> None:
     logits[edits.rows[inside], edits.ids[inside]] += edits.change[inside]
 
 
-def _repair(logits: np.ndarray, tokens: np.ndarray, peak: np.ndarray, edits: Edits | None) -> None:
+def _repair(logits: np.ndarray, tokens: np.ndarray, peak: np.ndarray, batch: SamplingInput, masks: np.ndarray) -> None:
     """Give each row whose maximum is not finite a finite one, in ``logits``, ``tokens`` and ``peak``."""
+    edits = batch.edits
     for row in np.flatnonzero(~np.isfinite(peak)):
         logits[row] = mend(logits[row])
         token = int(logits[row].argmax())
         if logits[row, token] == -np.inf:
             banned = set(edits.ids[(edits.rows == row) & (edits.change == -np.inf)].tolist()) if edits else set()
-            token = next((token for token in range(logits.shape[1]) if token not in banned), 0)
+            free: Iterable[int] = range(logits.shape[1])
+            if batch.masked is not None and row in batch.masked:
+                free = allowed(masks[row], logits.shape[1]).nonzero()[0].tolist()
+            token = next((token for token in free if token not in banned), 0)
             logits[row, token] = 0.0
         tokens[row], peak[row] = token, logits[row, token]
 

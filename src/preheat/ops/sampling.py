@@ -1,11 +1,11 @@
 """What the sampler must know of a step's rows: only as much as the most demanding row needs. No torch.
 
-Order of the stages: penalties, edits (logit_bias, then bans), temperature, min_p, top_k, top_p, then Gumbel-max.
+Order of the stages: penalties, masks, edits (logit_bias, then bans), temperature, min_p, top_k, top_p, then Gumbel-max.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -19,7 +19,8 @@ class Penalties:
     """The rows with penalties. All arrays are [n].
 
     ``tokens[i]`` is the row's prompt (its first ``prompt_len[i]`` tokens) and output. ``owner`` is the request's id: a
-    slot's token counts are kept from step to step and belong to one owner.
+    slot's token counts are kept from step to step and belong to one owner. Tokens beyond the first ``known[i]`` are
+    drafts, which may be taken back: they count in this row alone.
     """
 
     rows: np.ndarray  # int64, places in the step
@@ -30,6 +31,11 @@ class Penalties:
     repetition: np.ndarray  # float32
     frequency: np.ndarray  # float32
     presence: np.ndarray  # float32
+    known: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64; by default all tokens are
+
+    def __post_init__(self) -> None:
+        if len(self.known) < len(self.rows):
+            self.known = np.array([len(tokens) for tokens in self.tokens], np.int64)
 
 
 @dataclass(slots=True)
@@ -55,11 +61,22 @@ class Edits:
         return cls(rows, ids, np.array(list(merged.values()), np.float32))
 
 
+def words_of(vocab_size: int) -> int:
+    """Words of a row's mask: bit i % 32 of word i // 32, int32, says whether token i is allowed."""
+    return -(-vocab_size // 32)
+
+
+def allowed(mask: np.ndarray, vocab: int) -> np.ndarray:
+    """bool [vocab]: the tokens of a mask int32 [words]."""
+    return np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(bool)
+
+
 @dataclass(slots=True)
 class SamplingInput:
     """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None.
 
-    ``edits_follow``: the same rows may have other edits at the next step.
+    ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the places of the rows with a
+    grammar, whose masks (:mod:`preheat.grammar.guidance`) are told apart from the rest: they may not be known yet.
     """
 
     size: int
@@ -67,10 +84,11 @@ class SamplingInput:
     penalties: Penalties | None
     edits: Edits | None
     edits_follow: bool = False
+    masked: np.ndarray | None = None  # int64
 
     @property
     def level(self) -> Level:
-        if self.penalties or self.edits:
+        if self.penalties or self.edits or self.masked is not None:
             return Level.FULL
         return Level.FILTERED if self.random else Level.GREEDY
 
@@ -82,7 +100,7 @@ class SamplingInput:
             return None
         if self.random is None:
             return self
-        return type(self)(self.size, self.random.later(steps), None, None)
+        return type(self)(self.size, self.random.later(steps), None, None, masked=self.masked)
 
     def continues(self, other: SamplingInput) -> bool:
         """Whether nothing but positions can differ from ``other``."""

@@ -5,6 +5,7 @@ A family that differs in one part builds that part itself and takes the others f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from preheat.errors import ModelError
@@ -16,25 +17,34 @@ from preheat.model.specs import (
     KVSpec,
     LayerSpec,
     LinearSpec,
+    MlpSpec,
     ModelSpec,
     NormSpec,
+    Rename,
+    RopeSpec,
 )
+from preheat.ops.kinds import Activation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """A checkpoint's module names; those of a layer have the prefix ``layer``, with its number."""
+    """A checkpoint's module names; those of a layer have the prefix ``layer``, with its number.
+
+    ``qkv`` and ``gate_up``: one module in place of several.
+    """
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
+    qkv: str | None = None
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str | None = None
     down: str = "mlp.down_proj"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
@@ -54,56 +64,103 @@ def llama_like(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    rope: RopeSpec | None = None,
+    mlp: Callable[[str, int], MlpSpec] | None = None,
+    renames: tuple[Rename, ...] = (),
 ) -> ModelSpec:
-    """A model of Llama's architecture; ``windows`` are the layers' sliding windows, None for full attention in all."""
-    hidden = config.size("hidden_size")
+    """A model of Llama's architecture; ``windows`` are the layers' sliding windows, None for full attention in all.
 
-    def layer(prefix: str, window: int | None) -> LayerSpec:
+    ``rope`` is that of the config unless it is given. ``mlp(prefix, index)`` is the feed-forward block of a layer, by
+    default a dense one.
+    """
+    hidden, rope = config.size("hidden_size"), rope or config.rope()
+
+    def layer(index: int, window: int | None) -> LayerSpec:
+        prefix = names.layer.format(index)
         return LayerSpec(
-            attention=attention(config, names, prefix, window, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm),
-            mlp=dense(config, names, prefix, bias=mlp_bias),
+            attention=attention(config, names, prefix, window, rope, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm),
+            mlp=mlp(prefix, index) if mlp else dense(config, names, prefix, bias=mlp_bias),
             input_norm=norm(config, prefix + names.input_norm, hidden),
             post_norm=norm(config, prefix + names.post_norm, hidden),
         )
 
-    windows = windows or (None,) * config.size("num_hidden_layers")
-    layers = tuple(layer(names.layer.format(index), window) for index, window in enumerate(windows))
-    return model(config, names, layers)
+    windows = windows or (None,) * config.num_layers()
+    layers = tuple(layer(index, window) for index, window in enumerate(windows))
+    return model(config, names, layers, max_positions=config.max_positions(rope), renames=renames)
 
 
 def attention(
-    config: Config, names: Names, prefix: str, window: int | None, *, qkv_bias: bool, o_bias: bool, qk_norm: bool
-) -> AttentionSpec:
-    """Grouped-query attention with rotary embedding, from separate query, key and value projections."""
+    config: Config, names: Names, prefix: str, window: int | None, rope: RopeSpec, *,
+    qkv_bias: bool, o_bias: bool, qk_norm: bool,
+) -> AttentionSpec:  # fmt: skip
+    """Grouped-query attention with rotary embedding."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     kv = KVSpec(config.size("num_key_value_heads", heads), config.size("head_dim", hidden // heads))
     if heads % kv.num_kv_heads:
         raise ModelError(f"{heads} attention heads cannot share {kv.num_kv_heads} key/value heads evenly")
-    if kv.head_dim % 2:
-        raise ModelError(f"head_dim must be even for rotary embedding, got {kv.head_dim}")
     q_size, kv_size = heads * kv.head_dim, kv.num_kv_heads * kv.head_dim
-    parts = ((prefix + names.q, q_size), (prefix + names.k, kv_size), (prefix + names.v, kv_size))
+    parts: tuple[tuple[str, int], ...] = (
+        (prefix + names.q, q_size), (prefix + names.k, kv_size), (prefix + names.v, kv_size)
+    )  # fmt: skip
+    if names.qkv is not None:
+        parts = ((prefix + names.qkv, q_size + 2 * kv_size),)
     norms = norm(config, prefix + names.q_norm, kv.head_dim), norm(config, prefix + names.k_norm, kv.head_dim)
     return AttentionSpec(
         num_heads=heads,
         kv=kv,
         window=window,
-        rope=config.rope(),
+        rope=rope,
         qk_norm=norms if qk_norm else None,
-        qkv=LinearSpec(parts=parts, inputs=hidden, bias=qkv_bias),
+        qkv=LinearSpec(parts=parts, inputs=hidden, bias=qkv_bias, order=turning_order(rope, heads, kv)),
         o=LinearSpec(parts=((prefix + names.o, hidden),), inputs=q_size, bias=o_bias),
         scale=kv.head_dim**-0.5,
     )
 
 
-def dense(config: Config, names: Names, prefix: str, *, bias: bool) -> DenseSpec:
-    """The feed-forward block with SwiGLU, from separate gate and up projections."""
-    config.require_silu()
-    hidden, inner = config.size("hidden_size"), config.size("intermediate_size")
-    gate_up = ((prefix + names.gate, inner), (prefix + names.up, inner))
+def turning_order(rope: RopeSpec, heads: int, kv: KVSpec) -> tuple[tuple[int, int], ...]:
+    """The order of the rows of queries and keys, if only a part of each head turns; see :meth:`RopeSpec.turned`.
+
+    Scores are the same in any order that queries and keys share. Raises ModelError where ``rope`` does not fit.
+    """
+    dim, turned = kv.head_dim, rope.turned(kv.head_dim)
+    if dim % 2 or turned % 2 or not 0 < turned <= dim:
+        raise ModelError(f"head_dim must be even for rotary embedding, and so must the part that turns: {turned}/{dim}")
+    for factors in (rope.short_factor, rope.long_factor):
+        if rope.kind == "longrope" and len(factors) != turned // 2:
+            raise ModelError(f"longrope needs {turned // 2} short and long factors, got {len(factors)}")
+    if turned == dim:
+        return ()
+    rest = (dim - turned) // 2
+    edges = (0, turned // 2), (turned, turned + rest), (turned // 2, turned), (turned + rest, dim)
+    starts = range(0, (heads + kv.num_kv_heads) * dim, dim)
+    values = (heads + kv.num_kv_heads) * dim
+    return *((at + a, at + b) for at in starts for a, b in edges), (values, values + kv.num_kv_heads * dim)
+
+
+def dense(
+    config: Config, names: Names, prefix: str, *, bias: bool, inner: int | None = None,
+    activation: Activation = "silu_and_mul",
+) -> DenseSpec:  # fmt: skip
+    """The gated feed-forward block of ``inner`` numbers, by default ``intermediate_size``."""
+    if activation == "silu_and_mul":
+        config.require_silu()
+    hidden, inner = config.size("hidden_size"), inner or config.size("intermediate_size")
+    gate_up: tuple[tuple[str, int], ...] = ((prefix + names.gate, inner), (prefix + names.up, inner))
+    if names.gate_up is not None:
+        gate_up = ((prefix + names.gate_up, 2 * inner),)
     return DenseSpec(
-        gate_up=LinearSpec(parts=gate_up, inputs=hidden, bias=bias, activation="silu_and_mul"),
+        gate_up=LinearSpec(parts=gate_up, inputs=hidden, bias=bias, activation=activation),
         down=LinearSpec(parts=((prefix + names.down, hidden),), inputs=inner, bias=bias),
+    )
+
+
+def ungated(
+    up: str, down: str, *, hidden: int, inner: int, activation: Activation, bias: bool,
+) -> DenseSpec:  # fmt: skip
+    """The feed-forward block without a gate, of the modules ``up`` and ``down``."""
+    return DenseSpec(
+        gate_up=LinearSpec(parts=((up, inner),), inputs=hidden, bias=bias, activation=activation),
+        down=LinearSpec(parts=((down, hidden),), inputs=inner, bias=bias),
     )
 
 
@@ -112,18 +169,31 @@ def norm(config: Config, name: str, size: int) -> NormSpec:
     return NormSpec(name, size, config.positive("rms_norm_eps", 1e-6))
 
 
-def model(config: Config, names: Names, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """A whole model around its ``layers``."""
+def layer_norm(config: Config, name: str, *, bias: bool) -> NormSpec:
+    """A norm of hidden states that takes their mean away."""
+    eps = config.positive("layer_norm_epsilon", 1e-5)
+    return NormSpec(name, config.size("hidden_size"), eps, kind="layer", bias=bias)
+
+
+def model(
+    config: Config, names: Names, layers: tuple[LayerSpec, ...], *,
+    max_positions: int, final_norm: NormSpec | None = None, positions: EmbeddingSpec | None = None,
+    scale: float | None = None, renames: tuple[Rename, ...] = (), ignored: tuple[str, ...] = (),
+) -> ModelSpec:  # fmt: skip
+    """A whole model around its ``layers``, whose embeddings are multiplied by ``scale``."""
     vocab_size, hidden = config.size("vocab_size"), config.size("hidden_size")
     head = names.embedding if config.flag("tie_word_embeddings") else names.head
     return ModelSpec(
         architecture=config.architecture,
-        embedding=EmbeddingSpec(names.embedding, vocab_size, hidden),
+        embedding=EmbeddingSpec(names.embedding, vocab_size, hidden, scale),
         layers=layers,
-        final_norm=norm(config, names.final_norm, hidden),
+        final_norm=final_norm or norm(config, names.final_norm, hidden),
         head=LinearSpec(parts=((head, vocab_size),), inputs=hidden),
-        max_position_embeddings=config.max_positions(config.rope()),
+        max_position_embeddings=max_positions,
         eos_ids=config.token_ids("eos_token_id"),
         bos_id=next(iter(config.token_ids("bos_token_id")), None),
         dtype=config.dtype(),
+        positions=positions,
+        renames=renames,
+        ignored=ignored,
     )

@@ -1,0 +1,268 @@
+"""``preheat calibrate``: the greatest magnitudes of a model's tensors over some prompts, in Intel Neural Compressor's
+files.
+
+What is measured is what an FP8 engine rounds: the inputs of every linear layer, its weights, and the keys and values
+that go to the cache. The engine is the plain one; its linear layers are watched, and its cache is looked at after every
+step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Linear
+from preheat.core import SamplingParams
+from preheat.errors import PreheatError, SettingsError
+from preheat.execution.executor import Executor, LaunchedStep
+from preheat.execution.input_batch import InputBatch
+from preheat.llm import LLM
+from preheat.model.files import find_model
+from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
+from preheat.model.kv_scales import attention_module
+from preheat.model.layers import DenseMlp, Layer, MoeMlp, Weights
+from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource
+from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec
+from preheat.schedule.blocks import BlockPool
+from preheat.settings import Settings
+
+OUTPUT_TOKENS = 32
+"""Tokens that each prompt is continued by."""
+
+SEQUENCES = 8
+
+SAMPLES = (
+    "abc", "argparse", "bisect", "calendar", "configparser", "csv", "dataclasses", "datetime", "decimal", "difflib",
+    "enum", "fractions", "functools", "gettext", "heapq", "inspect", "ipaddress", "locale", "pathlib", "queue",
+    "random", "secrets", "statistics", "string", "tempfile", "textwrap", "threading", "turtle", "types", "uuid",
+)  # fmt: skip
+SAMPLE_CHARACTERS = 1_500
+
+MEASURE, QUANT, STATS = "maxabs_measure.json", "maxabs_quant.json", "inc_output"
+RANK = "_hooks_maxabs_0_1"
+"""One rank of one."""
+
+
+def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | list[int]] | None) -> str:
+    """Measure the model of ``settings`` over ``prompts``, by default samples of Python's own library, and write what is
+    found to the folder ``output``, or to where a ``quant_config`` of mode MEASURE says, whose lists then count too.
+
+    Returns what to do next. Raises SettingsError for a model that is quantized, or where nothing says where to write.
+    """
+    config = read_config(settings.quant_config) if settings.quant_config else None
+    if config is not None and config.mode != "MEASURE":
+        raise SettingsError(f"{config.path} is of mode {config.mode}: calibrate needs MEASURE", param="quant_config")
+    if output is None and config is None:
+        raise SettingsError("calibrate needs --output DIR, or QUANT_CONFIG, which says where to write")
+    if settings.kv_cache_dtype != "auto":
+        raise SettingsError(
+            "calibrate measures the plain model: leave --kv-cache-dtype at auto", param="kv_cache_dtype"
+        )
+    folder = Path(output) if output is not None else None
+    config = config or IncConfig(path=Path(QUANT), mode="MEASURE", method="maxabs_hw", stats=Path(STATS))
+    stats = (folder / STATS if folder else config.stats).absolute()
+    found = measure(settings, config, samples() if prompts is None else prompts)
+    stats.parent.mkdir(parents=True, exist_ok=True)
+    write(stats, found)
+    written = stats.parent if folder is None else folder
+    experts = any(isinstance(layer.mlp, MoeSpec) for layer in found.spec.layers)
+    quant = write_configs(written, stats, config, experts=experts)
+    return (
+        f"{len(found.nodes)} modules were measured, see {stats}{RANK}.json. To serve with these ranges:\n"
+        f"QUANT_CONFIG={quant} preheat serve {settings.model} --quantization inc --kv-cache-dtype fp8_inc"
+    )
+
+
+def samples() -> list[str]:
+    """Beginnings of files of Python's own library: prose and code that every machine has."""
+    library = Path(os.__file__).parent
+    found = [path.read_text(encoding="utf-8") for name in SAMPLES if (path := library / f"{name}.py").is_file()]
+    if not found:
+        raise PreheatError("Python's library has no source files here: give --prompts FILE")
+    return [text[:SAMPLE_CHARACTERS] for text in found]
+
+
+@dataclass
+class Ranges:
+    """``nodes`` by module: the greatest magnitudes of its inputs, and of its weights."""
+
+    spec: ModelSpec
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def see(self, name: str, x: Tensor) -> None:
+        """``x``, of which there may be nothing, is an input of module ``name``."""
+        if x.numel():
+            most = x.detach().abs().amax().float()
+            self.inputs[name] = torch.maximum(self.inputs[name], most) if name in self.inputs else most
+
+    @property
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """As INC has them: every number in two lists, one for the tensor and one for its channels."""
+        found = {}
+        for name, most in sorted(self.inputs.items()):
+            node: dict[str, Any] = {"inputs": [[[most.item()]]]}
+            if name in self.weights:
+                node["params"] = {"weight": [[self.weights[name]]]}
+            found[name] = node
+        return found
+
+
+def measure(settings: Settings, config: IncConfig, prompts: Sequence[str | list[int]]) -> Ranges:
+    """Run ``prompts`` through a plain engine; what its tensors' greatest magnitudes are."""
+    llm = LLM(**_plain(settings))
+    executor, scheduler = llm.loop.executor, llm.loop.scheduler
+    found = Ranges(executor.decoder.spec)
+    watch = Watch(found, config, executor, scheduler.pool)
+    llm.loop.executor.decoder.weights = watch.weights(executor.decoder.weights)
+    executor.launch = watch.launch  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
+    llm.generate(list(prompts), params, use_tqdm=False)
+    source = _source(settings, llm)
+    for _, module, kind, linear in linear_modules(found.spec):
+        if not is_blocked(config, module, kind, linear):
+            found.weights[module] = _greatest_weight(linear, source, executor.decoder.dtype)
+    return found
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """Options of an engine without graphs, prefix cache and warm-up: each prompt is computed, once."""
+    given = {name: value for name in OPTIONS_KEPT if (value := getattr(settings, name)) is not None}
+    return {
+        **given, "max_num_seqs": SEQUENCES, "enforce_eager": True, "skip_warmup": True, "boot_check": "off",
+        "enable_prefix_caching": False, "on_cold": "off",
+        "async_scheduling": False,
+    }  # fmt: skip
+
+
+OPTIONS_KEPT = (
+    "model", "tokenizer", "revision", "download_dir", "hf_overrides", "load_format", "dtype", "max_model_len", "device",
+    "seed", "num_threads", "log_level", "cache_dir", "weights_load_device", "gpu_memory_utilization", "block_size",
+)  # fmt: skip
+"""Options that decide which model runs, and where."""
+
+
+class Watch:
+    """Looks at what goes through the linear layers and into the cache of ``executor``, into ``found``."""
+
+    def __init__(self, found: Ranges, config: IncConfig, executor: Executor, pool: BlockPool) -> None:
+        self._found, self._config, self._executor, self._pool = found, config, executor, pool
+        self._launch, self._tokens = executor.launch, 0
+        self._modules = {
+            path: module
+            for path, module, kind, linear in linear_modules(found.spec)
+            if not is_blocked(config, module, kind, linear)
+        }
+        self._caches = [
+            [names[0] for names in cache_modules(attention_module(layer.attention))] for layer in found.spec.layers
+        ]
+
+    def launch(self, batch: InputBatch) -> LaunchedStep:
+        """Run a step, then look at the blocks in use, which those of its rows are among."""
+        self._tokens = batch.schedule.tokens
+        step = self._launch(batch)
+        used = torch.from_numpy(np.flatnonzero(self._pool.refs)).to(self._executor.backend.device)
+        for names, layer in zip(self._caches, self._executor.cache.layers, strict=True):
+            blocks = layer.index_select(0, used)
+            for kind, name in enumerate(names):
+                if self._config.takes(name, CACHE_TYPE):
+                    self._found.see(name, blocks[:, kind])
+        return step
+
+    def weights(self, weights: Weights) -> Weights:
+        """``weights`` whose linear layers are watched."""
+        layers = [self._layer(f"layers.{number}", layer) for number, layer in enumerate(weights.layers)]
+        return replace(weights, layers=layers, head=self._linear("head", weights.head))
+
+    def _layer(self, path: str, layer: Layer) -> Layer:
+        at, mlp = layer.attention, layer.mlp
+        attention = replace(at, qkv=self._linear(f"{path}.attention.qkv", at.qkv),
+                            o=self._linear(f"{path}.attention.o", at.o))  # fmt: skip
+        if isinstance(mlp, MoeMlp):
+            shared = mlp.shared
+            if shared is not None:
+                shared = replace(shared, block=self._dense(f"{path}.mlp.shared.block", shared.block))
+            watched: Any = replace(mlp, router=self._linear(f"{path}.mlp.router", mlp.router), shared=shared)
+        else:
+            watched = self._dense(f"{path}.mlp", mlp)
+        return replace(layer, attention=attention, mlp=watched)
+
+    def _dense(self, path: str, mlp: DenseMlp) -> DenseMlp:
+        gate_up, down = self._linear(f"{path}.gate_up", mlp.gate_up), self._linear(f"{path}.down", mlp.down)
+        return DenseMlp(gate_up, down)
+
+    def _linear(self, path: str, linear: Linear) -> Linear:
+        module = self._modules.get(path)
+        if module is None:
+            return linear
+
+        def watched(x: Tensor, out: Tensor | None = None) -> Tensor:
+            self._found.see(module, x[: self._tokens])  # what is behind them pads
+            return linear(x, out)
+
+        return watched
+
+
+def _source(settings: Settings, llm: LLM) -> TensorSource:
+    """The checkpoint once more, on the host."""
+    if settings.load_format == "dummy":
+        return DummyTensors(settings.seed or 0)
+    spec = llm.loop.executor.decoder.spec
+    return SafetensorsFiles(find_model(settings, with_weights=True), _copy, spec.renames)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
+
+
+def _greatest_weight(spec: LinearSpec, source: TensorSource, dtype: torch.dtype) -> float:
+    most = 0.0
+    for name, outputs in spec.parts:
+        weight = torch.empty(outputs, spec.inputs, dtype=dtype)
+        source.fill(f"{name}.weight", weight)
+        most = max(most, weight.abs().max().item())
+    return most
+
+
+def write(stats: Path, found: Ranges) -> None:
+    """INC's three files: the ranges as JSON, the same as a pickle in an .npz, and the list of modules."""
+    base, nodes = f"{stats}{RANK}", found.nodes
+    whole = {"GlobalRank": None, "LocalRank": 0, "Mode": "DynamicRange", "Nodes": nodes}
+    _write_json(Path(f"{base}.json"), whole)
+    _write_json(Path(f"{base}_mod_list.json"), list(nodes))
+    arrays = {name: _arrays(node) for name, node in nodes.items()}
+    np.savez(f"{base}.npz", np.array({**whole, "Nodes": arrays}, dtype=object))
+
+
+def _arrays(node: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"inputs": [np.array(each, np.float32) for each in node["inputs"]]}
+    if "params" in node:
+        found["params"] = {name: np.array(each, np.float32) for name, each in node["params"].items()}
+    return found
+
+
+def write_configs(folder: Path, stats: Path, config: IncConfig, *, experts: bool) -> Path:
+    """The configurations of INC that measure and that serve with these ranges; the path of the second one."""
+    lists = {
+        "allowlist": {"types": list(config.allow.types), "names": list(config.allow.names)},
+        "blocklist": {"types": list(config.block.types), "names": [*config.block.names, *(["experts"] * experts)]},
+    }
+    shared = {"observer": "maxabs", **lists, "dump_stats_path": str(stats)}
+    _write_json(folder / MEASURE, {"method": "HOOKS", "mode": "MEASURE", **shared})
+    _write_json(folder / QUANT, {"mode": "QUANTIZE", "scale_method": "maxabs_hw", **shared})
+    return folder / QUANT
+
+
+def _write_json(path: Path, value: object) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=4), encoding="utf-8")
+    except OSError as error:
+        raise PreheatError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,76 @@
+"""Linear layers rounded to FP8 by Intel Neural Compressor's scales, by simulation.
+
+Contract. Weights and inputs are rounded to e4m3 with one scale each (:mod:`preheat.ops.float8`), widened and multiplied
+by it in fp32, and rounded to the model's dtype, which powers of two leave as they are; the layer then is the backend's
+own. Scales are constants of the model, so that a row's bits depend on no other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Experts, Linear
+from preheat.model.formats import Plain
+from preheat.model.inc import IncConfig, module_name
+from preheat.model.specs import LinearSpec
+from preheat.ops.float8 import simulate
+
+if TYPE_CHECKING:
+    from preheat.model.loader import WeightLoader
+
+ROWS = 1024
+"""Rows of weights that are rounded at a time: what is between them and their rounding is four bytes wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedLinear:
+    """``inner``, whose inputs are rounded with ``scale`` fp32 [1] to numbers of at most ``most``."""
+
+    inner: Linear
+    scale: Tensor
+    most: float
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.inner(simulate(x, self.scale, self.most), out)
+
+
+def inner(linear: Linear | Experts) -> Linear | Experts:
+    """The backend's own layer."""
+    return linear.inner if isinstance(linear, RoundedLinear) else linear
+
+
+class Inc(Plain):
+    """A plain checkpoint whose layers are rounded as they are loaded. ``scales`` are those of inputs, by module."""
+
+    def __init__(self, config: IncConfig, scales: Mapping[str, float]) -> None:
+        self._config, self._scales = config, scales
+
+    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+        weight, bias = self.read(spec, loader)
+        most = self._config.traits.full_scale
+        scale = torch.tensor([self._weight_scale(weight)], device=weight.device)
+        for rows in torch.split(weight, ROWS):
+            rows.copy_(simulate(rows, scale, most))
+        inner = loader.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
+        inputs = torch.tensor([self._scales[module_name(spec)]], device=loader.backend.device)
+        return RoundedLinear(inner, inputs, most)
+
+    def _weight_scale(self, weight: Tensor) -> float:
+        """As INC does it, from the weights themselves: the greatest, or what rounds them with the least error."""
+        config = self._config
+        if not config.candidates:
+            return config.weight_scale(max(rows.abs().max().item() for rows in torch.split(weight, ROWS)))
+        errors = [self._error(weight, scale) for scale in config.candidates]
+        return min(zip(errors, config.candidates, strict=True), key=lambda found: found[0])[1]
+
+    def _error(self, weight: Tensor, scale: float) -> float:
+        given = torch.tensor([scale], device=weight.device)
+        most = self._config.traits.full_scale
+        return sum(
+            (rows - simulate(rows, given, most)).double().square().sum().item() for rows in torch.split(weight, ROWS)
+        )

@@ -1,0 +1,431 @@
+"""Configurations and measured ranges of Intel Neural Compressor (INC), and the scales that follow from them. No torch.
+
+A configuration (``QUANT_CONFIG``) says which modules are rounded to FP8, by which rule, and where the ranges lie: a
+JSON file for each rank with the greatest magnitude of every module's inputs. Modules have the names that vLLM gives
+them, where projections that share a matrix are one module (``qkv_proj``); the checkpoint's are understood too.
+
+Source: neural_compressor/torch/algorithms/fp8_quant of INC 3, and vllm-gaudi's calibration folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from preheat.errors import SettingsError
+from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, with_linears
+from preheat.utils.text import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "inc"
+"""The name of the format of what is rounded."""
+
+Device = Literal["gaudi2", "gaudi3"]
+
+
+class Traits(NamedTuple):
+    """The FP8 of a device: its greatest number, and the scales that its hardware has, powers of ``base`` from
+    ``least`` to ``most``.
+    """
+
+    full_scale: float
+    base: int
+    least: float
+    most: float
+
+    @property
+    def hardware(self) -> list[float]:
+        """All scales of the hardware, the greatest first."""
+        found, step = [], self.most
+        while step >= self.least:
+            found.append(step)
+            step /= self.base
+        return found
+
+
+DEVICES: Mapping[Device, Traits] = {
+    "gaudi2": Traits(240.0, 16, 2.0**-8, 2.0**4),
+    "gaudi3": Traits(448.0, 2, 2.0**-55, 2.0**7),
+}
+"""The numbers of e4m3 are those of Gaudi 3 here; those of Gaudi 2 are the ones up to 240."""
+
+INPUT_BACKOFF, WEIGHT_BACKOFF = 0.25, 0.5
+
+ROUNDINGS = {"maxabs_hw": "hw", "maxabs_pow2": "pow2", "maxabs_arbitrary": "none"}
+WITHOUT_RANGES = ("unit_scale", "hw_aligned_single_scale")
+METHODS = (*ROUNDINGS, "maxabs_hw_opt_weight", "maxabs_pow2_opt_weight", *WITHOUT_RANGES)
+"""The ``scale_method``s that give a tensor one scale."""
+
+WITHOUT_EFFECT = {
+    "method", "hp_dtype", "scale_format", "measure_on_hpu", "use_qdq", "fake_quant", "quantize_weight", "recalc_scales",
+    "calibration_sample_interval", "local_rank", "global_rank", "world_size", "seperate_measure_files", "device_type",
+    "measure_exclude", "use_stats_files", "verbose", "dump_stats_xlsx_path",
+}  # fmt: skip
+"""Keys that say how INC goes about it on its devices, or what it measures more than is needed here."""
+
+LISTS = {"whitelist": "allowlist", "blacklist": "blocklist"}
+"""The older names."""
+
+FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
+TYPES = {
+    "qkv": "QKVParallelLinear", "o": "RowParallelLinear", "gate_up": "MergedColumnParallelLinear",
+    "down": "RowParallelLinear", "router": "ReplicatedLinear", "head": "ParallelLMHead",
+}  # fmt: skip
+"""vLLM's classes, by the last part of a linear layer's path in the spec."""
+CACHE_TYPE = "VLLMKVCache"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Modules by regular expressions that occur in their names, or by their classes."""
+
+    names: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.types)
+
+    def match(self, module: str, kind: str) -> bool:
+        """Whether a module of the class ``kind`` is meant; every linear layer is a "Linear" too."""
+        kinds = {kind, "KVCache" if kind == CACHE_TYPE else "Linear"}
+        return bool(kinds & set(self.types)) or any(re.search(name, module) for name in self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncConfig:
+    """A configuration file. ``stats`` is how the files of ranges begin, ``device`` whose they are, None if nothing says
+    so. ``lenient``: modules without ranges stay as they are.
+    """
+
+    path: Path
+    mode: str
+    method: str
+    stats: Path
+    allow: Names = field(default_factory=Names)
+    block: Names = field(default_factory=Names)
+    device: Device | None = None
+    lenient: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        return DEVICES[self.device or "gaudi3"]
+
+    def takes(self, module: str, kind: str) -> bool:
+        """Whether a module is measured, or rounded."""
+        allowed = not self.allow or self.allow.match(module, kind)
+        return allowed and not self.block.match(module, kind)
+
+    def input_scale(self, maxabs: float) -> float:
+        """The scale of an activation whose magnitudes reach ``maxabs``, or of a cache of keys or values."""
+        return self._scale(maxabs, INPUT_BACKOFF)
+
+    def weight_scale(self, maxabs: float) -> float:
+        """That of weights, unless :meth:`candidates` are tried."""
+        return self._scale(maxabs, WEIGHT_BACKOFF)
+
+    @property
+    def candidates(self) -> list[float]:
+        """The scales of which weights take the one that rounds them best; empty: they take :meth:`weight_scale`."""
+        if self.method == "maxabs_hw_opt_weight":
+            return self.traits.hardware
+        return [2.0**power for power in range(-10, 10)] if self.method == "maxabs_pow2_opt_weight" else []
+
+    def _scale(self, maxabs: float, backoff: float) -> float:
+        traits = self.traits
+        if self.method == "unit_scale":
+            return 1.0
+        if self.method == "hw_aligned_single_scale":
+            return traits.most
+        rounding = ROUNDINGS[self.method.removesuffix("_opt_weight")]
+        return rounded_scale(maxabs / (traits.full_scale * backoff), rounding, traits)
+
+
+def rounded_scale(scale: float, rounding: str, traits: Traits) -> float:
+    """``scale`` as it is ("none"), up to a power of two ("pow2"), or to one that the hardware has ("hw"). That of zeros
+    is the least of the hardware's, or 1.
+    """
+    if scale == 0.0:
+        return traits.least if rounding == "hw" else 1.0
+    if rounding == "none":
+        return scale
+    mantissa, exponent = math.frexp(scale)
+    power = exponent - 1 if mantissa == 0.5 else exponent  # of the power of two that is not below
+    if rounding == "pow2":
+        return 2.0**power
+    step = traits.base.bit_length() - 1
+    return min(max(2.0 ** (math.ceil(power / step) * step), traits.least), traits.most)
+
+
+def read_config(path: str) -> IncConfig:
+    """The configuration in a JSON file, with INC's defaults. Raises SettingsError, naming the key, for what cannot be
+    done here.
+    """
+    values = {LISTS.get(key, key): value for key, value in _read_json(Path(path), "quant_config").items()}
+    known = {*WITHOUT_EFFECT, *_READ}
+    if unknown := sorted(values.keys() - known):
+        raise _wrong(path, f"{unknown[0]} is not supported{did_you_mean(unknown[0], known)}")
+    method = str(values.get("scale_method", "maxabs_hw")).lower()
+    if method not in METHODS:
+        raise _wrong(path, f"scale_method {method} is not supported, only {', '.join(METHODS)}")
+    for key, allowed in _ONLY.items():
+        if str(values.get(key, allowed[0])).lower() not in allowed:
+            raise _wrong(path, f"{key} {values[key]} is not supported, only {' or '.join(allowed)}")
+    if values.get("scale_params"):
+        raise _wrong(path, "scale_params are not supported: leave them out")
+    stats = Path(values.get("dump_stats_path", "stats"))
+    return IncConfig(
+        path=Path(path),
+        mode=str(values.get("mode", "QUANTIZE")).upper(),
+        method=method,
+        stats=stats,
+        allow=_names(path, values, "allowlist"),
+        block=_names(path, values, "blocklist"),
+        device=_device(values, stats, Path(path)),
+        lenient=_flag(values.get("ignore_modules_wo_measures", False)),
+    )
+
+
+_ONLY = {
+    "mode": ("quantize", "measure"),
+    "observer": ("maxabs",),
+    "fp8_config": ("e4m3",),
+    "dynamic_quantization": ("false",),
+}
+_READ = {
+    *_ONLY, "scale_method", "scale_params", "dump_stats_path", "allowlist", "blocklist", "device_for_scales",
+    "ignore_modules_wo_measures",
+}  # fmt: skip
+
+
+def _names(path: str, values: Mapping[str, Any], key: str) -> Names:
+    given = values.get(key) or {}
+    if not isinstance(given, Mapping) or not given.keys() <= {"names", "types"}:
+        raise _wrong(path, f"{key} must be an object of names and types")
+    names, types = (tuple(given.get(part) or ()) for part in ("names", "types"))
+    for name in names:
+        try:
+            re.compile(name)
+        except (re.error, TypeError) as error:
+            raise _wrong(path, f"{key}: {name!r} is no regular expression: {error}") from None
+    return Names(names, types)
+
+
+def _flag(value: object) -> bool:
+    return str(value).lower() == "true"
+
+
+def _device(values: Mapping[str, Any], stats: Path, path: Path) -> Device | None:
+    """The device that the file names, or else the folders of its ranges or its own name: g2 or g3, as vLLM's scripts
+    for Gaudi write them.
+    """
+    if given := values.get("device_for_scales"):
+        name = str(given).lower()
+        if name not in DEVICES:
+            raise _wrong(path, f"device_for_scales {given} is not supported, only {' or '.join(DEVICES)}")
+        return name  # type: ignore[return-value]
+    for word in (*reversed(stats.parts), path.stem):
+        if found := re.search(r"(?:^|[_.-])g([23])(?:$|[_.-])", word):
+            return "gaudi2" if found[1] == "2" else "gaudi3"
+    return None
+
+
+class Ranges(NamedTuple):
+    """The greatest magnitudes of a module's inputs, and of its weights, if it has any."""
+
+    inputs: tuple[float, ...]
+    weight: float | None = None
+
+
+def read_ranges(config: IncConfig) -> dict[str, Ranges]:
+    """The ranges of all modules, by name, the greatest over all ranks. Raises SettingsError, naming the file, if one is
+    missing or is none of ranges.
+    """
+    found: dict[str, Ranges] = {}
+    for path in rank_files(config):
+        nodes = _read_json(path, "quant_config").get("Nodes")
+        if not isinstance(nodes, Mapping):
+            raise _wrong(path, "it has no Nodes, so it is no file of ranges")
+        for name, node in nodes.items():
+            now = _node(path, name, node)
+            before = found.get(name, now)
+            if len(before.inputs) != len(now.inputs):
+                raise _wrong(
+                    path, f"{name} has {len(now.inputs)} inputs, and {len(before.inputs)} in another rank's file"
+                )
+            inputs = tuple(max(pair) for pair in zip(before.inputs, now.inputs, strict=True))
+            found[name] = Ranges(inputs, _greatest([before.weight, now.weight]))
+    return found
+
+
+def rank_files(config: IncConfig) -> list[Path]:
+    """The files of ranges: one without a rank, or else one for each rank of the smallest number of them."""
+    base = config.stats.with_name(f"{config.stats.name}_hooks_maxabs")
+    whole = base.with_name(base.name + ".json")
+    if whole.is_file():
+        return [whole]
+    by_world: dict[int, dict[int, Path]] = {}
+    for path in base.parent.glob(f"{base.name}_*.json"):
+        if match := re.fullmatch(re.escape(base.name) + r"_(\d+)_(\d+)\.json", path.name):
+            by_world.setdefault(int(match[2]), {})[int(match[1])] = path
+    if not by_world:
+        also = " (there is an .npz alone: those are pickles, which are not opened)" if _npz(base) else ""
+        raise _wrong(config.path, f"no ranges in {whole} or {base.name}_RANK_RANKS.json beside it{also}: "
+                     "measure with preheat calibrate")  # fmt: skip
+    world, ranks = min(by_world.items())
+    if missing := sorted(set(range(world)) - ranks.keys()):
+        raise _wrong(config.path, f"{base}_{missing[0]}_{world}.json is missing: every rank's ranges are needed")
+    return [ranks[rank] for rank in range(world)]
+
+
+def _npz(base: Path) -> bool:
+    return any(base.parent.glob(f"{base.name}*.npz"))
+
+
+def _node(path: Path, name: str, node: Any) -> Ranges:
+    try:
+        inputs = tuple(_greatest(_numbers(each)) or 0.0 for each in node.get("inputs", node.get("input", ())))
+        weight = (node.get("params") or {}).get("weight")
+        return Ranges(inputs, None if weight is None else _greatest(_numbers(weight)))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _wrong(path, f"the ranges of {name} cannot be read: {error}") from None
+
+
+def _numbers(nested: Any) -> Iterator[float]:
+    if isinstance(nested, list):
+        for each in nested:
+            yield from _numbers(each)
+        return
+    value = float(nested)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{value} is no magnitude")
+    yield value
+
+
+def _greatest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def module_name(spec: LinearSpec) -> str:
+    """The name of a linear layer's module in vLLM."""
+    parts = [name.rpartition(".") for name, _ in spec.parts]
+    fused = FUSED.get(tuple(last for _, _, last in parts))
+    return spec.parts[0][0] if fused is None else f"{parts[0][0]}.{fused}"
+
+
+def linear_modules(spec: ModelSpec) -> Iterator[tuple[str, str, str, LinearSpec]]:
+    """Path in the spec, name, class and spec of every linear layer with weights of its own. An output head that is the
+    table of embeddings has none.
+    """
+    for path, linear in spec.linears():
+        if not (path == "head" and spec.tied):
+            yield path, module_name(linear), TYPES[path.rpartition(".")[2]], linear
+
+
+def cache_modules(attention: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the modules through which the keys, and the values, of the module ``attention`` go to the cache."""
+    inside = ("attn.impl.", "attn.", "")
+    keys, values = (tuple(f"{attention}.{where}{kind}_cache" for where in inside) for kind in "kv")
+    return keys, values
+
+
+def check_experts(config: IncConfig, spec: ModelSpec) -> None:
+    """Raise SettingsError unless the experts of all layers are left out: they are not rounded here."""
+    for layer in spec.layers:
+        if not isinstance(layer.mlp, MoeSpec):
+            continue
+        module = layer.mlp.experts.gate.partition(".{}")[0]
+        if config.takes(module, "FusedMoE"):
+            raise _wrong(config.path, f"the experts of {module} cannot be rounded to FP8 by INC's ranges here: "
+                         "add experts to the names of the blocklist")  # fmt: skip
+
+
+def is_blocked(config: IncConfig, module: str, kind: str, linear: LinearSpec) -> bool:
+    """Whether a linear layer is left as it is. Raises SettingsError if a list tells apart parts of one matrix."""
+    taken = {config.takes(name, kind) for name, _ in linear.parts}
+    if not config.takes(module, kind):
+        return True
+    if len(taken) > 1:
+        raise _wrong(config.path, f"the lists tell the parts of {module} apart, which share one matrix: name all of "
+                     f"{', '.join(name for name, _ in linear.parts)}")  # fmt: skip
+    return not taken.pop()
+
+
+def linear_scales(config: IncConfig, spec: ModelSpec, ranges: Mapping[str, Ranges]) -> dict[str, float]:
+    """The scale of the inputs of each linear layer that is rounded, by module. Raises SettingsError for one without
+    ranges, unless the configuration is lenient.
+    """
+    check_experts(config, spec)
+    found = {}
+    for _, module, kind, linear in linear_modules(spec):
+        if is_blocked(config, module, kind, linear):
+            continue
+        names = [module, *(name for name, _ in linear.parts)]
+        seen = [ranges[name].inputs[0] for name in names if name in ranges and ranges[name].inputs]
+        if seen:
+            found[module] = config.input_scale(max(seen))
+        elif config.method in WITHOUT_RANGES:
+            found[module] = config.input_scale(0.0)
+        elif not config.lenient:
+            raise _wrong(config.path, f"there are no ranges of {module}: measure it, or add it to the blocklist")
+    return found
+
+
+def with_inc(spec: ModelSpec, scales: Mapping[str, float]) -> ModelSpec:
+    """``spec``, whose linear layers among the modules of ``scales`` are of this format."""
+    rounded = {path for path, module, _, _ in linear_modules(spec) if module in scales}
+    return with_linears(spec, lambda path, linear: replace(linear, format=FORMAT) if path in rounded else linear)
+
+
+def cache_scales(
+    config: IncConfig, attentions: Iterable[str], ranges: Mapping[str, Ranges]
+) -> list[tuple[float, float]]:
+    """The scales of the keys and the values of each of the modules ``attentions``. Raises SettingsError for one that is
+    left out or has no ranges.
+    """
+    return [
+        (_cache_scale(config, keys, ranges), _cache_scale(config, values, ranges))
+        for keys, values in map(cache_modules, attentions)
+    ]
+
+
+def _cache_scale(config: IncConfig, names: tuple[str, ...], ranges: Mapping[str, Ranges]) -> float:
+    name = next((name for name in names if name in ranges), None)
+    if not config.takes(name or names[0], CACHE_TYPE):
+        raise _wrong(config.path, f"its lists leave out {name or names[0]}, so there is no scale for this cache: write "
+                     "kv_cache_dtype auto, or fp8 for the checkpoint's scales")  # fmt: skip
+    if name is None or not ranges[name].inputs:
+        if config.method in WITHOUT_RANGES:
+            return config.input_scale(0.0)
+        raise _wrong(config.path, f"there are no ranges of {names[0]}, which kv_cache_dtype fp8_inc needs")
+    return config.input_scale(ranges[name].inputs[0])
+
+
+def warn_of_device(config: IncConfig, platform: str) -> None:
+    """Say whose ranges these are, if not this device's."""
+    if config.device is not None:
+        device = {"gaudi2": "Gaudi 2", "gaudi3": "Gaudi 3"}[config.device]
+        logger.warning(
+            "The ranges of %s were measured on %s: scales follow its rules, what is rounded is simulated on %s, and "
+            "answers are not that device's", config.path, device, platform,
+        )  # fmt: skip
+
+
+def _read_json(path: Path, param: str) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} cannot be read as JSON: {error}", param=param) from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path} must hold a JSON object", param=param)
+    return values
+
+
+def _wrong(path: Path | str, what: str) -> SettingsError:
+    return SettingsError(f"{path}: {what}", param="quant_config")

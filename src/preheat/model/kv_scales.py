@@ -1,0 +1,149 @@
+"""The type of the KV cache and its scales: from the options, and from what a checkpoint stores beside its weights. No
+torch here.
+
+A scale is a constant of the model: from the checkpoint, or from a calibration (:mod:`preheat.model.inc`), or 1. None is
+taken from what happens to run first, which would let one boot differ from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from preheat.errors import ModelError, SettingsError
+from preheat.model.specs import AttentionSpec, KVDtype, LayerSpec, ModelSpec
+
+logger = logging.getLogger(__name__)
+
+Scales = tuple[float, float]
+"""Of keys, of values."""
+
+FP8: Mapping[str, KVDtype] = {
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_inc": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
+"""What ``--kv-cache-dtype`` may ask for, and what is stored then."""
+
+SAME = {"float16": "bfloat16"}
+"""What a dtype runs as, if not as itself."""
+
+CHOICES = ("auto", *FP8, "bfloat16", "float16", "float32")
+
+STORED = re.compile(r".*\.([kvq]_scale|kv_scale|prob_scale|(k|v)_proj\.output_scale)")
+"""Names of a checkpoint's scales for attention. Those of queries and weights (q_scale, prob_scale) are for kernels that
+multiply in eight bits, which is not done here."""
+
+
+def with_kv_dtype(spec: ModelSpec, asked: str, dtype: str) -> ModelSpec:
+    """``spec`` with the type of cache that ``--kv-cache-dtype`` asks for, for a model that runs in ``dtype``; scales
+    are 1. Raises SettingsError for a type that is neither of eight bits nor the model's.
+    """
+    if asked in FP8:
+        return _with_kv(spec, lambda layer: replace(layer.kv, dtype=FP8[asked]))
+    if asked not in ("auto", dtype) and SAME.get(asked) != dtype:
+        raise SettingsError(
+            f"kv_cache_dtype {asked} is not what the model runs in, {dtype}: write auto, or one of {', '.join(FP8)}",
+            param="kv_cache_dtype",
+        )
+    return spec
+
+
+def with_scales(spec: ModelSpec, scales: Sequence[Scales]) -> ModelSpec:
+    """``spec`` with these scales, one pair for each layer."""
+    layers = iter(scales)
+    return _with_kv(spec, lambda layer: replace(layer.kv, scales=next(layers)))
+
+
+def _with_kv(spec: ModelSpec, kv: Callable[[LayerSpec], object]) -> ModelSpec:
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, kv=kv(layer)))  # type: ignore[arg-type]
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)
+
+
+def attention_module(spec: AttentionSpec) -> str:
+    """The checkpoint's module of a layer's attention, to which its projections belong."""
+    return spec.qkv.parts[0][0].rpartition(".")[0]
+
+
+def names(spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Under which names a checkpoint may store the scale of the layer's keys, and that of its values; the first that is
+    there counts. The last is the old one scale for both.
+    """
+    module = attention_module(spec)
+    found = []
+    for kind in "kv":
+        own = f"{module}.{kind}_proj"
+        found.append(
+            (
+                f"{module}.{kind}_scale",
+                f"{module}.attn.{kind}_scale",
+                f"{own}.{kind}_scale",
+                f"{own}.output_scale",
+                f"{module}.qkv_proj.{kind}_scale",
+                f"{module}.kv_scale",
+            )
+        )
+    return found[0], found[1]
+
+
+def checkpoint_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str], float]) -> list[Scales] | None:
+    """The scales of all layers, from the tensors that are ``stored``; None if there are none.
+
+    Raises ModelError, naming the tensor, if only some layers have them, or if one is no scale.
+    """
+    layers, missing = [], []
+    for layer in spec.layers:
+        found = [next((name for name in each if name in stored), None) for each in names(layer.attention)]
+        missing += [each[0] for each, name in zip(names(layer.attention), found, strict=True) if name is None]
+        layers.append([1.0 if name is None else _positive(name, read(name)) for name in found])
+    if len(missing) == 2 * len(layers):
+        return None
+    if missing:
+        raise ModelError(f"the checkpoint has scales for parts of the KV cache only: {missing[0]} is missing")
+    return [(key, value) for key, value in layers]
+
+
+def resolve_scales(spec: ModelSpec, stored: Collection[str], read: Callable[[str], float]) -> ModelSpec:
+    """``spec`` with the checkpoint's scales, if its cache is of eight bits; without any they are 1, with a warning.
+    Raises SettingsError for a type that cannot have them.
+    """
+    found = checkpoint_scales(spec, stored, read)
+    if spec.kv_dtype == "auto":
+        if found:
+            logger.info("The checkpoint has scales for a KV cache of eight bits: --kv-cache-dtype fp8 uses them")
+        return spec
+    if found is None:
+        logger.warning(
+            "The KV cache is stored in %s with scales of 1.0: the checkpoint has none. If answers suffer, calibrate: "
+            "preheat calibrate, see docs/fp8-kv-cache.md", spec.kv_dtype,
+        )  # fmt: skip
+        return spec
+    if spec.kv_dtype == "fp8_e5m2" and any(pair != (1.0, 1.0) for pair in found):
+        raise SettingsError(
+            "kv_cache_dtype fp8_e5m2: the checkpoint's scales were measured for the range of e4m3; write fp8_e4m3",
+            param="kv_cache_dtype",
+        )
+    return with_scales(spec, found)
+
+
+def identity(spec: ModelSpec) -> dict[str, str] | None:
+    """What tells this cache's contents from those of another type or other scales; None for the model's own dtype."""
+    if spec.kv_dtype == "auto":
+        return None
+    text = json.dumps([layer.kv.scales for layer in spec.layers])
+    return {"dtype": spec.kv_dtype, "scales": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
+
+
+def _positive(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ModelError(f"tensor {name} of the checkpoint is no scale: {value}")
+    return value

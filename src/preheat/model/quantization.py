@@ -1,0 +1,401 @@
+"""Reading what a checkpoint says of its quantization into the tree of specs. No torch here.
+
+Each method is a function from its config to what it says of a module, and a line in :data:`METHODS`. Families do not
+know of it: their trees are walked when they are made, and each linear layer gets a format and a scheme.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar, cast
+
+from preheat.backends.base import Facts
+from preheat.errors import ModelError, SettingsError
+from preheat.model.specs import ExpertsSpec, GateSpec, LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.ops.kinds import Scheme
+
+T = TypeVar("T")
+
+ONLINE = "fp8"
+INC = "inc"
+"""The method that can be made of a checkpoint that is not quantized, while it is loaded."""
+
+FP8_CHANNEL = Scheme(code="fp8", scales="channel", activations="token")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The format (:data:`preheat.model.formats.FORMATS`) and the scheme of a module."""
+
+    format: str
+    scheme: Scheme
+
+
+WHOLE_WORDS = ("awq", "gptq", "gptq_v2")
+"""Formats that pack whole words along both sides of a weight."""
+
+Says = Callable[[str], Stored | None]
+"""Of a module's name: how it is stored, None for one that is not quantized."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a method says. ``head``: whether that includes the output head; ``routers``: and what chooses experts;
+    ``tables``: whether it names a table of embeddings.
+    """
+
+    says: Says
+    head: bool = False
+    routers: bool = True
+    tables: Callable[[str], bool] = lambda name: False
+
+
+def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | None = None) -> ModelSpec:
+    """``spec`` with the formats that ``config``, a checkpoint's ``quantization_config``, says; ``asked`` is the method
+    of ``--quantization``.
+
+    Raises ModelError for what is not supported, SettingsError if a method is asked for that the checkpoint has not.
+    """
+    if config is None:
+        if asked in (None, INC):  # INC's ranges are not in the checkpoint: see preheat.model.quantize
+            return spec
+        if asked != ONLINE:
+            raise SettingsError(
+                f"quantization {asked!r}: the checkpoint is not quantized, and only {ONLINE} and {INC} can be made "
+                "while loading",
+                param="quantization",
+            )
+        return _applied(spec, Quantization(lambda module: Stored("quantize-fp8", FP8_CHANNEL), routers=False))
+    method = str(config.get("quant_method", "unknown"))
+    if method not in METHODS:
+        raise ModelError(f"quantized checkpoints ({method}) are not supported; supported are {', '.join(METHODS)}")
+    if asked not in (None, method):
+        raise SettingsError(
+            f"quantization {asked!r}: the checkpoint is quantized by {method}; leave the option out",
+            param="quantization",
+        )
+    return _applied(spec, METHODS[method](_Fields(method, config)))
+
+
+def check_backend(spec: ModelSpec, facts: Facts) -> None:
+    """Raise ModelError for layers that are quantized in a way that a backend has nothing for."""
+    for path, leaf in leaves(spec):
+        if not isinstance(leaf, LinearSpec | ExpertsSpec) or leaf.scheme is None:
+            continue
+        experts = isinstance(leaf, ExpertsSpec)
+        kinds = [kind for kind, found in facts.quantized.items() if found.experts or not experts]
+        if leaf.scheme.kind not in kinds:
+            what = f"{'experts' if experts else 'layers'} in {leaf.scheme.kind} ({leaf.scheme.name})"
+            known = ", ".join(kinds) or "none"
+            raise ModelError(f"{path}: {what} are not supported on {facts.name}; supported: {known}")
+
+
+def bytes_by_scheme(spec: ModelSpec, facts: Facts, itemsize: int) -> dict[str, int]:
+    """Bytes of the weights in a backend's memory, in a dtype of ``itemsize`` bytes, by how they are quantized."""
+    found: dict[str, int] = {}
+    for scheme, size in spec.weight_bytes(itemsize).items():
+        if scheme is None:
+            found["not quantized"] = size
+            continue
+        held = facts.quantized[scheme.kind].itemsize
+        found[scheme.name] = size if held is None else spec.quantized_weights(scheme) * (held or itemsize)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ into the tree
+
+
+def _applied(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
+    for table in (spec.embedding, spec.positions):
+        if table is not None and quantization.tables(table.name):
+            raise ModelError(f"quantized embeddings are not supported: {table.name}; add it to the modules to ignore")
+    head = spec.head
+    if quantization.head and spec.tied and quantization.says("lm_head") is not None:
+        raise ModelError(
+            "quantized embeddings are not supported: the output head is the table of embeddings, so lm_head has to be "
+            "among the modules to ignore"
+        )
+    if quantization.head and not spec.tied:
+        head = _linear(head, quantization.says)
+    return replace(spec, layers=tuple(_walked(layer, quantization) for layer in spec.layers), head=head)
+
+
+def _walked(node: T, quantization: Quantization) -> T:
+    """``node`` with all linear layers and experts below it replaced."""
+    changed: Any = node
+    if isinstance(node, LinearSpec):
+        changed = _linear(node, quantization.says)
+    elif isinstance(node, ExpertsSpec):
+        changed = _experts(node, quantization.says)
+    elif isinstance(node, GateSpec):
+        _refuse_gate(node, quantization)
+    elif is_dataclass(node) and not isinstance(node, type):
+        skipped = {"router"} if isinstance(node, MoeSpec) and not quantization.routers else set()
+        names = [field.name for field in fields(node) if field.name not in skipped]
+        below = {name: _walked(getattr(node, name), quantization) for name in names}
+        changed = replace(
+            cast(Any, node), **{name: new for name, new in below.items() if new is not getattr(node, name)}
+        )
+    return cast(T, changed)
+
+
+def _refuse_gate(gate: GateSpec, quantization: Quantization) -> None:
+    if quantization.routers and quantization.says(gate.name) is not None:
+        raise ModelError(f"quantization of {gate.name} is not supported: it is not among the modules to ignore")
+
+
+def _linear(spec: LinearSpec, says: Says) -> LinearSpec:
+    stored = _agreed([name for name, _ in spec.parts], says)
+    if stored is None:
+        return spec
+    for name, outputs in spec.parts:
+        _check_sizes(name, stored, outputs, spec.inputs)
+    return replace(spec, format=stored.format, scheme=stored.scheme)
+
+
+def _experts(spec: ExpertsSpec, says: Says) -> ExpertsSpec:
+    modules = list(spec.modules)
+    stored = _agreed(modules, says)
+    if stored is None:
+        return spec
+    if stored.scheme.indexed:
+        raise ModelError("experts with desc_act are not supported; use a checkpoint without it")
+    _check_sizes(modules[0], stored, spec.inner, spec.hidden)
+    _check_sizes(modules[2], stored, spec.hidden, spec.inner)
+    return replace(spec, format=stored.format, scheme=stored.scheme)
+
+
+def _agreed(modules: Sequence[str], says: Says) -> Stored | None:
+    """What is said of all ``modules``, which are computed as one."""
+    found = {module: says(module) for module in modules}
+    first, *others = dict.fromkeys(found.values())
+    if others:
+        one, other = (next(module for module in modules if found[module] == each) for each in (first, others[0]))
+        raise ModelError(
+            f"{one} and {other} are computed as one, but the checkpoint quantizes them in different ways, which is not "
+            "supported"
+        )
+    return first
+
+
+def _check_sizes(module: str, stored: Stored, outputs: int, inputs: int) -> None:
+    scheme = stored.scheme
+    if scheme.scales == "group" and inputs % scheme.group:
+        raise ModelError(f"{module}: its {inputs} inputs are not a multiple of the group size {scheme.group}")
+    if stored.format in WHOLE_WORDS and (outputs % 8 or inputs % 8):
+        raise ModelError(f"{module}: {outputs} outputs and {inputs} inputs must be multiples of 8 for {stored.format}")
+
+
+# ---------------------------------------------------------------------------------------------------- the methods
+
+
+class _Fields:
+    """A config's fields; the methods raise ModelError that names method and field."""
+
+    def __init__(self, method: str, values: Mapping[str, Any]) -> None:
+        self.method, self.values = method, values
+
+    def get(self, name: str, default: object = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def one_of(self, name: str, allowed: Sequence[object], default: object = None) -> Any:
+        value = self.get(name, default)
+        if not any(value == each and type(value) is type(each) for each in allowed):
+            self.refuse(name, value, allowed)
+        return value
+
+    def refuse(self, name: str, value: object, allowed: Iterable[object]) -> None:
+        known = ", ".join(map(str, allowed))
+        raise ModelError(f"{self.method}: {name} {value!r} is not supported; supported: {known}")
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """The list of names in the first of ``fields`` that there is."""
+        value: Any = next((self.values[name] for name in fields if self.values.get(name) is not None), [])
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ModelError(f"{self.method}: {fields[0]} must be a list of names, got {value!r}")
+        for name in value:
+            if name.startswith("re:"):
+                self._check_pattern(name)
+        return tuple(value)
+
+    def _check_pattern(self, name: str) -> None:
+        try:
+            re.compile(name[3:])
+        except re.error as error:
+            raise ModelError(f"{self.method}: {name!r} is no regular expression: {error}") from None
+
+    def below(self, name: str, value: object) -> _Fields:
+        if not isinstance(value, Mapping):
+            raise ModelError(f"{self.method}: {name} must be an object, got {value!r}")
+        return _Fields(f"{self.method}: {name}", value)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or not 0 < value <= 1 << 20:
+            raise ModelError(f"{self.method}: {name} must be a positive number, got {value!r}")
+        return value
+
+
+def _named(module: str, names: Iterable[str]) -> bool:
+    """Whether one of ``names`` means ``module``: words of its name that follow each other (so also a module around it),
+    a pattern with *, or a regular expression behind "re:", which must match from the beginning.
+    """
+    for name in names:
+        if name.startswith("re:"):
+            if re.match(name[3:], module):
+                return True
+        elif "*" in name:
+            if fnmatchcase(module, name):
+                return True
+        elif f".{name}." in f".{module}.":
+            return True
+    return False
+
+
+def _except(ignored: Sequence[str], stored: Stored) -> Says:
+    return lambda module: None if _named(module, ignored) else stored
+
+
+def fp8(config: _Fields) -> Quantization:
+    """Hugging Face's and vLLM's own: scales of a tensor, or of blocks of 128 x 128 (DeepSeek, Qwen3)."""
+    how = config.one_of("activation_scheme", ["dynamic", "static"], "dynamic")
+    config.one_of("fmt", ["e4m3"], "e4m3")
+    ignored = config.names("ignored_layers", "modules_to_not_convert")
+    block = config.get("weight_block_size")
+    if block is None:
+        scheme = Scheme(code="fp8", scales="tensor", activations="static" if how == "static" else "token")
+        return Quantization(_except(ignored, Stored("fp8", scheme)))
+    if block != [128, 128]:
+        config.refuse("weight_block_size", block, ["[128, 128]"])
+    if how == "static":
+        config.refuse("activation_scheme", how, ["dynamic, with weight_block_size"])
+    scheme = Scheme(code="fp8", scales="block", group=128, activations="block")
+    return Quantization(_except(ignored, Stored("fp8-block", scheme)))
+
+
+def modelopt(config: _Fields) -> Quantization:
+    """NVIDIA's ModelOpt: scales of a tensor, for weights and activations."""
+    config.one_of("quant_algo", ["FP8"])
+    scheme = Scheme(code="fp8", scales="tensor", activations="static")
+    ignored = config.names("exclude_modules", "ignore")
+    return Quantization(_except(ignored, Stored("fp8", scheme)), head="lm_head" not in ignored)
+
+
+def awq(config: _Fields) -> Quantization:
+    """AutoAWQ's layout "gemm"."""
+    config.one_of("version", ["gemm", "GEMM"], "gemm")
+    config.one_of("bits", [4], config.get("w_bit", 4))
+    if not config.one_of("zero_point", [True], True):
+        config.refuse("zero_point", False, [True])
+    group = config.count("group_size", config.get("q_group_size", 128))
+    ignored = config.names("modules_to_not_convert")
+    stored = Stored("awq", Scheme(code="int4", scales="group", group=group, zeros=True))
+    return Quantization(_except(ignored, stored))
+
+
+def gptq(config: _Fields) -> Quantization:
+    """GPTQ, files of version 1 and 2. Routers of experts are never quantized."""
+    bits = config.one_of("bits", [4, 8])
+    version = config.one_of("checkpoint_format", ["gptq", "gptq_v2"], config.get("format", "gptq"))
+    if config.get("dynamic"):
+        config.refuse("dynamic", config.get("dynamic"), ["none"])
+    group = config.get("group_size", 128)
+    if group != -1:
+        group = config.count("group_size", 128)
+    indexed = bool(config.get("desc_act", False)) and group != -1
+    scheme = Scheme(
+        code="int4" if bits == 4 else "int8", scales="channel" if group == -1 else "group",
+        group=max(group, 0), zeros=True, indexed=indexed,
+    )  # fmt: skip
+    return Quantization(lambda module: Stored(version, scheme), head=bool(config.get("lm_head", False)), routers=False)
+
+
+def compressed_tensors(config: _Fields) -> Quantization:
+    """Several groups of targets, each with its scheme."""
+    for name in ("sparsity_config", "transform_config"):
+        if config.get(name, {}) not in ({}, {"format": "dense"}):
+            config.refuse(name, config.get(name), ["none"])
+    ignored = config.names("ignore")
+    named = config.below("config_groups", config.get("config_groups", {})).values
+    groups = [_group(config, config.below(str(name), group)) for name, group in named.items()]
+    for targets, _ in groups:
+        for target in targets:
+            if target == "Embedding":
+                raise ModelError("quantized embeddings are not supported: target 'Embedding'")
+            if target != "Linear" and target[:1].isupper():
+                raise ModelError(f"compressed-tensors: target {target!r} is not supported; supported: Linear, names")
+
+    def by_name(module: str) -> Stored | None:
+        if _named(module, ignored):
+            return None
+        return next((stored for targets, stored in groups if _named(module, set(targets) - {"Linear"})), None)
+
+    def says(module: str) -> Stored | None:
+        by_kind = (stored for targets, stored in groups if "Linear" in targets and not _named(module, ignored))
+        return by_name(module) or next(by_kind, None)
+
+    return Quantization(says, head=True, tables=lambda name: by_name(name) is not None)
+
+
+def _group(config: _Fields, group: _Fields) -> tuple[tuple[str, ...], Stored]:
+    """One of the config's groups."""
+    if group.get("output_activations") is not None:
+        group.refuse("output_activations", "set", ["none"])
+    weights = group.below("weights", group.get("weights"))
+    kind, bits = weights.one_of("type", ["float", "int"]), weights.one_of("num_bits", [4, 8])
+    style = group.get("format") or config.get("format")
+    if kind == "float" and bits == 8:
+        group.one_of("format", ["float-quantized", "naive-quantized"], style)
+        return group.names("targets"), Stored("fp8", _float_scheme(group, weights))
+    if style != "pack-quantized" or kind == "float":
+        known = ["float-quantized with 8 bits", "pack-quantized with 4 or 8 bits"]
+        group.refuse("format", f"{style} with {bits} bits {kind}", known)
+    if group.get("input_activations") is not None:
+        group.refuse("input_activations", "set, with pack-quantized weights", ["none"])
+    weights.one_of("strategy", ["group", "channel"])
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static"):
+        weights.refuse("actorder", order, ["weight", "none"])
+    size = weights.count("group_size") if weights.get("strategy") == "group" else 0
+    scheme = Scheme(
+        code="int4" if bits == 4 else "int8", scales="group" if size else "channel", group=size,
+        zeros=not weights.get("symmetric", True),
+    )  # fmt: skip
+    return group.names("targets"), Stored("pack-quantized", scheme)
+
+
+def _float_scheme(group: _Fields, weights: _Fields) -> Scheme:
+    scales = weights.one_of("strategy", ["tensor", "channel", "block"])
+    if scales == "block" and weights.get("block_structure") != [128, 128]:
+        weights.refuse("block_structure", weights.get("block_structure"), ["[128, 128]"])
+    weights.one_of("symmetric", [True], True)
+    size = 128 if scales == "block" else 0
+    inputs = group.get("input_activations")
+    if inputs is None:
+        return Scheme(code="fp8", scales=scales, group=size)
+    inputs = group.below("input_activations", inputs)
+    inputs.one_of("num_bits", [8])
+    inputs.one_of("type", ["float"])
+    inputs.one_of("symmetric", [True], True)
+    strategy = inputs.one_of("strategy", ["tensor", "token", "group"])
+    if not inputs.one_of("dynamic", [True, False], False):
+        if strategy != "tensor":
+            inputs.refuse("strategy", f"{strategy}, static", ["tensor, static", "token and group, dynamic"])
+        return Scheme(code="fp8", scales=scales, group=size, activations="static")
+    if strategy == "group" and inputs.get("group_size") != 128:
+        inputs.refuse("group_size", inputs.get("group_size"), [128])
+    return Scheme(code="fp8", scales=scales, group=size, activations="block" if strategy == "group" else "token")
+
+
+METHODS: Mapping[str, Callable[[_Fields], Quantization]] = {
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "modelopt": modelopt,
+    "awq": awq,
+    "gptq": gptq,
+}
+"""The methods by ``quant_method``."""

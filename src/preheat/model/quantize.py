@@ -1,0 +1,45 @@
+"""How a model's linear layers are rounded as they are loaded, by ``--quantization``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from preheat.errors import SettingsError
+from preheat.model import inc
+from preheat.model.formats import FORMATS, LinearFormat
+from preheat.model.formats_inc import Inc
+from preheat.model.kv_scales import attention_module, with_scales
+from preheat.model.specs import ModelSpec
+from preheat.settings import Settings
+
+
+class Quantized(NamedTuple):
+    """The formats that a spec names, and what of them bits depend on, as plain data."""
+
+    formats: Mapping[str, LinearFormat]
+    numerics: Mapping[str, object]
+
+
+def quantize(settings: Settings, spec: ModelSpec, platform: str) -> tuple[ModelSpec, Quantized]:
+    """``spec`` with the formats and the scales that the settings ask for, on ``platform``."""
+    if settings.quantization != "inc" or settings.quant_config is None:
+        return spec, Quantized(FORMATS, {})
+    config = inc.read_config(settings.quant_config)
+    if config.mode == "MEASURE":
+        raise SettingsError(
+            f"{config.path} is for measuring: run preheat calibrate with it, then name the file of mode QUANTIZE",
+            param="quant_config",
+        )
+    ranges = inc.read_ranges(config) if config.method not in inc.WITHOUT_RANGES else {}
+    inc.warn_of_device(config, platform)
+    scales = inc.linear_scales(config, spec, ranges)
+    spec = inc.with_inc(spec, scales)
+    if settings.kv_cache_dtype == "fp8_inc":
+        modules = [attention_module(layer.attention) for layer in spec.layers]
+        spec = with_scales(spec, inc.cache_scales(config, modules, ranges))
+    text = json.dumps([config.method, config.traits, sorted(scales.items())])
+    numerics = {"inc": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
+    return spec, Quantized({**FORMATS, inc.FORMAT: Inc(config, scales)}, numerics)

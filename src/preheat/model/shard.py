@@ -1,0 +1,181 @@
+"""What one of several ranks has of a model: its shard, a spec of the same form. No torch here.
+
+Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the rows of the
+output head. Layers that give them (queries, keys and values; gate and up; the head) are split by rows, layers that
+take them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than ranks.
+Everything else, the table of embeddings and the norms too, is on every rank.
+
+So that bits do not depend on the number of ranks, a layer is cut in the same way on one rank as on many: by rows into
+tiles, which are a product each, and by columns into leaves (:mod:`preheat.ops.leaves`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from preheat.errors import ModelError
+from preheat.model.specs import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+)
+from preheat.ops.leaves import leaves_of
+from preheat.settings import Settings
+
+Range = tuple[int, int]
+
+
+def sums_leaves(settings: Settings) -> bool:
+    """Whether layers are cut and summed as on several ranks, even on one."""
+    return settings.tensor_parallel_size > 1 or bool(settings.tp_invariant)
+
+
+def shard(spec: ModelSpec, rank: int, world: int) -> ModelSpec:
+    """What ``rank`` of ``world`` ranks has of ``spec``. Raises ModelError, saying what to change, for what cannot be
+    divided.
+    """
+    if spec.vision is not None:
+        raise _not_yet("models that see images")
+    cut = _Cut(rank, world)
+    return replace(spec, layers=tuple(map(cut.layer, spec.layers)), head=cut.head(spec.head))
+
+
+def head_tile(vocab_size: int, world: int) -> int:
+    """Rows of the head's tiles, of which the last one may be smaller."""
+    return -(-vocab_size // leaves_of(world))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    rank: int
+    world: int
+
+    @property
+    def leaves(self) -> int:
+        return leaves_of(self.world)
+
+    def layer(self, spec: LayerSpec) -> LayerSpec:
+        return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
+
+    def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._divide("attention heads", heads, self.world)
+        if kv_heads % self.world and self.world % kv_heads:
+            raise self._error("key/value heads", kv_heads)
+        first = self.rank * kv_heads // self.world  # where there are fewer heads than ranks, several have the same
+        kv_range = first * dim, (first + max(kv_heads // self.world, 1)) * dim
+        q_range = self._mine("a layer's queries", heads * dim)
+        q_size, kv_size, kv_tiles = heads * dim, kv_heads * dim, min(self.leaves, kv_heads)
+        blocks = [(0, q_size, q_range, self.leaves)]
+        blocks += [(q_size + at * kv_size, kv_size, kv_range, kv_tiles) for at in (0, 1)]
+        mine = q_range[0] // dim, q_range[1] // dim
+        return replace(
+            spec,
+            num_heads=mine[1] - mine[0],
+            kv=replace(spec.kv, num_kv_heads=(kv_range[1] - kv_range[0]) // dim),
+            qkv=self._rows(spec.qkv, blocks),
+            o=self._columns(spec.o),
+            alibi=spec.alibi and spec.alibi[slice(*mine)],
+        )
+
+    def mlp(self, spec: MlpSpec) -> MlpSpec:
+        if isinstance(spec, DenseSpec):
+            return self.dense(spec)
+        return self.moe(spec)
+
+    def dense(self, spec: DenseSpec) -> DenseSpec:
+        inner = spec.down.inputs
+        mine = self._mine("intermediate numbers", inner)
+        blocks = [(at, inner, mine, self.leaves) for at in range(0, spec.gate_up.outputs, inner)]
+        return replace(spec, gate_up=self._rows(spec.gate_up, blocks), down=self._columns(spec.down))
+
+    def moe(self, spec: MoeSpec) -> MoeSpec:
+        _require_plain(spec.experts)
+        mine = self._mine("intermediate numbers of an expert", spec.experts.inner)
+        experts = replace(
+            spec.experts, inner=mine[1] - mine[0], kept=mine, stored_inner=spec.experts.inner, leaves=self._own
+        )
+        shared = spec.shared and replace(spec.shared, block=self.dense(spec.shared.block))
+        return replace(spec, experts=experts, shared=shared)
+
+    def head(self, spec: LinearSpec) -> LinearSpec:
+        """Tiles of equal size but for the last one; a rank's follow each other."""
+        tile = head_tile(spec.outputs, self.world)
+        ends = [min(at * tile, spec.outputs) for at in range(self.leaves + 1)]
+        first, last = self.rank * self._own, (self.rank + 1) * self._own
+        tiles = tuple(ends[at + 1] - ends[at] for at in range(first, last))
+        if not all(tiles):
+            raise self._error("tokens of the vocabulary", spec.outputs)
+        return replace(spec, order=tuple(_ranges(spec, ends[first], ends[last])), tiles=tiles)
+
+    @property
+    def _own(self) -> int:
+        """How many leaves the rank has."""
+        return self.leaves // self.world
+
+    def _rows(self, spec: LinearSpec, blocks: list[tuple[int, int, Range, int]]) -> LinearSpec:
+        """Of each of the ``blocks`` of rows (its first row, its size, the range within it that is kept, and into how
+        many tiles the whole of it is cut).
+        """
+        _require_plain(spec)
+        order, tiles = list[Range](), list[int]()
+        for start, size, (first, last), count in blocks:
+            self._divide(f"rows of {spec.parts[0][0]}", size, count)
+            order += _ranges(spec, start + first, start + last)
+            tiles += [size // count] * ((last - first) * count // size)
+        return replace(spec, order=tuple(order), tiles=tuple(tiles))
+
+    def _columns(self, spec: LinearSpec) -> LinearSpec:
+        _require_plain(spec)
+        mine = self._mine(f"inputs of {spec.parts[0][0]}", spec.inputs)
+        return replace(
+            spec, inputs=mine[1] - mine[0], columns=mine, stored_inputs=spec.inputs, leaves=self._own,
+            order=spec.order or ((0, spec.stored_outputs),),
+        )  # fmt: skip
+
+    def _mine(self, what: str, size: int) -> Range:
+        """The rank's part of ``size``, which must make whole leaves."""
+        self._divide(what, size, self.leaves)
+        part = size // self.world
+        return self.rank * part, (self.rank + 1) * part
+
+    def _divide(self, what: str, size: int, parts: int) -> None:
+        if size % parts:
+            raise self._error(what, size, parts)
+
+    def _error(self, what: str, size: int, parts: int | None = None) -> ModelError:
+        remedy = "lower --tensor-parallel-size" if self.world > 1 else "leave --tp-invariant out"
+        return ModelError(
+            f"--tensor-parallel-size {self.world}: the model's {size:,} {what} cannot be divided into "
+            f"{parts or self.world} equal parts; {remedy}",
+            param="tensor_parallel_size",
+        )
+
+
+def _require_plain(spec: LinearSpec | ExpertsSpec) -> None:
+    """Raise ModelError for a format whose tensors nobody has said how to cut."""
+    if spec.format != "plain":
+        raise _not_yet(f"layers that are stored as {spec.format}")
+
+
+def _not_yet(what: str) -> ModelError:
+    return ModelError(
+        f"ranks cannot share {what} yet: leave --tensor-parallel-size and --tp-invariant out",
+        param="tensor_parallel_size",
+    )
+
+
+def _ranges(spec: LinearSpec, first: int, last: int) -> Iterator[Range]:
+    """The stacked rows of which the layer's rows [``first``, ``last``) consist."""
+    at = 0
+    for start, end in spec.order or ((0, spec.stored_outputs),):
+        begin, stop = max(first - at, 0), min(last - at, end - start)
+        if begin < stop:
+            yield start + begin, start + stop
+        at += end - start

@@ -1,0 +1,104 @@
+"""Routed experts: a feed-forward block that for each token is the weighted sum of a few of many small ones.
+
+Contract. The router's logits are in the model's dtype. Their softmax over all experts is taken in fp32; the ``top_k``
+most likely experts are chosen, of equals the lowest number, and take the slots 0, 1, ... in this order. Their
+probabilities are the weights, divided by their sum in slot order if the model says so, and rounded to the dtype if it
+says so. An expert gives what a dense block with its weights would give, rounded to the dtype. Each such row is
+multiplied by its weight in fp32, rounded, and the products are added in slot order in fp32; the sum is rounded once.
+
+Where there is a shared expert, its row is multiplied by the sigmoid of the token's product with the gate's weights (one
+sum in fp32, rounded to the dtype; the sigmoid is fp32, rounded; so is the product), then added and rounded.
+
+So a token's bits depend on its own row and its own experts: not on which experts other tokens take, nor on where a
+backend puts its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from preheat.ops.opaque import opaque
+
+
+class Routing(NamedTuple):
+    """How a token's experts are chosen and weighted. ``renormalize``: the chosen experts' weights sum to one.
+    ``round_weights``: they are rounded to the model's dtype.
+    """
+
+    top_k: int
+    renormalize: bool
+    round_weights: bool
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts that ``logits`` [tokens, experts] choose: numbers int64 and weights fp32, both [tokens, top_k]."""
+    likely, experts = torch.sort(torch.softmax(logits.float(), -1), dim=-1, descending=True, stable=True)
+    weights = likely[:, : routing.top_k].contiguous()
+    if routing.renormalize:
+        total = weights[:, 0].clone()
+        for slot in range(1, routing.top_k):
+            total += weights[:, slot]
+        weights /= total[:, None]
+    if routing.round_weights:
+        weights = weights.to(logits.dtype).float()
+    return experts[:, : routing.top_k].contiguous(), weights
+
+
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """The sum of ``rows`` [tokens, top_k, hidden] times ``weights`` fp32 [tokens, top_k], in slot order."""
+    total = rows[:, 0].float() * weights[:, :1]
+    for slot in range(1, rows.shape[1]):
+        total += rows[:, slot].float() * weights[:, slot, None]
+    return total.to(rows.dtype)
+
+
+def routed(
+    x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """The experts ``chosen`` [tokens, top_k] one after the other, and their sum with ``weights``: ``expert(number,
+    rows)`` gives one's rows [n, hidden]. The host waits for the choice.
+    """
+    rows = x.new_empty(chosen.numel(), x.shape[1])
+    for number, mine in _visits(chosen, num_experts):
+        rows[mine] = expert(number, x[mine // chosen.shape[1]])
+    return combine(rows.view(len(x), chosen.shape[1], -1), weights)
+
+
+def routed_leaves(
+    x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Sequence[Tensor]]
+) -> list[Tensor]:
+    """As :func:`routed`, for experts that give a sum of leaves, fp32 [n, hidden] each: for each leaf the weighted sum
+    over a token's experts, fp32 [tokens, hidden]. See :mod:`preheat.ops.leaves`.
+    """
+    leaves: list[Tensor] = []
+    for number, mine in _visits(chosen, num_experts):
+        parts = expert(number, x[mine // chosen.shape[1]])
+        if not leaves:
+            leaves = [x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32) for _ in parts]
+        for rows, part in zip(leaves, parts, strict=True):
+            rows[mine] = part
+    return [combine(rows.view(len(x), chosen.shape[1], -1), weights) for rows in leaves]
+
+
+def _visits(chosen: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
+    """Each expert that is ``chosen`` [tokens, top_k], and the places, tokens * top_k, that chose it."""
+    slots = chosen.view(-1)
+    counts = torch.bincount(slots, minlength=num_experts).tolist()
+    order = torch.argsort(slots, stable=True)
+    start = 0
+    for number, count in enumerate(counts):
+        if count:
+            yield number, order[start : start + count]
+            start += count
+
+
+@opaque("(Tensor routed, Tensor x, Tensor gate, Tensor shared) -> Tensor", lambda x, *_: torch.empty_like(x))
+def add_shared(routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+    """``routed`` + sigmoid(``x`` . ``gate``) * ``shared``: all [tokens, hidden], but ``gate`` [1, hidden]."""
+    score = (x.float() * gate.float()).sum(-1, True).to(x.dtype).float()
+    share = score.neg_().exp_().add_(1.0).reciprocal_().to(x.dtype)
+    return routed + shared * share

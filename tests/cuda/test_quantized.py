@@ -1,0 +1,107 @@
+"""Quantized linear layers on a real device: every implementation that may serve has the bits of its reference, and that
+is the dequantized model, or the contract of float8 within what its accumulator rounds.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from preheat import LLM, SamplingParams
+from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
+from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.tuner import candidates
+from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, reference, rule
+from preheat.ops import quantization
+from preheat.ops.kinds import Scheme
+from preheat.ops.proof import noise
+from preheat.settings import Settings
+
+FP8 = Scheme(code="fp8", scales="channel", activations="token")
+BLOCKS = Scheme(code="fp8", scales="block", group=128, activations="block")
+WHOLE = [
+    Scheme(code="int4", scales="group", group=128, zeros=True),
+    Scheme(code="int4", scales="group", group=32, zeros=True, indexed=True),
+    Scheme(code="int8", scales="channel"),
+    Scheme(code="fp8", scales="channel"),
+]
+ROWS = [1, 2, 8, 16, 17, 33, 64, 65, 128, 300, 512, 1000, 2048]
+SIZES = [(1152, 896, False), (2048, 1024, True)]
+
+
+def named(scheme):
+    return scheme.name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process():
+    CudaBackend().prepare(Settings(), None)
+
+
+def shape_of(scheme, outputs=1152, inputs=896, gated=False):
+    return LinearShape(outputs, inputs, gated, scheme=scheme)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, *WHOLE], ids=named)
+def test_what_serves_has_the_bits_of_the_reference(scheme, size):
+    shape, configs = shape_of(scheme, *size), KernelConfigs()
+    chosen = [(rows, configs(shape, rows)) for rows in ROWS]
+    compile_kernels([(shape, choice) for _, choice in chosen] + [(shape, reference(shape))])
+    assert differing(shape, chosen) == set()
+
+
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
+def test_all_that_the_tuner_tries_has_them_too(scheme):
+    shape = shape_of(scheme)
+    tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows)]
+    compile_kernels([(shape, choice) for _, choice in tried])
+    assert differing(shape, tried) == set()
+
+
+@pytest.mark.parametrize("scheme", WHOLE, ids=named)
+def test_weights_are_those_of_the_reference_in_torch(scheme):
+    weight = quantization.empty_weight(scheme, 40, 256, dtype=torch.bfloat16, device=torch.device("cuda"))
+    weight.codes.copy_(noise(40, 256).mul_(3).round_().clamp_(-8, 7).cuda())
+    weight.scales.uniform_(0.5, 2)
+    for each in (weight.zeros, weight.index):
+        if each is not None:
+            each.random_(0, 7)
+    assert torch.equal(dequantized(DeviceWeight.of(weight)), quantization.dequantize(weight))
+
+
+@pytest.mark.parametrize("kind", ["token", "block", "static"])
+def test_activations_have_the_codes_of_the_reference_on_a_cpu(kind):
+    x = (noise(200, 4000) * noise(200, 4000, seed=1).exp()).bfloat16()
+    static = torch.tensor(0.3) if kind == "static" else None
+    right, right_scales = quantization.quantize_rows(x, kind, static)
+    codes, scales = quantize_rows(x.cuda(), kind, None if static is None else static.cuda())
+    assert torch.equal(scales.cpu(), right_scales)
+    assert torch.equal(codes.cpu().view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS], ids=named)
+def test_float8_is_close_to_float64_of_its_codes(scheme):
+    """The matrix unit keeps about 14 bits of a sum of 128 products."""
+    shape = shape_of(scheme)
+    weight, x = random_weight(shape, torch.device("cuda"), 0), torch.randn(64, 896, device="cuda").bfloat16()
+    codes, scales = quantize_rows(x, scheme.activations, None)
+    wide = codes.double() * scales.double().repeat_interleave(896 // scales.shape[1], 1)
+    per_input = weight.scales.t().double().repeat_interleave(896 // len(weight.scales), 1)
+    exact = wide @ (weight.codes.double() * per_input).t()
+    found = apply(rule(shape, 64), x, weight, None, False).double()
+    assert (found - exact).abs().max() < 1e-2 * exact.abs().max()
+
+
+@pytest.mark.parametrize("batches", [1, 7])
+def test_the_engine_says_the_same_alone_and_in_company(batches):
+    """The check at boot proves every path; a start that it blocks raises."""
+    llm = LLM(quantization="fp8", max_num_seqs=8, max_model_len=256, skip_warmup=False)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    prompts = ["def add(a, b):", "class Stack:", "import os"] * batches
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts[:3]]
+    assert [(one.token_ids, one.logprobs) for one in outputs[:3]] == [(one.token_ids, one.logprobs) for one in alone]

@@ -1,0 +1,78 @@
+"""Families that differ from Llama in more than sizes: the engine on the CUDA backend, with kernels in the interpreter,
+says what the engine on a CPU says.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from preheat import LLM, SamplingParams, llm, startup
+from tests.kernels.backend import InterpretedCuda
+from tests.kernels.test_device_engine import OPTIONS, VOCAB, answers, assert_close, tokens_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
+
+LLAMA = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GPTBigCode": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "Gemma3": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9},
+    "Mpt": {
+        "d_model": 48, "n_layers": 2, "n_heads": 3, "max_seq_len": 64, "expansion_ratio": 2,
+        "attn_config": {"clip_qkv": 0.5, "alibi_bias_max": 4},
+    },
+    "Phi3": {
+        **LLAMA, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2, 3, 4, 5, 6]},
+    },
+    "Qwen2Moe": {
+        **LLAMA, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 24,
+    },
+    "Starcoder2": {**LLAMA, "sliding_window": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_says_what_it_says_on_the_cpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture = {"architectures": [f"{family}ForCausalLM"], "dtype": "float32", "vocab_size": VOCAB}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **architecture, "eos_token_id": 2}))
+    names = ("greedy", "seeded", "penalised", "prompt")
+    right = answers(LLM(str(tmp_path), device="cpu", **OPTIONS), names)
+    monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
+    found = answers(LLM(str(tmp_path), **OPTIONS), names)
+    assert tokens_of(found) == tokens_of(right)
+    assert_close(found[1].outputs[0].logprobs, right[1].outputs[0].logprobs)
+    assert_close(found[3].prompt_logprobs, right[3].prompt_logprobs)
+
+
+def test_images_are_encoded_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them in one step, then one from the encoder's cache."""
+    vision = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"], "dtype": "float32", "image_token_index": VOCAB - 1,
+        "text_config": {**LLAMA, "vocab_size": VOCAB, "eos_token_id": 2},
+        "vision_config": {**vision, "image_size": 8, "patch_size": 4},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 8, "crop_size": 8}))
+    pictures = [PIL.Image.effect_noise((12, 9), 80), PIL.Image.effect_noise((8, 8), 80)]
+    prompts = [
+        {"prompt_token_ids": [5, VOCAB - 1, 7, VOCAB - 1, 9], "multi_modal_data": {"image": pictures}},
+        {"prompt_token_ids": [VOCAB - 1, 6], "multi_modal_data": {"image": pictures[1]}},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=3, ignore_eos=True)
+    right = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=InterpretedCuda()))
+    found = LLM(str(tmp_path), **OPTIONS).generate(prompts, params, use_tqdm=False)
+    assert tokens_of(found) == tokens_of(right)
+    for one, other in zip(found, right, strict=True):
+        assert_close(one.outputs[0].logprobs, other.outputs[0].logprobs)

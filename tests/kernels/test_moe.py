@@ -1,0 +1,127 @@
+"""Routed experts on CUDA: the choice, the arrangement, and the bits of plain torch, whatever the blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
+from preheat.backends.cuda.moe_route import Arrangement, arrange, most_blocks
+from preheat.backends.cuda.tuning import Tile
+from preheat.ops.moe import Routing, route, routed
+from preheat.ops.proof import noise
+
+PLAIN = Tile(16, 16, 16, 1, 2)
+HIDDEN, INNER = 40, 24
+ROUTINGS = [Routing(2, True, False), Routing(3, False, True), Routing(1, True, True)]
+
+
+def operands(tokens: int, experts: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, logits, gate_up, down."""
+    x, logits = noise(tokens, HIDDEN, seed=1), noise(tokens, experts, seed=2)
+    gate_up, down = noise(experts * 2 * INNER, HIDDEN, seed=3), noise(experts * HIDDEN, INNER, seed=4)
+    made = x, logits, gate_up.view(experts, -1, HIDDEN), down.view(experts, HIDDEN, INNER)
+    return tuple(each.to(dtype) for each in made)  # type: ignore[return-value]
+
+
+def forward(config: ExpertsConfig, operands: tuple[Tensor, ...], routing: Routing) -> Tensor:
+    counts = torch.zeros(operands[1].shape[1], dtype=torch.int32)
+    found = experts_forward(config, *operands, routing, counts)
+    assert not counts.any()  # the next layer's use begins with zeros
+    return found
+
+
+def expected(operands: tuple[Tensor, ...], routing: Routing) -> Tensor:
+    """Dense kernels for each expert, and plain torch around them; the device's own weights, whose exp differs."""
+    x, logits, gate_up, down = operands
+    chosen, close = route(logits, routing)
+    weights = arranged(logits, routing, 1).weights
+    torch.testing.assert_close(
+        weights, close, rtol=1e-2 if routing.round_weights and x.dtype == torch.bfloat16 else 2e-6, atol=0
+    )
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        inner = apply(PLAIN, rows.contiguous(), gate_up[number].contiguous(), None, True)
+        return apply(PLAIN, inner, down[number].contiguous(), None, False)
+
+    return routed(x, chosen, weights, len(gate_up), expert)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("block", [1, 16, 32])
+def test_every_block_gives_the_bits_of_plain_torch(block, routing, dtype):
+    made = operands(13, 5, dtype)
+    tile = Tile(16, max(block, 16), 16, 1, 2)
+    assert torch.equal(forward(ExpertsConfig(block, tile, tile), made, routing), expected(made, routing))
+
+
+def test_a_token_alone_and_among_others():
+    made, routing = operands(40, 6), ROUTINGS[0]
+    tile = Tile(32, 16, 32, 2, 2, bulk=True)
+    among = forward(ExpertsConfig(16, tile, tile), made, routing)
+    for token in (0, 17, 39):
+        alone = forward(
+            ExpertsConfig(1, PLAIN, PLAIN), (*(each[token : token + 1] for each in made[:2]), *made[2:]), routing
+        )
+        assert torch.equal(alone[0], among[token])
+
+
+def test_a_combine_in_the_order_of_arrival_is_seen():
+    """The same rows and weights, added from the last slot to the first, have other bits somewhere."""
+    made, routing = operands(40, 6, torch.float32), Routing(4, False, False)
+    x, logits, gate_up, down = made
+    chosen, weights = route(logits, routing)
+
+    def row(token: int, number: int) -> Tensor:
+        own = x[token : token + 1], torch.zeros(1, 1), gate_up[number : number + 1], down[number : number + 1]
+        return expected(own, Routing(1, True, False))[0]
+
+    rows = torch.stack([row(token, int(number)) for token in range(len(x)) for number in chosen[token]])
+    rows = rows.view(len(x), routing.top_k, -1)
+    backwards = torch.zeros(len(x), HIDDEN)
+    for slot in reversed(range(routing.top_k)):
+        backwards += rows[:, slot].float() * weights[:, slot, None]
+    right = forward(ExpertsConfig(16, PLAIN, PLAIN), made, routing)
+    assert not torch.equal(backwards, right)
+    torch.testing.assert_close(backwards, right, rtol=1e-3, atol=1e-3)
+
+
+def arranged(logits: Tensor, routing: Routing, block: int) -> Arrangement:
+    return arrange(logits, routing, block, torch.zeros(logits.shape[1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("experts", [3, 8, 130])
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_an_arrangement_puts_every_slot_into_a_block_of_its_expert(tokens, experts):
+    routing, block = Routing(2, True, False), 16
+    logits = noise(tokens, experts)
+    made = arranged(logits, routing, block)
+    chosen, weights = route(logits, routing)
+    torch.testing.assert_close(made.weights, weights, rtol=2e-6, atol=0)
+    places = made.places.long()
+    assert len(places.unique()) == len(places)
+    assert torch.equal(made.experts[places // block].long(), chosen.view(-1))
+    assert torch.equal(made.tokens[places].long(), torch.arange(len(places)) // routing.top_k)
+    blocks = (torch.bincount(chosen.view(-1), minlength=experts) + block - 1) // block
+    assert made.starts.tolist() == [0, *blocks.cumsum(0).tolist()]
+    assert blocks.sum() <= len(made.experts) == most_blocks(len(places), experts, block)
+
+
+def test_the_bound_of_blocks_is_reached():
+    """One row in each expert but one, which has the rest."""
+    assert most_blocks(3, 8, 16) == 3
+    assert most_blocks(8 + 16, 8, 16) == 9
+    counts = [17, *[1] * 7]
+    assert sum(-(-count // 16) for count in counts) == most_blocks(sum(counts), 8, 16)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word on NaN
+def test_ties_go_to_the_lowest_number_and_nan_stays_inside():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    made = arranged(logits, Routing(2, True, False), 1)
+    assert made.experts.tolist() == [1, 2, 0, 1]
+    nan = arranged(torch.full((1, 5), torch.nan), Routing(2, True, False), 1)
+    assert (nan.experts < 5).all()

@@ -1,0 +1,162 @@
+"""Quantized layers on CUDA: activations' codes to the bit, weights with the bits of the dequantized layer, float8 by
+the contract with sums in order, whatever the tiles.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
+from preheat.backends.cuda.moe_route import arrange
+from preheat.backends.cuda.prove import fill
+from preheat.backends.cuda.prove import random_weight as random_codes
+from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.tuning import Expanded, LinearShape, Tile
+from preheat.ops import quantization
+from preheat.ops.activation import silu_and_mul
+from preheat.ops.kinds import Scheme
+from preheat.ops.moe import Routing, route, routed
+from preheat.ops.proof import noise
+from tests.cpu.test_quantized_layers import KINDS, W8A8, WHOLE, random_weight
+from tests.kernels.backend import InterpretedCuda
+from tests.kernels.test_linear import in_order
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TILES = [Tile(64, 16, 128, 4, 3), Tile(16, 32, 128, 4, 3)]
+SCHEMES = [*WHOLE, Scheme(code="int4", scales="group", group=128), Scheme(code="int4", scales="channel", zeros=True)]
+
+
+def named(scheme):
+    return scheme.name
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_of_rows(kind, dtype):
+    """Of several pieces a row, and of a last group that is not whole."""
+    x = (noise(4, 2500) * noise(4, 2500, seed=1).exp()).to(dtype)
+    x[1] = 0
+    static = torch.tensor(0.3) if kind == "static" else None
+    codes, scales = quantize_rows(x, kind, static)
+    right, right_scales = quantization.quantize_rows(x, kind, static)
+    assert torch.equal(scales, right_scales)
+    assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
+
+
+@DTYPES
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_weights_are_those_of_the_reference(scheme, dtype):
+    weight = random_weight(scheme, 40, 256, dtype=dtype)
+    assert torch.equal(dequantized(DeviceWeight.of(weight)), quantization.dequantize(weight))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_layers_have_the_bits_of_the_dequantized_model(scheme):
+    """40 outputs, 5 rows and 288 inputs divide by no tile."""
+    inputs = 384 if scheme.group == 128 else 288
+    weight = random_weight(scheme, 40, inputs, dtype=torch.bfloat16)
+    x, bias = noise(5, inputs).bfloat16(), noise(40).bfloat16()
+    codes = DeviceWeight.of(weight)
+    right = in_order(x, quantization.dequantize(weight), bias)
+    for choice in (TILES[0], Expanded(Tile(32, 16, 64, 4, 3))):
+        assert torch.equal(apply(choice, x, codes, bias, False), right)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [(SCHEMES[1], torch.bfloat16), (SCHEMES[3], torch.float32)], ids=str)
+def test_gated_layers_too(scheme, dtype):
+    weight = random_weight(scheme, 40, 160, dtype=dtype)
+    x, bias, codes = noise(5, 160).to(dtype), noise(40).to(dtype), DeviceWeight.of(weight)
+    right = apply(Tile(32, 16, 64, 4, 3), x, quantization.dequantize(weight), bias, True)
+    assert torch.equal(apply(TILES[0], x, codes, bias, True), right)
+    assert torch.equal(apply(TILES[0], x, codes, bias, False), in_order(x, quantization.dequantize(weight), bias))
+
+
+def by_the_contract(x, weight, bias=None):
+    """Sums of 128 products in order, promoted one after the other."""
+    codes, x_scales = quantization.quantize_rows(x, weight.scheme.activations, weight.static)
+    a, w, scales = codes.float(), weight.codes.float(), weight.scales
+    grouped = x_scales.shape[1] > 1 or scales.shape[1] > 1
+    total = torch.zeros(len(x), len(w))
+    for place, start in enumerate(range(0, x.shape[1], 128)):
+        part = torch.zeros_like(total)
+        for k in range(start, min(start + 128, x.shape[1])):
+            part += a[:, k, None] * w[:, k]
+        if grouped:
+            part *= x_scales[:, [place if x_scales.shape[1] > 1 else 0]]
+            part *= scales[:, place if scales.shape[1] > 1 else 0]
+        total += part
+    if not grouped:
+        total = total * x_scales * scales[:, 0]
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [*zip(W8A8, [torch.float32, torch.bfloat16] * 3, strict=True)], ids=str)
+def test_float8_layers_are_the_contract(scheme, dtype):
+    weight, x, bias = random_weight(scheme, 40, 300, dtype=dtype), noise(5, 300).to(dtype), noise(40).to(dtype)
+    right = by_the_contract(x, weight, bias)
+    assert torch.equal(apply(TILES[1], x, DeviceWeight.of(weight), bias, False), right)
+    gated = apply(TILES[0], x, DeviceWeight.of(weight), bias, True)
+    assert (gated.float() - silu_and_mul(right).float()).abs().max() <= 2**-7 * gated.float().abs().max()
+
+
+def test_a_sum_that_is_not_promoted_is_another():
+    weight, x = random_weight(W8A8[0], 40, 300), noise(5, 300)
+    codes, scales = quantization.quantize_rows(x, "token")
+    total = torch.zeros(5, 40)
+    for k in range(300):
+        total += codes.float()[:, k, None] * weight.codes.float()[:, k]
+    assert not torch.equal(total * scales * weight.scales[:, 0], by_the_contract(x, weight))
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_place():
+    weight = DeviceWeight.of(random_weight(W8A8[4], 48, 256, dtype=torch.bfloat16))
+    x = noise(20, 256).bfloat16()
+    whole = apply(TILES[0], x, weight, None, False)
+    for rows in (1, 17):
+        assert torch.equal(apply(TILES[1], x[-rows:], weight, None, False), whole[-rows:])
+
+
+def test_four_bits_are_half_a_byte():
+    weight = DeviceWeight.of(random_weight(replace(SCHEMES[0], group=128), 40, 256))
+    assert weight.codes.nbytes == 40 * 256 // 2
+
+
+@pytest.mark.parametrize(("scheme", "block"), [(W8A8[0], 16), (W8A8[4], 1)], ids=str)
+def test_experts_in_float8_are_layers_of_their_own(scheme, block):
+    routing = Routing(2, True, False)
+    gate_up, down = random_weight(scheme, 2, 2 * 24, 144), random_weight(scheme, 2, 144, 24, seed=1)
+    x, logits, tile = noise(4, 144), noise(4, 2, seed=1), Tile(64, 16, 128, 4, 3)
+    device = DeviceWeight.of(gate_up), DeviceWeight.of(down)
+    counts = torch.zeros(2, dtype=torch.int32)
+    found = experts_forward(ExpertsConfig(block, tile, tile), x, logits, *device, routing, counts)
+
+    def expert(number, rows):
+        one, other = (DeviceWeight.of(weight.part(number)) for weight in (gate_up, down))
+        return apply(tile, apply(tile, rows.contiguous(), one, None, True), other, None, False)
+
+    weights = arrange(logits, routing, 1, counts).weights  # the device's own, whose exp differs
+    assert torch.equal(found, routed(x, route(logits, routing)[0], weights, 2, expert))
+    alone = experts_forward(ExpertsConfig(1, tile, tile), x[-2:], logits[-2:], *device, routing, counts)
+    assert torch.equal(alone, found[-2:])
+
+
+@pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], *SCHEMES[:3]], ids=named)
+def test_what_the_proof_at_boot_computes_is_zero(scheme):
+    """All that is left of sums that cancel is the order in which they were added."""
+    shape = LinearShape(16, 256, dtype=torch.float32, scheme=scheme)
+    x, weight = torch.empty(3, 256), random_codes(shape, torch.device("cpu"), 1)
+    fill(x, weight, 1)
+    exact = x.double() @ dequantized(weight).double().t()
+    assert dequantized(weight).abs().max() > 0
+    assert exact.abs().max() < 1e-12 * dequantized(weight).abs().max()
+
+
+def test_the_backend_makes_layers_and_experts_of_codes():
+    cuda, x = InterpretedCuda(), noise(3, 160).bfloat16()
+    weight = random_weight(WHOLE[1], 40, 160, dtype=torch.bfloat16)
+    assert torch.equal(cuda.linear(weight)(x), in_order(x, quantization.dequantize(weight)))
+    assert cuda.linear(weight, activation="silu_and_mul")(x).shape == (3, 20)
+    assert cuda.linear(weight, clip=0.125)(x).abs().max() == 0.125
