@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
 
 from preheat.errors import WireError
+from preheat.utils.text import plain_number
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -37,7 +38,7 @@ class SamplingField(NamedTuple):
     """
 
     help: str
-    acts: Literal["sampler", "scheduler", "frontend", "text"]
+    acts: Literal["sampler", "grammar", "scheduler", "frontend", "text"]
     low: float | None = None
     high: float | None = None
     recommended: str | None = None
@@ -48,12 +49,67 @@ _INT32 = 2**31 - 1
 _Row = SamplingField
 
 
+class StructuredOutputsParams(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What the text of a request must be; names and meanings are those of vLLM. Exactly one of the first six is given.
+
+    ``json`` is a JSON schema, as an object or as its text; ``regex`` a regular expression for the whole text;
+    ``choice`` the texts of which it is one; ``grammar`` a context-free grammar, in Lark's notation or in EBNF (GBNF);
+    ``json_object`` any JSON object; ``structural_tag`` free text in which some beginnings are followed by JSON, see
+    docs/structured-outputs.md. White space in JSON is bounded; ``disable_any_whitespace`` allows none and
+    ``whitespace_pattern`` is a regular expression for it. ``disable_additional_properties``: objects of the schema
+    have no properties that it does not name, unless it says otherwise itself. ``after_token_id``: the text is free up
+    to this token, such as the end of a model's reasoning, and all of the above is about what comes behind it.
+
+    Raises ValueError for a combination that means nothing.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    after_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            said = " and ".join(given) or "none"
+            raise ValueError(f"structured_outputs takes exactly one of {', '.join(_CONSTRAINTS)}; it has {said}")
+        if self.choice is not None and not all(self.choice):
+            raise ValueError("structured_outputs.choice must not hold an empty text")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError("disable_any_whitespace leaves no use for whitespace_pattern: give one of them")
+        about_json = self.disable_any_whitespace or self.whitespace_pattern is not None
+        if about_json and given[0] not in ("json", "json_object", "structural_tag"):
+            raise ValueError(f"white space is that of JSON: it has no meaning for structured_outputs.{given[0]}")
+        if self.disable_additional_properties and given[0] not in ("json", "structural_tag"):
+            raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
+
+    @property
+    def kind(self) -> str:
+        """Which of the six is given."""
+        return next(name for name in _CONSTRAINTS if getattr(self, name) not in (None, False))
+
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+_MASKED = ("structured_outputs", "allowed_token_ids", "bad_words")
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """How the tokens of a request are chosen; names and meanings are those of vLLM and the OpenAI API.
 
     The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. ``seed``
     None: draw one. ``max_tokens`` None: up to the model's length. ``logprobs`` / ``prompt_logprobs``: number of
-    alternatives per position (0: the chosen token alone). Raises ValueError for a value out of range.
+    alternatives per position (0: the chosen token alone; -1: ``--max-logprobs``). ``truncate_prompt_tokens`` -1: as
+    many as fit beside ``max_tokens``. Raises ValueError for a value out of range.
     """
 
     n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
@@ -77,26 +133,44 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     ignore_eos: Annotated[bool, _Row("continue after the end-of-sequence token", "frontend")] = False
     min_tokens: Annotated[int, _Row("tokens to generate at least", "sampler", 0, _INT32)] = 0
     max_tokens: Annotated[int | None, _Row("tokens to generate at most", "scheduler", 1, _INT32, "max_new_tokens")] = 16
-    logprobs: Annotated[int | None, _Row("alternatives for each token", "sampler", 0, _INT32, http=False)] = None
-    prompt_logprobs: Annotated[int | None, _Row("alternatives for each prompt token", "sampler", 0, _INT32)] = None
+    logprobs: Annotated[
+        int | None, _Row("alternatives for each token; -1: the most allowed", "sampler", -1, _INT32, http=False)
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, _Row("alternatives for each prompt token; -1: the most allowed", "sampler", -1, _INT32)
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _Row("keep this many last tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+    ] = None
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
+    allowed_token_ids: Annotated[list[int] | None, _Row("only these tokens can be drawn", "grammar")] = None
+    bad_words: Annotated[list[str] | None, _Row("texts that are not generated", "grammar")] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, _Row('what the text must be, as JSON: {"regex": "yes|no"}', "grammar")
+    ] = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # rejects NaN as well
-                raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
+                raise ValueError(f"{name} must be between {plain_number(low)} and {plain_number(high)}, got {value}")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.top_p <= 0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be -1 or above 0: a prompt has at least one token")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if any(not s for s in self.stop_strings):
             raise ValueError("stop must not contain an empty string")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings are found in text: set detokenize to true, or use stop_token_ids")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
+        if not all(self.bad_words or ()):
+            raise ValueError("bad_words must not contain an empty string")
         biases = (self.logit_bias or {}).values()
         if len(biases) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIAS} are allowed")
@@ -108,6 +182,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     def stop_strings(self) -> list[str]:
         """``stop`` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """The given parameters that allow some tokens only: those of a mask, which is computed for each token."""
+        return tuple(name for name in _MASKED if getattr(self, name))
 
     @property
     def greedy(self) -> bool:
@@ -131,15 +210,30 @@ class Level(IntEnum):
 
     GREEDY = 0  # argmax only
     FILTERED = 1  # some row is sampled
-    FULL = 2  # some row's logits are changed first: penalties, logit_bias, min_tokens
+    FULL = 2  # some row's logits are changed first: penalties, a grammar's mask, logit_bias, min_tokens
 
     @classmethod
     def of(cls, params: SamplingParams) -> Level:
         """The lowest level for rows with ``params``."""
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        if penalised or params.logit_bias or params.min_tokens:
+        if penalised or params.logit_bias or params.min_tokens or params.masked:
             return cls.FULL
         return cls.GREEDY if params.greedy else cls.FILTERED
+
+
+class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
+    """An image as the model sees it: ``pixels`` are fp32 [channels, height, width]. Equal ``hash``, equal pixels."""
+
+    hash: bytes
+    pixels: bytes
+
+
+class Segment(msgspec.Struct, array_like=True):
+    """The positions of a prompt from ``start`` up to ``end`` stand for ``image``, one for each of its embeddings."""
+
+    start: int
+    end: int
+    image: Image
 
 
 class Request(msgspec.Struct, tag="request"):
@@ -147,7 +241,7 @@ class Request(msgspec.Struct, tag="request"):
 
     ``id`` is unique in a frontend and increases with arrival. ``seed`` is in [0, 2**64). ``max_tokens`` fits the
     model's length. ``stop_ids`` (at most ``MAX_STOP_IDS``) end the sequence after ``min_tokens``: the end-of-sequence
-    ids, unless ``ignore_eos``, and ``stop_token_ids``.
+    ids, unless ``ignore_eos``, and ``stop_token_ids``. ``segments`` are in order and do not overlap.
     """
 
     id: int
@@ -157,7 +251,10 @@ class Request(msgspec.Struct, tag="request"):
     max_tokens: int
     choice: int = 0
     stop_ids: list[int] = []
-    cache_salt: str = ""  # part of every block's hash, as an adapter or an image will be
+    cache_salt: str = ""  # part of every block's hash, as an adapter will be
+    segments: list[Segment] = []
+    bad_words: list[list[int]] = []  # token ids of the texts that params.bad_words forbid
+    priority: int = 0  # lower ones go first, and are preempted last
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -174,6 +271,10 @@ class Drain(msgspec.Struct, tag="drain"):
 
 class Ask(msgspec.Struct, tag="ask"):
     """The frontend asks for a Report."""
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    """Forget all that the prefix cache holds."""
 
 
 class Finish(msgspec.Struct, array_like=True):
@@ -226,8 +327,27 @@ class Stats(msgspec.Struct, tag="stats"):
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: int = 0  # rows with draft tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_pos: list[int] = []  # accepted tokens, by their place among a row's drafts
+    grammars: GrammarStats | None = None
+
+
+class GrammarStats(msgspec.Struct):
+    """Counters of structured outputs. ``mask_seconds`` is what computing masks took, ``wait_seconds`` the part of it
+    that the model did not hide, ``slowest_mask`` the most that one step's masks took: a state's first mask is slower
+    than later ones.
+    """
+
+    compiled: int = 0
+    reused: int = 0
+    refused: int = 0
+    compile_seconds: float = 0.0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    slowest_mask: float = 0.0
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -267,11 +387,32 @@ class Died(msgspec.Struct, tag="died"):
     error: WireError
 
 
-ToEngine = Request | Cancel | Drain | Ask
+ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache
 FromEngine = Delta | Progress | Ready | Report | Died
 
 
 NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step
+
+
+class ImageSpan(NamedTuple):
+    """The tokens of ``row`` at the positions from ``first`` up to ``last``: their embeddings are those from ``source``
+    on of the images that are kept.
+    """
+
+    row: int
+    first: int
+    last: int
+    source: int
+
+
+@dataclass(slots=True)
+class StepImages:
+    """What a step needs of images: those that are encoded before it, each with the place where its embeddings are kept,
+    and which tokens they stand for.
+    """
+
+    encode: list[tuple[int, Image]]
+    spans: list[ImageSpan]
 
 
 @dataclass(slots=True)
@@ -293,6 +434,8 @@ class Schedule:
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [rows] of requests; empty in dummy batches
     started: dict[int, int] = field(default_factory=dict)  # request id -> tokens found in the prefix cache
     persistent_batch: int = NO_PERSISTENT_BATCH
+    num_drafted: int = 0  # rows at the end with drafts
+    images: StepImages | None = None  # None: no token of the step stands for an image
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:
@@ -315,6 +458,11 @@ class Schedule:
     def has_drafts(self) -> bool:
         """Whether any row, and so the last one, has draft tokens."""
         return self.rows > 0 and bool(self.num_sampled[-1] > 1)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether all rows decode, and some of them end with drafts."""
+        return self.num_drafted > 0 and self.num_decode + self.num_drafted == self.rows
 
     @property
     def total_sampled(self) -> int:

@@ -44,6 +44,14 @@ class LaunchTimer:
         self._took[bucket] = min(took, self._took.get(bucket, took) * EASE)
         self._ended = now
 
+    def running(self) -> float:
+        """Seconds since the oldest step in flight began on the device; 0 without one. May be called in any thread."""
+        try:
+            _, launched = self._in_flight[0]
+        except IndexError:
+            return 0.0
+        return self._clock() - max(launched, self._ended)
+
     def spare(self) -> float:
         """Seconds until the next step must be prepared: 0 unless exactly one step is in flight and its bucket has run
         before.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from preheat.backends.base import Mode
+from preheat.backends.base import Backend, Mode, StepCounter
 from preheat.core import Schedule, Swaps
 from preheat.engine.loop import StepListener
 from preheat.settings import Settings
-from preheat.utils.dynamo import compilations, compile_seconds, graph_breaks
 from preheat.utils.trace import Describe
 
 if TYPE_CHECKING:
@@ -22,29 +21,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Meter:
-    """Logs under ``name`` by how much ``count``, and ``seconds`` if given, grew in a step.
+    """Logs under ``name`` by how much ``read`` grew in a step: a number, and the seconds that went into it, if known.
 
-    It logs ``every`` step, or only those in which ``count`` grew.
+    It logs ``every`` step, or only those in which the number grew.
     """
 
     name: str
     every: bool
-    count: Callable[[], int]
-    seconds: Callable[[], float] | None = None
-    _before: tuple[int, float] = field(init=False)
+    read: StepCounter
+    _before: tuple[int, float | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._before = self._now()
-
-    def _now(self) -> tuple[int, float]:
-        return self.count(), self.seconds() if self.seconds else 0.0
+        self._before = self.read()
 
     def log(self, event: InputBatch | Swaps) -> None:
-        now, before = self._now(), self._before
+        now, before = self.read(), self._before
         self._before = now
         grown = now[0] - before[0]
         if grown or self.every:
-            took = f" in {now[1] - before[1]:.3f} s" if self.seconds else ""
+            took = "" if now[1] is None or before[1] is None else f" in {now[1] - before[1]:.3f} s"
             if isinstance(event, Swaps):
                 what = f"a swap of {event.size}"
             else:
@@ -67,15 +62,15 @@ class StepLog:
         return self._inner.report()
 
 
-def with_step_log(settings: Settings, mode: Mode, inner: StepListener) -> StepListener:
-    """``inner`` with the log that the settings enable, which counts from now on."""
-    meters = []
+def with_step_log(settings: Settings, mode: Mode, backend: Backend, inner: StepListener) -> StepListener:
+    """``inner`` with the log that the settings enable, which counts from now on what ``backend`` knows of."""
+    meters, counters = [], backend.step_counters()
     if settings.log_step_graph_compilation or settings.log_step_graph_compilation_all:
         every = settings.log_step_graph_compilation_all
-        meters.append(Meter("STEP_GRAPH_COMPILATION", every, compilations, compile_seconds))
+        meters.append(Meter("STEP_GRAPH_COMPILATION", every, counters["compilations"]))
     if settings.log_step_cpu_fallbacks or settings.log_step_cpu_fallbacks_all:
-        meters.append(Meter("STEP_CPU_FALLBACKS", settings.log_step_cpu_fallbacks_all, graph_breaks))
-        if mode != "compile":
+        meters.append(Meter("STEP_CPU_FALLBACKS", settings.log_step_cpu_fallbacks_all, counters["fallbacks"]))
+        if mode != "compile" and backend.cold_sources()["host fallback"].how == "none":
             logger.warning(
                 "In execution mode %s nothing is compiled that an operation could fall back from: the log of CPU "
                 "fallbacks only counts graph breaks of other users of torch.compile in this process",

@@ -6,12 +6,17 @@ The life of a request: the transport hands over a Request (``take``); the schedu
 
 With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work.
 Until a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
+
+A request with a grammar waits in a place of its own until that is compiled, and joins the queue then. A step with
+grammars is launched as far as its logits; then the previous one's tokens are waited for, which the grammars need, and
+their masks are computed by threads while the device runs the model; only drawing waits for them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,14 +27,19 @@ from preheat.core import (
     Drain,
     Finish,
     FromEngine,
+    GrammarStats,
     Report,
     Request,
+    ResetPrefixCache,
     Schedule,
+    Stats,
     Swaps,
     ToEngine,
 )
 from preheat.engine.launch_timer import LaunchTimer
-from preheat.errors import PreheatError, WireError
+from preheat.errors import EngineDead, InvalidRequest, PreheatError, WireError
+from preheat.grammar.service import Grammars
+from preheat.schedule.grammar import GrammarState
 from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
 
@@ -80,12 +90,13 @@ class InFlightStep:
 
     schedule: Schedule
     launched: LaunchedStep | None = None
+    timed: bool = False  # the launch timer knows of it
     error: Exception | None = None
 
 
 class Loop:
     """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
-    step are called through ``call``, by name, for the trace.
+    step are called through ``call``, by name, for the trace. ``grammars`` serve structured outputs, or say why not.
     """
 
     def __init__(
@@ -98,30 +109,43 @@ class Loop:
         *,
         overlap: bool = False,
         call: Call = untraced,
+        grammars: Grammars | str = "structured outputs are off",
     ) -> None:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
         self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
-        self.draining = False
+        self.grammars, self.draining = grammars, False
+        self._grammars_told = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to run or to compile, nor anything in flight."""
+        return self.scheduler.idle and not self._compiling
+
+    @property
+    def _compiling(self) -> bool:
+        return not isinstance(self.grammars, str) and self.grammars.pending
 
     def run(self) -> None:
         """Step until drained; wait in the transport while there is nothing to run."""
-        while not (self.draining and self.scheduler.idle):
-            self.take(None if self.scheduler.idle else 0)
+        while not (self.draining and self.idle):
+            self.take(None if self.idle else TICK if self.scheduler.idle else 0)
             while (spare := self.launch_timer.spare()) >= TICK:
                 self.take(spare)
             self.step()
 
     def finish(self) -> None:
         """Step until idle, whatever arrives meanwhile."""
-        while not self.scheduler.idle:
+        while not self.idle:
             self.step()
 
     def step(self) -> bool:
         """Launch a step and process the results of the previous one, or of the same one without ``overlap``.
 
-        False when idle.
+        False when idle, or when nothing can run before a grammar is compiled.
         """
+        if self._compiling:
+            self._admit(wait=TICK if self.scheduler.idle else 0.0)
         if self.scheduler.idle:
             return False
         self.call("step", self._step)
@@ -140,18 +164,42 @@ class Loop:
         self._in_flight.append(step)
         try:
             batch = self.call("pack", self.packer.pack, schedule)
-            step.launched = self.call("launch", self.executor.launch, batch)
-            self.launch_timer.launched(batch.bucket)
+            if self.scheduler.slots.grammars and batch.sampling.masked is not None:
+                step.launched = self._launch_masked(step, batch)
+            else:
+                step.launched = self.call("launch", self.executor.launch, batch)
+                self._time(step, batch)
             self.listener.step(batch)
+        except EngineDead:  # there is nothing to go on with
+            raise
         except Exception as error:
             step.error = error
         return step.error is None
+
+    def _time(self, step: InFlightStep, batch: InputBatch) -> None:
+        self.launch_timer.launched(batch.bucket)
+        step.timed = True
+
+    def _launch_masked(self, step: InFlightStep, batch: InputBatch) -> LaunchedStep:
+        """Launch a step whose masks are computed meanwhile, once the tokens that they depend on are known."""
+        grammars, schedule, slots = self.grammars, batch.schedule, self.scheduler.slots
+        if isinstance(grammars, str):
+            raise PreheatError(f"a row has a grammar, but {grammars}")
+        masks, alone = self.executor.masks(batch.turn), len(self._in_flight) == 1
+        filled = grammars.fill(masks, slots, schedule) if alone else None
+        self.call("launch", self.executor.begin, batch)
+        self._time(step, batch)
+        if filled is None:
+            self._process_results(leave=1)
+            filled = grammars.fill(masks, slots, schedule)
+        self.call("wait_for_masks", grammars.wait, filled)
+        return self.call("draw", self.executor.complete, batch)
 
     def _process_results(self, leave: int = 0) -> None:
         """Wait for all steps in flight but the last ``leave``, and send their outcomes to the frontend."""
         while len(self._in_flight) > leave:
             self.transport.put(self._outcome(self._in_flight[0]))
-            if self._in_flight.popleft().launched:
+            if self._in_flight.popleft().timed:
                 self.launch_timer.finished()
 
     def _outcome(self, step: InFlightStep) -> Delta:
@@ -164,8 +212,14 @@ class Loop:
             logger.error("A step of %d rows failed", step.schedule.rows, exc_info=error)
             return self.scheduler.fail(step.schedule, error)
         delta = self.call("process_results", self.scheduler.process_results, step.schedule, result)
-        delta.stats = self.scheduler.stats()
+        delta.stats = self._stats()
         return delta
+
+    def _stats(self) -> Stats:
+        stats = self.scheduler.stats()
+        if not isinstance(self.grammars, str) and self.grammars.stats != self._grammars_told:
+            self._grammars_told = stats.grammars = copy(self.grammars.stats)
+        return stats
 
     def _compact(self) -> None:
         """Compact the KV cache if its blocks in use are too scattered."""
@@ -178,6 +232,8 @@ class Loop:
         try:
             self.executor.swap(swaps)
             self.listener.step(swaps)
+        except EngineDead:
+            raise
         except Exception as error:  # the cache's contents are unknown and must not be read
             logger.exception("A swap of %d blocks failed", len(swaps.pairs))
             self.transport.put(self.scheduler.lose_cache(error))
@@ -188,20 +244,54 @@ class Loop:
         for message in messages:
             match message:
                 case Request():
-                    self._add(message)
+                    self.add(message)
                 case Cancel():
-                    self.scheduler.cancel(message.id)
+                    self._cancel(message.id)
                 case Ask():
                     self.transport.put(Report(self.listener.report()))
+                case ResetPrefixCache():
+                    self._process_results()  # they publish blocks too
+                    self.scheduler.reset_prefix_cache()
                 case Drain():
                     self.draining = True
                     if message.now:
                         self.scheduler.cancel_all()
-        if messages and self.scheduler.idle:  # no step will report that the last requests are gone
-            self.transport.put(Delta(stats=self.scheduler.stats()))
+                        if not isinstance(self.grammars, str):
+                            self.grammars.cancel_all()
+        if messages and self.idle:  # no step will report that the last requests are gone
+            self.transport.put(Delta(stats=self._stats()))
 
-    def _add(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
+        """Take a request; one that cannot be served is answered with an error."""
+        masked = request.params.masked
+        if not masked:
+            self._queue(request, None)
+        elif isinstance(self.grammars, str):
+            why = f"{masked[0]} is not supported here: {self.grammars}"
+            self._reject(request, InvalidRequest(why, param=masked[0]))
+        else:
+            self.grammars.start(request)
+
+    def _cancel(self, request_id: int) -> None:
+        if isinstance(self.grammars, str) or not self.grammars.cancel(request_id):
+            self.scheduler.cancel(request_id)
+
+    def _admit(self, wait: float = 0.0) -> None:
+        """Queue the requests whose grammar is compiled now; waits up to ``wait`` seconds for the first one."""
+        if isinstance(self.grammars, str):
+            return
+        for request, state in self.grammars.take(wait):
+            if isinstance(state, PreheatError):
+                self._reject(request, state)
+            else:
+                self._queue(request, state)
+
+    def _queue(self, request: Request, grammar: GrammarState | None) -> None:
         try:
-            self.scheduler.add(request)
+            self.scheduler.add(request, grammar)
         except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
-            self.transport.put(Delta(finished={request.id: Finish("error", error=WireError.of(error))}))
+            self._reject(request, error)
+
+    def _reject(self, request: Request, error: PreheatError) -> None:
+        finish = Finish("error", error=WireError.of(error))
+        self.transport.put(Delta(finished={request.id: finish}, stats=self._stats()))

@@ -6,6 +6,7 @@ import sys
 from typing import Any, TextIO
 
 from preheat.core import Died, FromEngine, Progress, Ready
+from preheat.plan.lines import time_left
 
 _WIDTH = 72  # shorter than a log line, which overwrites the bar
 
@@ -33,7 +34,7 @@ class ProgressBar:
                 desc="Warming up", total=progress.total, leave=False, disable=None, file=_LineStart(sys.stderr),
                 ncols=_WIDTH, bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
-        left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
+        left = "" if progress.eta_s is None else time_left(progress.eta_s)
         self._bar.set_postfix_str(left, refresh=False)
         self._bar.update(progress.done - self._bar.n)
 

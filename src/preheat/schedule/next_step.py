@@ -18,6 +18,7 @@ class NextStep:
     more_tokens: int = 0  # in chunks and drafts, beside one for each decode slot
     longest: int = 1
     started: dict[int, int] = field(default_factory=dict)
+    images: frozenset[bytes] = frozenset()  # hashes of those that prefill rows need
     preempted: bool = False
 
     def with_row(self, chunk: int) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """Automatic prefix caching: full blocks of computed tokens are found again by their block hash.
 
-A block's hash covers its parent's hash and its own tokens; the chain starts from everything else that decides a
-sequence's keys and values. Equal hashes therefore mean equal cache contents.
+A block's hash covers its parent's hash, its own tokens, and of each image in it the hash and where it begins; the chain
+starts from everything else that decides a sequence's keys and values. Equal hashes therefore mean equal cache contents.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def chain_root(request: Request) -> bytes:
 
 
 class PrefixCache:
-    """Finds and publishes blocks in ``pool``, if ``enabled``."""
+    """Finds and publishes blocks in ``pool``, if ``enabled``. ``contents`` tells what blocks hold from what those of
+    another engine do: the type of the cache and its scales; empty for the model's own type.
+    """
 
-    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
-        self.pool, self.enabled = pool, enabled
+    def __init__(self, pool: BlockPool, enabled: bool = True, contents: str = "") -> None:
+        self.pool, self.enabled, self._contents = pool, enabled, contents.encode()
 
     def reads_for(self, sequence: Sequence) -> bool:
         """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed."""
@@ -61,7 +63,18 @@ class PrefixCache:
         hashes, size = sequence.block_hashes, self.pool.block_size
         while len(hashes) <= index:
             done = len(hashes)
-            parent = hashes[-1] if hashes else chain_root(sequence.request)
+            parent = hashes[-1] if hashes else chain_root(sequence.request) + self._contents
             content = parent + tokens[done * size : (done + 1) * size].tobytes()
+            if sequence.request.segments:
+                content += _images(sequence.request, done * size, size)
             hashes.append(hashlib.blake2b(content, digest_size=HASH_BYTES).digest())
         return hashes[index]
+
+
+def _images(request: Request, first: int, size: int) -> bytes:
+    """Of the images in the ``size`` tokens from ``first`` on: hash, and distance from ``first``."""
+    return b"".join(
+        segment.image.hash + (segment.start - first).to_bytes(4, "little", signed=True)
+        for segment in request.segments
+        if segment.start < first + size and segment.end > first
+    )

@@ -15,11 +15,17 @@ from preheat.schedule.slots import Slots
 
 
 class Proposer(Protocol):
-    """Drafts at most ``num_speculative_tokens`` tokens a row; with 0 it is not called."""
+    """Drafts at most ``num_speculative_tokens`` tokens a row; with 0 it is not called. ``writes_cache``: it keeps keys
+    and values of its own in the blocks of a row, which must have them before it is asked.
+    """
 
     num_speculative_tokens: int
+    writes_cache: bool
 
-    def propose(self, slots: Slots, rows: np.ndarray) -> Sequence[np.ndarray]:
-        """Drafts int32 [k >= 0] for each of the slots ``rows``, all of them decoding, with all tokens known. The
-        scheduler may use only the first few of them.
+    def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Sequence[np.ndarray]:
+        """Up to ``most`` int64 [rows] drafts, int32 [k >= 0], for each of the slots ``rows``, which decode and whose
+        tokens are all known. The scheduler may use only the first few of them.
         """
+
+    def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
+        """The sequences in these slots have ended; the slots are not given back yet."""

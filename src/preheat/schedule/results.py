@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from preheat.core import Delta, Finish, Schedule, Stats, StepResult, TokenLogprobs
-from preheat.errors import WireError
+from preheat.errors import GrammarFailed, WireError
+from preheat.schedule.drafting import Drafting
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -36,9 +37,16 @@ class _Tokens(NamedTuple):
 
 
 def process_results(
-    running: RunningSequences, prefix: PrefixCache, schedule: Schedule, result: StepResult, totals: Stats
+    running: RunningSequences,
+    prefix: PrefixCache,
+    schedule: Schedule,
+    result: StepResult,
+    *,
+    totals: Stats,
+    drafting: Drafting | None = None,
 ) -> Delta:
-    """Write ``result`` into the slots and report what changed. There is no Python loop over plain rows.
+    """Write ``result`` into the slots and report what changed. There is no Python loop over plain rows. ``drafting``
+    hears what became of drafts, and which sequences ended.
 
     Call it in the order in which the steps run. Raises ValueError, changing nothing, unless the result has one token
     for each sampled position.
@@ -46,13 +54,18 @@ def process_results(
     if result.tokens.shape != (schedule.total_sampled,):
         raise ValueError(f"{result.tokens.shape} tokens for {schedule.total_sampled} sampled positions")
     slots, live = running.slots, _live(running, schedule)
-    kept, ends = _kept_tokens(slots, schedule, result, live, totals)
+    kept, ends = _kept_tokens(slots, schedule, result, live)
+    if schedule.has_drafts:
+        _roll_back(slots, schedule, live, ends)
+        _count_drafts(schedule, live, ends, totals, drafting)
     _publish(running, prefix, schedule, ends, live)
     slots.tokens[kept.slots, kept.positions] = kept.tokens
     first_ones = kept.positions == slots.prompt_len.take(kept.slots)
     totals.generation_tokens += len(kept.slots)
     totals.prompt_tokens += int(kept.positions[first_ones].sum()) if first_ones.any() else 0
     ids, ended = kept.ids.tolist(), _ended(slots, kept)
+    if (held := slots.has_grammar.take(kept.slots)).any():
+        ended |= _refused(slots, kept, held, ended)
     delta = Delta(
         ids=ids,
         tokens=kept.tokens.tolist(),
@@ -61,14 +74,18 @@ def process_results(
         prompt_logprobs=_prompt_logprobs(running, schedule, result, live),
         started=schedule.started,
     )
+    if ended and drafting is not None:
+        drafting.ended(slots, kept.slots[list(ended)].tolist())
     if ended:
         running.stop(kept.slots[list(ended)].tolist())
     return delta
 
 
-def fail(running: RunningSequences, schedule: Schedule, error: Exception) -> Delta:
-    """The step failed: its sequences end with an error and free what they own."""
+def fail(running: RunningSequences, schedule: Schedule, error: Exception, rows: np.ndarray | None = None) -> Delta:
+    """The step failed, or some ``rows`` of it: their sequences end with an error and free what they own."""
     live = _live(running, schedule)
+    if rows is not None:
+        live &= np.isin(np.arange(schedule.rows), rows)
     running.stop(schedule.slots[live].tolist())
     finish = Finish("error", error=WireError.of(error))
     return Delta(finished=dict.fromkeys(schedule.ids[live].tolist(), finish), started=schedule.started)
@@ -88,9 +105,7 @@ def _live(running: RunningSequences, schedule: Schedule) -> np.ndarray:
     return live
 
 
-def _kept_tokens(
-    slots: Slots, schedule: Schedule, result: StepResult, live: np.ndarray, totals: Stats
-) -> tuple[_Tokens, np.ndarray]:
+def _kept_tokens(slots: Slots, schedule: Schedule, result: StepResult, live: np.ndarray) -> tuple[_Tokens, np.ndarray]:
     """The tokens that become part of their sequences; and where each row ends now, int [rows]: behind the tokens whose
     keys and values in the cache are valid.
     """
@@ -103,7 +118,10 @@ def _kept_tokens(
         return taken, schedule.ends
     last = _wrong_drafts(slots, taken) | _stops(slots, taken) | _at_max_len(slots, taken)
     places = places[_up_to_first(last, rows[places])]
-    return _take(schedule, result, rows, positions, places), _roll_back(slots, schedule, live, rows[places], totals)
+    kept, ends = np.bincount(rows[places], minlength=schedule.rows), schedule.ends.copy()
+    drafted = (schedule.num_sampled > 1) & live
+    ends[drafted] = (schedule.first + kept)[drafted]
+    return _take(schedule, result, rows, positions, places), ends
 
 
 def _take(
@@ -126,19 +144,30 @@ def _up_to_first(last: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return kept
 
 
-def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, kept_rows: np.ndarray, totals: Stats) -> np.ndarray:
-    """Set the lengths of the rows with drafts to the tokens that are kept; where each row ends. Rejected drafts stay in
-    the slot and the cache, beyond both lengths: they are overwritten before being read.
+def _roll_back(slots: Slots, schedule: Schedule, live: np.ndarray, ends: np.ndarray) -> None:
+    """Set the lengths of the rows with drafts to their ``ends``, behind the tokens that are kept. Rejected drafts stay
+    in the slot and the cache, beyond both lengths: they are overwritten before being read.
     """
     drafted = ((schedule.num_sampled > 1) & live).nonzero()[0]
-    kept = np.bincount(kept_rows, minlength=schedule.rows)[drafted]
-    ends = schedule.ends.copy()
-    ends[drafted] = schedule.first[drafted] + kept
     slots.cached_len[schedule.slots[drafted]] = ends[drafted]
     slots.device_len[schedule.slots[drafted]] = ends[drafted] + 1
-    totals.draft_tokens += int((schedule.num_sampled[drafted] - 1).sum())
-    totals.accepted_tokens += int((kept - 1).sum())
-    return ends
+
+
+def _count_drafts(
+    schedule: Schedule, live: np.ndarray, ends: np.ndarray, totals: Stats, drafting: Drafting | None
+) -> None:
+    """Count what became of the drafts of rows that still run."""
+    rows = ((schedule.num_sampled > 1) & live).nonzero()[0]
+    drafted, accepted = schedule.num_sampled[rows] - 1, (ends - schedule.first)[rows] - 1
+    totals.drafts += len(rows)
+    totals.draft_tokens += int(drafted.sum())
+    totals.accepted_tokens += int(accepted.sum())
+    counts = totals.accepted_per_pos
+    counts += [0] * (int(drafted.max(initial=0)) - len(counts))
+    for place in range(int(accepted.max(initial=0))):
+        counts[place] += int((accepted > place).sum())
+    if drafting is not None:
+        drafting.learn(drafted, accepted)
 
 
 def _publish(
@@ -176,6 +205,22 @@ def _ended(slots: Slots, kept: _Tokens) -> dict[int, Finish]:
     for j in (stop | _at_max_len(slots, kept)).nonzero()[0].tolist():
         ended[j] = Finish("stop", stop_id=int(kept.tokens[j])) if stop[j] else Finish("length")
     return ended
+
+
+def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Finish]) -> dict[int, Finish]:
+    """Move the grammars of the rows that are ``held`` to one on behind the tokens that are text; the indices at which
+    one refuses its token.
+    """
+    found = {}
+    for j in held.nonzero()[0].tolist():
+        grammar, wrong = slots.grammars.get(int(kept.slots[j])), "the state of its grammar was lost"
+        if grammar is not None and j in ended and ended[j].reason == "stop":
+            continue
+        if grammar is not None:
+            wrong = grammar.accept(int(kept.tokens[j]))
+        if wrong:
+            found[j] = Finish("error", error=WireError.of(GrammarFailed(wrong, param="structured_outputs")))
+    return found
 
 
 def _prompt_logprobs(

@@ -17,7 +17,7 @@ FREE = np.iinfo(np.int64).min
 
 
 class RunningSequences:
-    """``order`` int64 lists the running slots by arrival; all of them arrived before every waiting sequence. ``ids``
+    """``order`` int64 lists the running slots by rank: priority, then arrival. ``ids``
     int64 [slots] are the request ids, FREE for a free slot. ``changes`` counts arrivals and departures.
     """
 
@@ -52,12 +52,21 @@ class RunningSequences:
         slots.cached_len[slot] = len(cached) * slots.block_size
         if not sequence.owes_prompt_logprobs:
             slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence has reported them
+        if sequence.grammar is not None:
+            slots.grammars[slot] = sequence.grammar
         self.sequences[slot] = sequence
         self.ids[slot] = sequence.request.id
         self._slot_of[sequence.request.id] = slot
-        self.order = np.append(self.order, slot)
+        self.order = np.insert(self.order, self._place_of(sequence), slot)
         self.changes += 1
         return slot
+
+    def _place_of(self, sequence: Sequence) -> int:
+        """Where ``sequence`` belongs in the order: nearly always at its end."""
+        place = len(self.order)
+        while place and self.sequence(int(self.order[place - 1])).rank > sequence.rank:
+            place -= 1
+        return place
 
     def blocks_lacking(self, slot: int, length: int) -> int:
         """How many more blocks the first ``length`` tokens of the sequence need."""
@@ -95,7 +104,7 @@ class RunningSequences:
         self.order = self.order[self.ids[self.order] != FREE]
 
     def preempt_last(self) -> tuple[int, Sequence]:
-        """Stop the latest arrival, whose tokens must be known; returns its former slot and the sequence."""
+        """Stop the last in rank, whose tokens must be known; returns its former slot and the sequence."""
         slot = int(self.order[-1])
         sequence = self.sequence(slot)
         sequence.preempted(self.slots.tokens[slot, : self.slots.device_len[slot]])

@@ -17,25 +17,28 @@ depends on how many are accepted, so that row waits for its results.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from copy import copy
 
 import numpy as np
+from msgspec.structs import replace
 
 from preheat.core import NO_PERSISTENT_BATCH, Delta, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.drafting import Drafting
+from preheat.schedule.grammar import GrammarState
+from preheat.schedule.images import EncoderCache, inside
 from preheat.schedule.next_step import NextStep
 from preheat.schedule.padded import Padded, check_limits, unpadded
 from preheat.schedule.persistent_batch import PersistentBatch
 from preheat.schedule.prefix import PrefixCache
-from preheat.schedule.proposer import Proposer
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import UNSEEN, Slots
+from preheat.schedule.waiting import WaitingQueue
 
 WATERMARK = 0.01
 """The share of blocks that stays free when a sequence is admitted, so that none is preempted right away."""
@@ -53,7 +56,8 @@ class Scheduler:
     ``padded`` is the cost of a step (see :data:`Padded`), ``defrag_threshold`` that of :func:`defrag.is_due` (None:
     never compact). A step with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without
     ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
-    ``proposer`` drafts tokens. Raises SettingsError for limits under which some sequence could never run.
+    ``cache_contents`` is the prefix cache's, ``drafting`` gives decoding rows draft tokens. Raises SettingsError for
+    limits under which some sequence could never run.
     """
 
     def __init__(
@@ -61,24 +65,26 @@ class Scheduler:
         limits: Limits,
         *,
         enable_prefix_caching: bool = True,
+        cache_contents: str = "",
         enable_chunked_prefill: bool = True,
         mixed_steps: bool = True,
         mixed_tokens: int | None = None,
         padded: Padded = unpadded,
         defrag_threshold: int | None = None,
-        proposer: Proposer | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         check_limits(limits, padded)
-        self.proposer = proposer if proposer is not None and proposer.num_speculative_tokens else None
-        if self.proposer is not None and not mixed_steps:
+        self.drafting = drafting if drafting is not None and drafting.proposer.num_speculative_tokens else None
+        if self.drafting is not None and not mixed_steps:
             raise SettingsError("speculative decoding needs steps that mix prompts and decoding: use unified bucketing")
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
-        self.prefix = PrefixCache(self.pool, enable_prefix_caching)
+        self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents)
         self.running = RunningSequences(self.slots, self.pool)
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by request id, in order of arrival
+        self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
+        self.waiting = WaitingQueue()
         self._defrag_threshold = defrag_threshold
         self._watermark = int(WATERMARK * self.pool.num_usable)
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
@@ -96,8 +102,10 @@ class Scheduler:
         """Whether there is nothing to run, nor anything in flight."""
         return not self.running and not self.waiting and not self._in_flight
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest for one that could never run; the frontend rejects those already."""
+    def add(self, request: Request, grammar: GrammarState | None = None) -> None:
+        """Queue a request, with the state at the beginning of its grammar if it has one. Raises InvalidRequest for one
+        that could never run; the frontend rejects those already.
+        """
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
             raise InvalidRequest(f"request {request.id} is already here")
@@ -111,7 +119,11 @@ class Scheduler:
                 f"a prompt of {length} tokens does not fit max_num_batched_tokens "
                 f"({self.limits.max_num_batched_tokens}) in one step: raise it or enable chunked prefill"
             )
-        self.waiting[request.id] = Sequence(request)
+        if self.images is not None:
+            self.images.share(request)
+        elif request.segments:
+            raise InvalidRequest("the model sees no images")
+        self.waiting.arrive(Sequence(request, grammar))
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request and free its slot and blocks at once; False if it is not here (any more)."""
@@ -148,6 +160,15 @@ class Scheduler:
         self._nothing_in_flight()
         return results.lose_cache(self.running, error)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is computed, and what is encoded: no later sequence finds it. Those that run keep their blocks;
+        those that they fill from now on may be found again.
+        """
+        self._nothing_in_flight()
+        self.pool.forget_contents()
+        if self.images is not None:
+            self.images.forget()
+
     def schedule(self) -> Schedule | None:
         """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
 
@@ -168,18 +189,24 @@ class Scheduler:
     def process_results(self, schedule: Schedule, result: StepResult) -> Delta:
         """Apply the results of ``schedule``; see :func:`preheat.schedule.results.process_results`."""
         self._must_be_oldest(schedule)
-        delta = results.process_results(self.running, self.prefix, schedule, result, self._totals)
+        totals, drafting = self._totals, self.drafting
+        delta = results.process_results(self.running, self.prefix, schedule, result, totals=totals, drafting=drafting)
         self._in_flight.popleft()
         return delta
 
     def fail(self, schedule: Schedule, error: Exception) -> Delta:
         """The step failed: end its requests with an error and free what they own; the others go on.
 
-        Their rows in later steps are dropped when those steps' results are processed.
+        Their rows in later steps are dropped when those steps' results are processed. Requests that see images in a
+        later step which this one should have encoded end too.
         """
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
-        return results.fail(self.running, schedule, error)
+        delta = results.fail(self.running, schedule, error)
+        if self.images is not None and schedule.images is not None:
+            for later, rows in self.images.lose(schedule.images, self._in_flight):
+                delta.finished |= results.fail(self.running, later, error, rows).finished
+        return delta
 
     def stats(self) -> Stats:
         """A copy of the counters and gauges. Prefix queries and hits are tokens of sequences as they start; prompt
@@ -187,7 +214,9 @@ class Scheduler:
         """
         totals = self._totals
         totals.running, totals.waiting, totals.blocks_used = len(self.running), len(self.waiting), self.pool.num_used
-        return copy(totals)
+        places = self.drafting.proposer.num_speculative_tokens if self.drafting else 0
+        totals.accepted_per_pos += [0] * (places - len(totals.accepted_per_pos))
+        return replace(totals, accepted_per_pos=totals.accepted_per_pos.copy())
 
     def check(self) -> None:
         """Raise RuntimeError unless the blocks and slots in use are exactly those of the running sequences."""
@@ -195,11 +224,14 @@ class Scheduler:
 
     def _compose(self) -> NextStep:
         """Choose the rows of the next step and allocate their blocks."""
+        if self.drafting is not None:
+            self.drafting.begin(int((self._due() == 1).sum()))
         step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)
-        if self.proposer is not None:
-            self._add_drafts(step, self.proposer)
+        if self._drafts:
+            most_rows, budget = self._max_prefills, self._budget(len(step.decode))
+            self._drafts.add(step, self.running, lambda wanted, size: self._most(wanted, budget, size), most_rows)
         return step if self.mixed_steps or step.prefill else self._decoding()
 
     def _book(self, step: NextStep) -> Schedule:
@@ -209,6 +241,8 @@ class Scheduler:
         results are processed.
         """
         slots, schedule = self.slots, self._schedule_of(step)
+        if step.images and self.images is not None:
+            self.images.attach(schedule, slots)
         rows, ends = schedule.slots, schedule.ends
         slots.cached_len[rows] = ends
         if schedule.num_decode < schedule.rows:
@@ -241,7 +275,8 @@ class Scheduler:
         num_sampled = (first + extend == slots.device_len[rows]).astype(np.int32)
         if drafted:
             num_sampled[-len(drafted) :] = extend[-len(drafted) :]
-        return Schedule(rows, first, extend, num_sampled, len(decode), running.ids[rows], step.started)
+        ids = running.ids[rows]
+        return Schedule(rows, first, extend, num_sampled, len(decode), ids, step.started, num_drafted=len(drafted))
 
     def _last_batch(self) -> PersistentBatch | None:
         """The persistent batch of the last step, if the next step has the same rows."""
@@ -249,17 +284,21 @@ class Scheduler:
         return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
-        """How many tokens each running sequence has to compute, int32, by arrival: none at its maximum length."""
+        """How many tokens each running sequence has to compute, int32, by arrival: none at its maximum length. One more
+        before the end of its last image: rows that decode have no image.
+        """
         slots = self.slots
         due = slots.device_len - slots.cached_len  # of all slots: cheaper than selecting first
         due *= slots.device_len < slots.max_len
+        if self.images is not None:
+            due += slots.cached_len < slots.image_end
         running: np.ndarray = due[self.running.order]
         return running
 
     def _decoding(self) -> NextStep:
         """Begin a step with the rows that have one token to compute; preempts if blocks are lacking."""
         slots, batch = self.slots, self._last_batch()
-        step = NextStep(self._decode_slots() if batch is None or self.proposer is not None else batch.slots)
+        step = NextStep(self._decode_slots() if batch is None or self._drafts else batch.slots)
         full = slots.cached_len == slots.num_blocks * slots.block_size
         at_edge = self._make_room(step, step.decode[full[step.decode]])
         if len(at_edge):
@@ -267,11 +306,14 @@ class Scheduler:
         return step
 
     def _decode_slots(self) -> np.ndarray:
-        """The slots with one token to compute; with a proposer, which must see that token, only if it is known."""
+        """The slots with one token to compute; where tokens are drafted, only those that are known."""
         decode: np.ndarray = self.running.order[self._due() == 1]
-        if self.proposer is not None:
-            decode = decode[self.slots.tokens[decode, self.slots.device_len[decode] - 1] != UNSEEN]
-        return decode
+        return self._drafts.visible(self.slots, decode) if self._drafts else decode
+
+    @property
+    def _drafts(self) -> Drafting | None:
+        """What drafts in the step being composed, if anything does."""
+        return self.drafting if self.drafting is not None and self.drafting.most else None
 
     def _continue_prefills(self, step: NextStep) -> None:
         """Add the next chunk of the prompts already begun, earliest first."""
@@ -285,7 +327,8 @@ class Scheduler:
             if self.running.blocks_lacking(slot, cached + 1) and not len(self._make_room(step, np.array([slot]))):
                 return
             space = (int(slots.num_blocks[slot]) + self.pool.num_free) * slots.block_size - cached
-            chunk = self._chunk(step, min(int(slots.device_len[slot]) - cached, space))
+            request, wanted = self.running.sequence(slot).request, min(int(slots.device_len[slot]) - cached, space)
+            chunk = self._chunk(step, self._before_images(step, request, cached, wanted))
             if not chunk:
                 return
             self._add_prefill(step, slot, chunk)
@@ -293,10 +336,11 @@ class Scheduler:
     def _admit(self, step: NextStep) -> None:
         """Start waiting sequences, in order, as far as slots, budget and blocks go."""
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
-            sequence = next(iter(self.waiting.values()))
+            sequence = self.waiting.first()
             cached = self.prefix.lookup(sequence)
             extend = len(sequence.tokens) - len(cached) * self.pool.block_size
-            chunk = self._chunk(step, extend)
+            first = len(cached) * self.pool.block_size
+            chunk = self._chunk(step, self._before_images(step, sequence.request, first, extend))
             whole = self.chunked or chunk == extend or not self._fits_alone(extend)
             if not chunk or not whole or not self._blocks_last(sequence, cached):
                 return
@@ -304,25 +348,18 @@ class Scheduler:
             self._count_start(step, sequence, len(cached) * self.pool.block_size)
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
 
-    def _add_prefill(self, step: NextStep, slot: int, chunk: int) -> None:
-        self.running.grow(slot, int(self.slots.cached_len[slot]) + chunk)
-        step.add_row(slot, chunk)
+    def _before_images(self, step: NextStep, request: Request, first: int, wanted: int) -> int:
+        """How many of ``wanted`` tokens a row may have for which all images have a place."""
+        if self.images is None:
+            return wanted
+        return self.images.reach(step.images, request, first, wanted)
 
-    def _add_drafts(self, step: NextStep, proposer: Proposer) -> None:
-        """Give decoding rows drafts of ``proposer``, as far as the remaining budget and blocks allow."""
-        slots, most = self.slots, proposer.num_speculative_tokens
-        budget = self._budget(len(step.decode))
-        proposed = proposer.propose(slots, step.decode)
-        for slot, drafts in zip(step.decode.tolist(), proposed, strict=True):
-            if len(step.prefill) + len(step.drafts) == self._max_prefills:
-                return
-            known = int(slots.device_len[slot])
-            places = (int(slots.num_blocks[slot]) + self.pool.num_free) * slots.block_size
-            wanted = min(len(drafts), most, places - known, int(slots.max_len[slot]) - known - 1)
-            count = self._most(wanted, budget, step.with_drafts)
-            if count > 0:
-                self.running.grow(slot, known + count)
-                step.add_drafts(slot, drafts[:count])
+    def _add_prefill(self, step: NextStep, slot: int, chunk: int) -> None:
+        first = int(self.slots.cached_len[slot])
+        self.running.grow(slot, first + chunk)
+        step.add_row(slot, chunk)
+        if segments := self.running.sequence(slot).request.segments:
+            step.images |= {segment.image.hash for segment in inside(segments, first, first + chunk)}
 
     def _count_start(self, step: NextStep, sequence: Sequence, cached_tokens: int) -> None:
         if sequence.started:
@@ -339,7 +376,7 @@ class Scheduler:
 
     def _most(self, wanted: int, budget: int, size: Callable[[int], tuple[int, int, int]]) -> int:
         """The most tokens, up to ``wanted``, for which the padded ``size`` of the step is within ``budget``."""
-        if self.padded(*size(wanted)) <= budget:
+        if not wanted or self.padded(*size(wanted)) <= budget:
             return wanted
         fits, too_many = 0, wanted
         while too_many - fits > 1:
@@ -369,13 +406,12 @@ class Scheduler:
         return needed + self.running.blocks_promised() + self._watermark <= self.pool.num_free
 
     def _make_room(self, step: NextStep, slots: np.ndarray) -> np.ndarray:
-        """Make sure that each of ``slots`` can get a block, preempting the latest; returns those not preempted."""
+        """Make sure that each of ``slots`` can get a block, preempting the last in rank; returns the others."""
         while len(slots) > self.pool.num_free:
             if self._in_flight:
                 raise _MustWait
             left, sequence = self.running.preempt_last()
-            self.waiting[sequence.request.id] = sequence  # in front: it arrived before all that wait
-            self.waiting.move_to_end(sequence.request.id, last=False)
+            self.waiting.wait(sequence)
             slots, step.decode = slots[slots != left], step.decode[step.decode != left]
             step.preempted = True
             self._totals.preemptions += 1

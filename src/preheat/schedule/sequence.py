@@ -7,17 +7,20 @@ from functools import cached_property
 import numpy as np
 
 from preheat.core import Request, TokenLogprobs
+from preheat.schedule.grammar import GrammarState
 
 
 class Sequence:
     """Waits in the queue or runs in a slot.
 
     ``tokens`` int32 are those known when it was last queued: the prompt and, after a preemption, the output. While it
-    runs, the slots' arrays are ahead. ``block_hashes`` are those of its leading full blocks.
+    runs, the slots' arrays are ahead. ``block_hashes`` are those of its leading full blocks. ``grammar`` is behind the
+    tokens that were processed.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, grammar: GrammarState | None = None) -> None:
+        self.request, self.grammar = request, grammar
+        self.rank = request.priority, 0  # priority and arrival: the lower one goes first
         self.started = False  # stays True after a preemption
         self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token

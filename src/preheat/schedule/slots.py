@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from preheat.core import Request, SamplingParams
+from preheat.schedule.grammar import GrammarState
 
 NO_LOGPROBS = -1
 UNSEEN = -1
@@ -63,6 +64,7 @@ class SamplingFields:
     prompt_logprobs = _param(np.int32, lambda params: params.prompt_logprobs)
     needs_penalty = _param(np.bool_, _has_penalty)
     has_logit_bias = _param(np.bool_, lambda params: bool(params.logit_bias))
+    has_grammar = _param(np.bool_, lambda params: bool(params.masked))
     bans_stop_ids = _field(np.bool_, lambda request: bool(request.params.min_tokens and request.stop_ids))
 
     def __init__(self, num_slots: int) -> None:
@@ -103,12 +105,15 @@ class Slots(SamplingFields):
         self.device_len = np.zeros(n, np.int32)
         self.prompt_len = np.zeros(n, np.int32)
         self.max_len = np.zeros(n, np.int32)  # prompt_len + max_tokens
+        self.image_end = np.zeros(n, np.int32)  # where the prompt's last image ends
         self.min_len = np.zeros(n, np.int32)  # prompt_len + min_tokens: no stop id before
         self.seed = np.zeros(n, np.uint64)
         self.stop_ids = np.full((FEW_STOP_IDS, n), NO_ID, np.int32)
         self.has_many_stop_ids = np.zeros(n, bool)  # they do not fit stop_ids: see many_stop_ids
         self.many_stop_ids: dict[int, frozenset[int]] = {}
+        self.grammars: dict[int, GrammarState] = {}  # by slot, of those that have one
         self.request: list[Request | None] = [None] * n
+        self.tenure = np.zeros(n, np.int64)  # how often the slot was taken
         self._free = list(range(n))
 
     @property
@@ -138,6 +143,7 @@ class Slots(SamplingFields):
     def _take(self, request: Request, tokens: np.ndarray) -> int:
         slot = heapq.heappop(self._free)
         self.request[slot] = request
+        self.tenure[slot] += 1
         self.tokens[slot, : len(tokens)] = tokens
         return slot
 
@@ -145,7 +151,10 @@ class Slots(SamplingFields):
         """Set everything that follows from the request's parameters and ``prompt_len``."""
         self.num_blocks[slot] = self.cached_len[slot] = 0
         self.max_len[slot] = self.prompt_len[slot] + request.max_tokens
-        self.min_len[slot] = self.prompt_len[slot] + request.params.min_tokens
+        self.image_end[slot] = request.segments[-1].end if request.segments else 0
+        # A grammar's masks keep to min_tokens themselves, because a text that is complete must end.
+        own = 0 if request.params.masked else request.params.min_tokens
+        self.min_len[slot] = self.prompt_len[slot] + own
         self.describe(slot, request)
         self._take_stop_ids(slot, request.stop_ids)
 
@@ -172,4 +181,5 @@ class Slots(SamplingFields):
             self.set_blocks(slot, slice(self.num_blocks[slot]), 0)
             self.num_blocks[slot] = 0
         self.many_stop_ids.pop(slot, None)
+        self.grammars.pop(slot, None)
         heapq.heappush(self._free, slot)

@@ -1,0 +1,264 @@
+"""Grammars beside the engine's loop: compiled by threads while requests wait, masks computed by threads while the model
+runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from preheat.core import GrammarStats, Request, Schedule, StructuredOutputsParams
+from preheat.errors import InvalidRequest, PreheatError
+from preheat.grammar.guidance import Grammar, Guidance, State
+from preheat.schedule.slots import Slots
+from preheat.settings import Settings
+from preheat.utils.structured import (
+    StructuredOutputsConfig,
+    preloads_of,
+    structured_config,
+    why_none,
+    with_config,
+)
+
+logger = logging.getLogger(__name__)
+
+KEPT, KEPT_BYTES = 512, 2**26
+"""Compiled grammars that are kept for requests to come, the latest used ones, and bytes of what they were made from."""
+
+MOST_THREADS = 8
+
+STACK = 2**29
+"""Bytes of the stack of a thread that compiles, of which only those in use take memory. The library recurses: with the
+usual 8 MiB a chain of 2,000 references would end the process."""
+
+PATHS, PATH_TOKENS = 4, 64
+"""The paths through a grammar whose states are built at boot."""
+
+Arrived = tuple[Request, State | PreheatError]
+
+
+_Row = tuple[State, int, Sequence[int]]
+"""A state, the place of its first mask, and the draft tokens behind whose each another mask follows."""
+
+
+@dataclass
+class _Waiting:
+    """A request whose grammar is being compiled, since ``began``; 0: it waits for a thread."""
+
+    request: Request
+    grammar: Future[Grammar]
+    began: float = 0.0
+
+
+class _Kept(NamedTuple):
+    grammar: Future[Grammar]
+    bytes: int
+
+
+class Grammars:
+    """Grammars over the tokens of one model. :meth:`start` a request, and :meth:`take` it once its grammar is compiled;
+    :meth:`fill` masks. ``seconds``: the most that compiling may take. ``config`` has the server's own wishes.
+    """
+
+    def __init__(
+        self,
+        backend: Guidance,
+        preloads: Mapping[str, StructuredOutputsParams],
+        config: StructuredOutputsConfig,
+        seconds: float,
+    ) -> None:
+        self.backend, self.preloads, self.config, self._seconds = backend, preloads, config, seconds
+        self.stats = GrammarStats()
+        self._compilers = _deep_threads(threads(), "grammar-compiler")
+        self._masks = ThreadPoolExecutor(1, "grammar-masks")
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._kept_bytes = 0
+        self._free: Future[Grammar] = Future()  # of requests whose masks follow from their parameters alone
+        self._free.set_result(Grammar(backend, None))
+        self._waiting: dict[int, _Waiting] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._waiting)
+
+    def start(self, request: Request) -> None:
+        """Have the grammar of ``request`` compiled, unless it is there."""
+        params = request.params.structured_outputs
+        grammar = self._free if params is None else self.grammar(params)
+        self._waiting[request.id] = _Waiting(request, grammar)
+
+    def grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """The grammar of ``params``, which may not be compiled yet."""
+        params = with_config(msgspec.structs.replace(params, after_token_id=None), self.config)
+        made_from = msgspec.msgpack.encode(params)
+        key = blake2b(made_from).digest()
+        if (kept := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            self.stats.reused += 1
+            return kept.grammar
+        found = self._compilers.submit(self._compile, params)
+        self._kept[key] = _Kept(found, len(made_from))
+        self._kept_bytes += len(made_from)
+        while len(self._kept) > KEPT or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
+        return found
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        began = time.monotonic()
+        with _no_panic():
+            grammar = self.backend.compile(params)
+        self.stats.compiled += 1
+        self.stats.compile_seconds += time.monotonic() - began
+        return grammar
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a waiting request; False if it does not wait."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def cancel_all(self) -> None:
+        """Forget all waiting requests."""
+        self._waiting.clear()
+
+    def take(self, timeout: float = 0.0) -> list[Arrived]:
+        """The requests that no longer wait, each with the state at its beginning or with what is wrong; waits up to
+        ``timeout`` seconds for the first one.
+        """
+        if timeout and self._waiting:
+            wait([each.grammar for each in self._waiting.values()], timeout, FIRST_COMPLETED)
+        now, found = time.monotonic(), list[Arrived]()
+        for each in [*self._waiting.values()]:
+            if each.grammar.running():
+                each.began = each.began or now
+            if each.grammar.done() or (each.began and now - each.began > self._seconds):
+                del self._waiting[each.request.id]
+                found.append((each.request, self._outcome(each)))
+        return found
+
+    def _outcome(self, waiting: _Waiting) -> State | PreheatError:
+        if not waiting.grammar.done():
+            error: BaseException | None = InvalidRequest(
+                f"structured_outputs: compiling it took more than {self._seconds:g} s (--grammar-compile-timeout-s); "
+                "make it smaller",
+                param="structured_outputs",
+            )
+        elif (error := waiting.grammar.exception()) is None:
+            try:
+                return waiting.grammar.result().state(waiting.request)
+            except PreheatError as refusal:
+                error = refusal
+        self.stats.refused += 1
+        if isinstance(error, PreheatError):
+            return error
+        logger.error("A grammar could not be compiled", exc_info=error)
+        return PreheatError(f"structured_outputs: {type(error).__name__}: {error}")
+
+    def fill(self, masks: np.ndarray, slots: Slots, schedule: Schedule) -> Future[float]:
+        """Begin to write the masks of a step, int32 [sampled tokens, words]; how long it took, in seconds. All tokens
+        of the step's rows with a grammar must be known. A row whose sequence has ended is allowed everything: what it
+        draws is dropped.
+        """
+        rows, ruled, counts = list[_Row](), list[_Row](), schedule.num_sampled
+        places = counts.cumsum() - counts
+        for row in (slots.has_grammar[schedule.slots] & (counts > 0)).nonzero()[0].tolist():
+            slot, count, place = int(schedule.slots[row]), int(counts[row]), int(places[row])
+            state = slots.grammars.get(slot)
+            if isinstance(state, State):
+                end = int(schedule.ends[row])
+                drafts = slots.tokens[slot, end - count + 1 : end].tolist() if count > 1 else []
+                free = state.fill_free(masks[place : place + count], drafts)
+                if state.rules is not None:
+                    ruled.append((state, place, drafts))
+                if free < count:
+                    rows.append((state, place + free, drafts[free:]))
+            else:
+                masks[place : place + count] = -1
+        return self._masks.submit(self._fill, masks, rows, ruled)
+
+    def _fill(self, masks: np.ndarray, rows: Sequence[_Row], ruled: Sequence[_Row]) -> float:
+        began = time.perf_counter()
+        with _no_panic():
+            self.backend.fill(masks, rows)
+        for state, place, drafts in ruled:
+            state.keep_rules(masks[place : place + 1 + len(drafts)], drafts)
+        took = time.perf_counter() - began
+        stats = self.stats
+        stats.masks += len(rows)
+        stats.mask_seconds += took
+        stats.slowest_mask = max(stats.slowest_mask, took)
+        return took
+
+    def wait(self, masks: Future[float]) -> None:
+        """Until the masks of a step are written."""
+        began = time.perf_counter()
+        masks.result()
+        self.stats.wait_seconds += time.perf_counter() - began
+
+    def preload(self, name: str) -> int:
+        """Compile the grammar that the boot knows by ``name`` and build states of it; how many. Raises InvalidRequest,
+        naming it, if it cannot be compiled.
+        """
+        try:
+            return self.grammar(self.preloads[name]).result().explore(PATH_TOKENS, PATHS)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"--preload-grammars: {name}: {error.message}", param="preload_grammars") from error
+
+    def forget(self) -> None:
+        """Reset the counters."""
+        self.stats = GrammarStats()
+
+
+def _deep_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads have a stack of `STACK` bytes; they are started here, because that is a setting of all."""
+    pool, started = ThreadPoolExecutor(count, name), threading.Barrier(count)
+    before = threading.stack_size(STACK)
+    try:
+        wait([pool.submit(started.wait) for _ in range(count)])
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """A panic of the library, which is no Exception, becomes an error of the request or the step."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise PreheatError(f"the library of structured outputs failed: {error}") from error
+
+
+def threads() -> int:
+    """Threads that compile, and that compute masks: half of the cores, the others run the model and the server."""
+    return min(max((os.cpu_count() or 1) // 2, 1), MOST_THREADS)
+
+
+def open_grammars(settings: Settings, find_tokenizer: Callable[[Settings], Path], vocab_size: int) -> Grammars | str:
+    """The grammars for the tokenizer in the folder that ``find_tokenizer`` names; or why there are none."""
+    if why := why_none(settings):
+        return why
+    preloads, config = preloads_of(settings), structured_config(settings.structured_outputs_config)
+    try:
+        tokenizer = find_tokenizer(settings)
+        text = (tokenizer / "tokenizer.json").read_text(encoding="utf-8")
+        backend = Guidance(text, vocab_size, threads())
+        return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
+    except BaseException as error:  # the library's are of many kinds, and a panic of its own is no Exception
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        logger.warning("There are no structured outputs: %s", reason)
+        return f"the tokenizer cannot be used for grammars ({reason})"

@@ -1,0 +1,122 @@
+"""How many tokens are drafted: as many as asked for, or as many as pay by what steps cost and drafts have brought.
+
+The choice never changes a token: every token is one that the model samples, however many were drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+StepSeconds = Callable[[int, int], float]
+"""``seconds(rows, drafts)``: what a step of so many rows costs, each with so many drafts."""
+
+DECAY = 0.92
+"""What is left of what was seen of a place among the drafts after another step that had one there."""
+PRIOR, WEIGHT = 0.5, 2.0
+"""The share of drafts that are taken to be accepted before any was seen, and how many drafts that counts for."""
+MARGIN = 1.02
+"""How many times the tokens a second a step with drafts must promise: times are measured with an error."""
+FIRST_PROBE, LAST_PROBE = 16, 1024
+"""Steps without drafts after which one is tried again: twice as many each time that it does not pay."""
+
+
+class DraftLength(Protocol):
+    """Chooses the drafts of a step, before and after it is known what the proposer has to say."""
+
+    def most(self, rows: int, limit: int) -> int:
+        """How many drafts, at most ``limit``, the proposer is asked for in a step of ``rows`` rows; 0: it is not."""
+
+    def keep(self, rows: int, lengths: Sequence[int]) -> int:
+        """How many of its drafts a row may use, where rows have ``lengths`` drafts."""
+
+    def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Of the ``drafted`` tokens of each row so many were ``accepted``; both int [rows]."""
+
+
+class FixedLength:
+    """As many as possible."""
+
+    def most(self, rows: int, limit: int) -> int:
+        return limit
+
+    def keep(self, rows: int, lengths: Sequence[int]) -> int:
+        return max(lengths, default=0)
+
+    def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Nothing depends on it."""
+
+
+class MeasuredLength:
+    """The number of drafts with the most tokens a second: what is expected to be accepted, over what the step costs.
+
+    ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds of drafting one token for
+    so many rows; with ``waits``, asking costs more than the draft: the step in flight is waited for.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        seconds: StepSeconds,
+        asking: Callable[[int], float] = lambda rows: 0.0,
+        *,
+        waits: bool = False,
+    ) -> None:
+        self._choices = (0, *(width - 1 for width in widths))
+        self._seconds, self._asking, self._waits = seconds, asking, waits
+        self._tried = np.full(self._choices[-1], WEIGHT)  # drafts at each place, those before it accepted
+        self._accepted = PRIOR * self._tried
+        self._since = 0  # steps without drafts
+        self._probe = FIRST_PROBE
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The share of rows whose first 1, 2, ... drafts are all expected to be accepted, float64 [most]."""
+        each: np.ndarray = self._accepted / self._tried
+        return each.cumprod()
+
+    def most(self, rows: int, limit: int) -> int:
+        """A lookup on the host between two steps costs next to nothing; a draft model is asked if it pays."""
+        if not self._waits and not self._asking(rows):
+            return limit
+        return self._choose(rows, [limit] * rows, self._asking(rows))
+
+    def keep(self, rows: int, lengths: Sequence[int]) -> int:
+        """What was drafted already costs nothing more. Called for steps with drafts alone."""
+        if self._asking(rows) or self._waits:
+            return max(lengths)
+        return self._choose(rows, lengths, 0.0)
+
+    def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        places = np.arange(len(self._tried))[:, None]
+        tried = ((places < drafted) & (places <= accepted)).sum(1)
+        kept = np.where(tried, DECAY, 1.0)
+        self._tried = self._tried * kept + tried
+        self._accepted = self._accepted * kept + (places < accepted).sum(1)
+
+    def _choose(self, rows: int, lengths: Sequence[int], asking: float) -> int:
+        limit, shares, counts = max(lengths, default=0), self.shares, np.array(lengths)
+        if not limit:
+            return 0
+        best, best_pace, gain = 0, MARGIN * rows / self._seconds(rows, 0), 0.0
+        for before, count in zip(self._choices, self._choices[1:], strict=False):
+            if before >= limit:
+                break
+            gain += sum(float(shares[place]) * int((counts > place).sum()) for place in range(before, count))
+            pace = (rows + gain) / (self._seconds(rows, count) + asking * min(count, limit))
+            if pace > best_pace:
+                best, best_pace = count, pace
+        return self._tried_again(min(best, limit), min(self._choices[1], limit))
+
+    def _tried_again(self, best: int, least: int) -> int:
+        """``best``, or now and then the ``least`` where that is nothing: what is accepted may change."""
+        if best:
+            self._since, self._probe = 0, FIRST_PROBE
+            return best
+        self._since += 1
+        if self._since < self._probe:
+            return 0
+        self._since, self._probe = 0, min(2 * self._probe, LAST_PROBE)
+        return least

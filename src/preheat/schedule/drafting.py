@@ -1,0 +1,102 @@
+"""Drafts for the decoding rows of a step, within its budget and the blocks that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from preheat.schedule.draft_length import DraftLength, FixedLength
+from preheat.schedule.next_step import NextStep
+from preheat.schedule.proposer import Proposer
+from preheat.schedule.running import RunningSequences
+from preheat.schedule.slots import UNSEEN, Slots
+
+Fits = Callable[[int, Callable[[int], tuple[int, int, int]]], int]
+"""``fits(wanted, size)``: the most drafts, up to ``wanted``, with which a step of ``size(drafts)`` fits the budget."""
+
+
+@dataclass
+class Drafting:
+    """Who drafts, and how much. ``planned`` gives the most drafts of a row in a step of so many rows that all decode;
+    None: as many as the budget has room for. Rows with a grammar decode without drafts, because a mask is that of one
+    position, and unless ``penalised`` so do rows with penalties.
+    """
+
+    proposer: Proposer
+    length: DraftLength = field(default_factory=FixedLength)
+    planned: Callable[[int], int] | None = None
+    penalised: bool = True
+    most: int = field(default=0, init=False)  # drafts that a row of the step being composed may have
+
+    def begin(self, rows: int) -> None:
+        """A step with ``rows`` rows that decode is about to be composed."""
+        limit = self.proposer.num_speculative_tokens
+        if self.planned is not None:
+            limit = min(limit, self.planned(rows))
+        self.most = self.length.most(rows, limit) if rows and limit > 0 else 0
+
+    def visible(self, slots: Slots, decode: np.ndarray) -> np.ndarray:
+        """Those of the rows ``decode`` that may be drafted for: their last token must be known."""
+        if not self.most:
+            return decode
+        seen: np.ndarray = decode[slots.tokens[decode, slots.device_len[decode] - 1] != UNSEEN]
+        return seen
+
+    def add(self, step: NextStep, running: RunningSequences, fits: Fits, max_rows: int) -> None:
+        """Give the decoding rows of ``step`` drafts, of which at most ``max_rows`` rows are longer than one token where
+        prompts are read, too.
+        """
+        slots, rows = running.slots, step.decode
+        planned = self.planned is not None and not step.prefill
+        room = len(rows) if planned else max_rows - len(step.prefill)
+        if not self.most or not len(rows) or room < 1:
+            return
+        most = self._wanted(step, running, planned=planned, fits=fits)
+        drafts = self.proposer.propose(slots, rows, most)
+        lengths = [min(len(own), count) for own, count in zip(drafts, most.tolist(), strict=True)]
+        keep = self.length.keep(len(rows), lengths) if any(lengths) else 0
+        for slot, own, length in zip(rows.tolist(), drafts, lengths, strict=True):
+            count = min(length, keep)
+            if count > 0 and not planned:
+                count = fits(count, step.with_drafts)
+            if count > 0 and room:
+                count = min(count, self._places(running, slot))
+                if count > 0:
+                    running.grow(slot, int(slots.device_len[slot]) + count)
+                    step.add_drafts(slot, own[:count])
+                    room -= 1
+
+    def _wanted(self, step: NextStep, running: RunningSequences, *, planned: bool, fits: Fits) -> np.ndarray:
+        """The most drafts that each decoding row can use, int64 [rows]. One that drafts with a cache has their blocks
+        then.
+        """
+        slots, rows = running.slots, step.decode
+        most: np.ndarray = np.minimum(self.most, slots.max_len[rows] - slots.device_len[rows] - 1).astype(np.int64)
+        most[slots.has_grammar[rows]] = 0
+        if not self.penalised:
+            most[slots.needs_penalty[rows]] = 0
+        if not self.proposer.writes_cache:
+            return most
+        if not planned:
+            most = np.minimum(most, fits(self.most, step.with_drafts))
+        for place, slot in enumerate(rows.tolist()):
+            most[place] = max(min(most[place], self._places(running, slot)), 0)
+            if most[place]:
+                running.grow(slot, int(slots.device_len[slot]) + int(most[place]))
+        return most
+
+    def _places(self, running: RunningSequences, slot: int) -> int:
+        """How many more tokens the sequence can have, with all blocks that are free."""
+        slots = running.slots
+        blocks = int(slots.num_blocks[slot]) + running.pool.num_free
+        return int(blocks * slots.block_size - slots.device_len[slot])
+
+    def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """See :meth:`DraftLength.learn`."""
+        self.length.learn(drafted, accepted)
+
+    def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
+        """See :meth:`Proposer.ended`."""
+        self.proposer.ended(slots, stopped)

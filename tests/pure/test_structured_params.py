@@ -1,0 +1,183 @@
+"""Structured outputs before anything is compiled: parameters, settings, files of grammars, what a schema becomes."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from preheat.core import Level, Request, SamplingParams, StructuredOutputsParams
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.grammar.source import WHITESPACE, grammar_source
+from preheat.plan.items import GrammarItem
+from preheat.schedule.sequence import Sequence
+from preheat.schedule.slots import Slots
+from preheat.settings import Settings
+from preheat.utils.structured import preloads_of, read_preloads, structured_config, with_config
+
+NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({}, "it has none"),
+        ({"json_object": False}, "it has none"),
+        ({"regex": "a", "json": {}}, "it has json and regex"),
+        ({"choice": ["a", ""]}, "empty text"),
+        ({"regex": "a", "whitespace_pattern": " "}, "no meaning for structured_outputs.regex"),
+        ({"json_object": True, "disable_additional_properties": True}, "no meaning for structured_outputs.json_object"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give one of them"),
+    ],
+)
+def test_what_means_nothing_is_refused(values, why):
+    with pytest.raises(ValueError, match=why):
+        StructuredOutputsParams(**values)
+
+
+def test_they_travel_and_say_what_they_are():
+    for name, value in zip(NAMES, ({"a": [1]}, "a", ["b"], "c", True, {"d": {}}), strict=True):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(**{name: value}), temperature=0)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+        assert again == params and again.structured_outputs.kind == name
+        assert Level.of(params) is Level.FULL
+    assert Level.of(SamplingParams(temperature=0)) is Level.GREEDY
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({"backend": "xgrammar"}, "xgrammar is not implemented"),
+        ({"backend": "outlines"}, "outlines is not implemented"),
+        ({"backend": "llama"}, "'llama' is not one of auto, guidance, none"),
+        ({"backend": 3}, "Expected `str`"),
+        ({"reasoning_parser": "x"}, "unknown field `reasoning_parser`"),
+    ],
+)
+def test_the_setting_is_checked(value, why):
+    with pytest.raises(SettingsError, match=why) as error:
+        Settings(structured_outputs_config=value)
+    assert error.value.param == "structured_outputs_config"
+
+
+def test_the_servers_wishes_are_added():
+    config = structured_config({"disable_any_whitespace": True, "disable_additional_properties": True})
+    json_params = StructuredOutputsParams(json={}, whitespace_pattern=" ")
+    assert with_config(json_params, config) == StructuredOutputsParams(
+        json={}, disable_any_whitespace=True, disable_additional_properties=True
+    )
+    regex = StructuredOutputsParams(regex="a")
+    assert with_config(regex, config) == regex and with_config(json_params, structured_config(None)) == json_params
+
+
+def test_preloads(tmp_path):
+    path = tmp_path / "grammars.jsonl"
+    path.write_text('{"name": "home", "json": {"type": "object"}}\n\n{"choice": ["yes", "no"]}\n')
+    settings = Settings(preload_grammars=str(path))
+    found = preloads_of(settings)
+    assert list(found) == ["json_object", "home", "line 3"]
+    assert found["line 3"] == StructuredOutputsParams(choice=["yes", "no"])
+    assert GrammarItem("home").name == "(grammar, home)"
+    assert not preloads_of(Settings(preload_grammars=str(path), structured_outputs_config={"backend": "none"}))
+    assert not preloads_of(Settings(skip_tokenizer_init=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"choice": ["a"]}\n{"regex"}', "line 2"),
+        ('{"name": "a"}', "line 1: .*it has none"),
+        ('{"name": "a", "regex": "x"}\n{"name": "a", "regex": "y"}', "line 2: there are two grammars named a"),
+        ('{"name": "json_object", "regex": "x"}', "two grammars named json_object"),
+        ('{"regex": "x", "more": 1}', "unknown field `more`"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_where(tmp_path, text, why):
+    path = tmp_path / "grammars.jsonl"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=why) as error:
+        read_preloads(str(path))
+    assert error.value.param == "preload_grammars"
+    with pytest.raises(SettingsError, match="cannot read"):
+        read_preloads(str(tmp_path / "none"))
+
+
+def source(**asked) -> dict:
+    return json.loads(grammar_source(StructuredOutputsParams(**asked)))
+
+
+def schema_of(**asked) -> dict:
+    (grammar,) = source(**asked)["grammars"]
+    return grammar["json_schema"]
+
+
+def test_white_space_is_bounded_unless_asked_otherwise():
+    assert schema_of(json={"type": "object"})["x-guidance"]["whitespace_pattern"] == WHITESPACE
+    assert schema_of(json_object=True)["x-guidance"]["whitespace_pattern"] == WHITESPACE
+    assert schema_of(json="{}", whitespace_pattern="\n?")["x-guidance"]["whitespace_pattern"] == "\n?"
+    assert schema_of(json={}, disable_any_whitespace=True)["x-guidance"]["whitespace_flexible"] is False
+
+
+def test_objects_are_closed_on_request():
+    inner = {"properties": {"properties": {"type": "string"}}}
+    schema = {"$defs": {"d": inner}, "anyOf": [inner, {"properties": {}, "additionalProperties": {"type": "null"}}],
+              "enum": [{"properties": 1}], "type": "object"}  # fmt: skip
+    found = schema_of(json=schema, disable_additional_properties=True)
+    closed = inner | {"additionalProperties": False}
+    assert found["$defs"]["d"] == found["anyOf"][0] == closed
+    assert found["anyOf"][1] == schema["anyOf"][1] and found["enum"] == schema["enum"]
+    assert "additionalProperties" not in found
+
+
+TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"json": "["}, "structured_outputs.json: it is not valid JSON"),
+        ({"json": "[1]"}, "structured_outputs.json: it must be a JSON object"),
+        ({"json": {"items": [{"x-guidance": {}}]}}, r"x-guidance at \$\.items\[0\]"),
+        ({"choice": ["a"] * 10_001}, "it has 10,001 texts"),
+        ({"grammar": " "}, "structured_outputs.grammar: it is empty"),
+        ({"structural_tag": {"format": {}}}, "format is not supported"),
+        ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "at least one"),
+        ({"structural_tag": {"structures": [TAG], "triggers": [""]}}, "none of them empty"),
+        ({"structural_tag": {"structures": [TAG], "triggers": ["["]}}, "begins with none of the triggers"),
+        ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"]}}, r"structures\[0\] must be an object"),
+        ({"structural_tag": {"structures": [TAG | {"end": 1}], "triggers": ["<"]}}, "must be texts"),
+    ],
+)
+def test_a_part_that_is_wrong_is_named(asked, why):
+    with pytest.raises(InvalidRequest, match=why):
+        grammar_source(StructuredOutputsParams(**asked))
+
+
+class Counting:
+    """A state that counts tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def accept(self, token: int) -> str:
+        self.tokens.append(token)
+        return ""
+
+
+def test_the_state_goes_where_the_sequence_goes():
+    """Into the slot, out of it, and with the sequence through a preemption; min_tokens is its own affair."""
+    from preheat.schedule.blocks import BlockPool
+    from preheat.schedule.running import RunningSequences
+
+    slots, pool, state = Slots(2, 32, 16), BlockPool(8, 16), Counting()
+    running = RunningSequences(slots, pool)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), min_tokens=5)
+    slot = running.start(Sequence(Request(1, [1, 2], params, 0, 9, stop_ids=[3]), state), [])
+    assert slots.grammars == {slot: state} and slots.has_grammar[slot]
+    assert slots.min_len[slot] == 2
+    running.grow(slot, 2)
+    _, sequence = running.preempt_last()
+    assert not slots.grammars and sequence.grammar is state
+    running.stop([running.start(sequence, [])])
+    assert not slots.grammars
