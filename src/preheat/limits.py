@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from preheat.errors import SettingsError
 from preheat.settings import Settings
 
+MAX_BLOCKS = 2**24
+"""Blocks that a pool may have; its ids are Python objects on the host."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block."""
+    """Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
+    ``num_speculative_tokens`` draft tokens. An image takes ``image_tokens`` positions of a prompt; 0: the model sees
+    none.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -18,6 +24,13 @@ class Limits:
     max_num_prefill_seqs: int | None
     block_size: int
     num_blocks: int
+    num_speculative_tokens: int = 0
+    image_tokens: int = 0
+
+    @property
+    def max_images(self) -> int:
+        """Images whose embeddings are kept: any prompt that one step holds has no more."""
+        return self.max_num_batched_tokens // self.image_tokens + 1 if self.image_tokens else 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -28,6 +41,12 @@ class Limits:
         """The most rows of a step: each takes a token of the budget and a block of its own."""
         return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_blocks - 1)
 
+    @property
+    def max_sampled(self) -> int:
+        """The most positions that a step samples: one in each row, and one after each draft token."""
+        most = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        return min(most, max(self.max_num_batched_tokens, self.max_num_seqs))
+
 
 def resolve_limits(
     settings: Settings,
@@ -36,34 +55,50 @@ def resolve_limits(
     *,
     usable: int | None = None,
     cache_bytes: int | None = None,
+    image_tokens: int = 0,
 ) -> Limits:
-    """The limits for a model made for ``max_positions`` tokens, whose KV cache takes ``block_bytes`` a block.
+    """The limits for a model made for ``max_positions`` tokens, whose KV cache takes ``block_bytes`` a block and whose
+    images take ``image_tokens`` positions.
 
     ``usable`` is the memory in bytes that the cache may take: None before it is known, when all sequences fit in full.
     ``cache_bytes`` is the backend's default size of the cache, None if that is all that is usable.
+    Of ``settings`` the limits of a step and the block size must be set, see :func:`preheat.plan.modes.with_defaults`.
     Raises SettingsError for a length or a cache that is not possible.
     """
+    sequences, tokens, size = settings.max_num_seqs, settings.max_num_batched_tokens, settings.block_size
+    if sequences is None or tokens is None or size is None:
+        raise ValueError("the limits of a step and the block size have no defaults before there is a backend")
     length = settings.max_model_len or max_positions
     if length > max_positions:
         raise SettingsError(
             f"max_model_len {length} exceeds the {max_positions} positions that the model was made for",
             param="max_model_len",
         )
+    speculates = settings.speculation
+    if speculates is not None and speculates.tokens + 2 > length:
+        raise SettingsError(
+            f"num_speculative_tokens {speculates.tokens} leaves no room for a prompt within max_model_len {length}: "
+            "lower it",
+            param="num_speculative_tokens",
+        )
     return Limits(
+        num_speculative_tokens=0 if speculates is None else speculates.tokens,
         max_model_len=length,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=tokens,
         max_num_prefill_seqs=settings.max_num_prefill_seqs,
-        block_size=settings.block_size,
-        num_blocks=_num_blocks(settings, length, block_bytes, usable, cache_bytes),
+        block_size=size,
+        num_blocks=_num_blocks(
+            settings, sequences * -(-length // size) + 1, block_bytes, usable=usable, default=cache_bytes
+        ),
+        image_tokens=image_tokens,
     )
 
 
-def _num_blocks(settings: Settings, length: int, block_bytes: int, usable: int | None, default: int | None) -> int:
-    """Blocks of the cache, the pad block included; never more than all sequences at full length could hold."""
+def _num_blocks(settings: Settings, most: int, block_bytes: int, *, usable: int | None, default: int | None) -> int:
+    """Blocks of the cache, the pad block included: at most ``most``, which all sequences at full length hold."""
     if settings.num_gpu_blocks_override is not None:
-        return settings.num_gpu_blocks_override
-    most = settings.max_num_seqs * -(-length // settings.block_size) + 1
+        return _checked_blocks(settings.num_gpu_blocks_override, block_bytes, usable)
     asked = settings.kv_cache_memory_bytes
     if usable is None:
         return most if asked is None else min(most, asked // block_bytes)
@@ -74,3 +109,15 @@ def _num_blocks(settings: Settings, length: int, block_bytes: int, usable: int |
             param="kv_cache_memory_bytes",
         )
     return min(most, (asked or min(default or usable, usable)) // block_bytes)
+
+
+def _checked_blocks(blocks: int, block_bytes: int, usable: int | None) -> int:
+    """``blocks`` as asked for, if they can be: before anything is made for each of them."""
+    most = MAX_BLOCKS if usable is None else min(usable // block_bytes, MAX_BLOCKS)
+    if blocks > most:
+        raise SettingsError(
+            f"num_gpu_blocks_override {blocks} takes {blocks * block_bytes / 2**30:,.1f} GiB, but there is room for "
+            f"{most} blocks: lower it, or leave it out",
+            param="num_gpu_blocks_override",
+        )
+    return blocks

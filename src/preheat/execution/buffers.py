@@ -83,8 +83,8 @@ class StepBuffers:
 
     @property
     def sampled(self) -> Tensor:
-        """int32 [sequences]: the tokens whose logits are wanted, at the start."""
-        return self._device[MAX_LISTS : MAX_LISTS + self.limits.max_num_seqs]
+        """int32 [sampled]: the tokens whose logits are wanted, at the start."""
+        return self._device[MAX_LISTS : MAX_LISTS + self.limits.max_sampled]
 
     @property
     def pad_slot(self) -> int:
@@ -99,7 +99,7 @@ class StepBuffers:
         lists = self.attention.list_sizes(tokens, self._rows(bucket), decode=bucket.phase == "decode")
         if len(lists) > MAX_LISTS:
             raise ValueError(f"at most {MAX_LISTS - 1} sliding windows in one model, {len(lists) - 1} were given")
-        return Layout(self.limits.max_num_seqs, tokens, lists)
+        return Layout(self.limits.max_sampled, tokens, lists)
 
     def _inputs(self, bucket: Bucket) -> StepInputs:
         """The input of the programs of ``bucket``, as it lies on the device."""
@@ -113,6 +113,8 @@ class StepBuffers:
             counts=words[:MAX_LISTS],
             rows=self._rows(bucket),
             decode=bucket.phase == "decode",
+            longest=bucket.longest,
+            blocks=bucket.blocks,
         )
 
     def clear(self) -> None:
@@ -124,6 +126,10 @@ class StepBuffers:
         """The next host copy: its number and its words, int32."""
         self._turn = (self._turn + 1) % HOST_COPIES
         return self._turn, self._arrays[self._turn]
+
+    def words(self, turn: int) -> np.ndarray:
+        """The words of host copy ``turn``, int32."""
+        return self._arrays[turn]
 
     def send(self, turn: int, pieces: Sequence[slice]) -> None:
         """Copy ``pieces`` of a host copy's words to the device; returns before they are there."""

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from preheat.backends.base import Backend, Mode
+from preheat.backends.base import Backend, Experts, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
+from preheat.execution.encoder import Encoder
 from preheat.execution.executor import Executor, attention_layers
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Decoder
+from preheat.model.formats_inc import inner
 from preheat.model.loader import LoadedModel
+from preheat.model.vision import VisionTower
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
+from preheat.plan.programs import EncoderProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
+
+Build = Callable[..., tuple[Packer, Executor]]
+"""A function as :func:`build`."""
+
+
+def linear_rows(plan: Plan) -> tuple[list[int], list[int]]:
+    """The numbers of rows of a plan's linear layers, and of its head."""
+    rows = sorted({item.program.tokens for item in plan.items if isinstance(item.program, Bucket)})
+    return rows, [size for size in plan.sampler_sizes if size]
+
+
+def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
+    """Choose and prove what serves the model's linear layers at the plan's sizes. Needs memory for the largest of them,
+    so it comes before the cache.
+    """
+    (rows, head_rows), (*layers, head) = linear_rows(plan), (inner(linear) for _, linear in model.weights.linears())
+    backend.settle([*((linear, rows) for linear in layers), (head, head_rows), *_vision_linears(model, plan)])
+
+
+def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | Experts, list[int]]]:
+    """The linear layers of a vision tower and its projector, with their numbers of rows."""
+    spec, weights = model.spec.vision, model.weights.vision
+    if spec is None or weights is None:
+        return
+    images = [item.program.images for item in plan.items if isinstance(item.program, EncoderProgram)]
+    yield weights.patches, [count * spec.num_patches for count in images]
+    for _, linear in weights.layer_linears():
+        yield linear, [count * spec.num_positions for count in images]
+    for _, linear in weights.projector.linears():
+        yield linear, [count * spec.tokens for count in images]
 
 
 def build(
@@ -26,22 +61,31 @@ def build(
     *,
     mode: Mode,
     store: Path | None = None,
+    num_blocks: int | None = None,
+    masked: bool = False,
+    sampler: Sampler | None = None,
+    executor: Callable[..., Executor] = Executor,
 ) -> tuple[Packer, Executor]:
-    """The packer and the executor of a model, with its cache. Linear layers are proven before there is a cache."""
+    """The packer and the executor of a model, with its cache, of ``num_blocks`` if that is not what the plan says.
+    ``masked``: rows may have a grammar. ``sampler`` is by default the backend's.
+    """
     spec, limits = model.spec, plan.limits
-    rows = sorted({item.program.tokens for item in plan.items if isinstance(item.program, Bucket)})
-    *layers, head = (linear for _, linear in model.weights.linears())
-    backend.settle([*((linear, rows) for linear in layers), (head, [size for size in plan.sampler_sizes if size])])
-    cache = KVCache(spec, limits.num_blocks, limits.block_size, model.dtype, backend.device)
+    blocks = limits.num_blocks if num_blocks is None else num_blocks
+    cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store))
-    attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=settings.contiguous_pa)
+    contiguous = settings.contiguous_pa is not False
+    attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=contiguous)
     buffers = StepBuffers(limits, attention, backend)
-    sampler = backend.sampler(
+    sampler = sampler or backend.sampler(
         limits,
         spec.vocab_size,
         max_logprobs=settings.max_logprobs,
         handle_topk_duplicates=settings.handle_topk_duplicates,
+        masked=masked,
     )
+    encoder = None
+    if spec.vision is not None and model.weights.vision is not None:
+        encoder = Encoder(backend, VisionTower(spec.vision, model.weights.vision), limits, spec.hidden_size)
     per_graph = settings.config_hidden_layers if backend.facts.captures else None  # without graphs a step is one piece
-    executor = Executor(backend, decoder, cache, sampler, buffers, layers_per_graph=per_graph)
-    return Packer(slots, plan, buffers), executor
+    made = executor(backend, decoder, cache, sampler, buffers, encoder=encoder, layers_per_graph=per_graph)
+    return Packer(slots, plan, buffers), made

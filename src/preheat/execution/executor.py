@@ -8,22 +8,25 @@ may be launched before the host has seen them. Nothing of a request is kept betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from preheat.backends.base import AttentionLayer, Backend, Sampler
-from preheat.core import StepResult, Swaps, TokenLogprobs
+from preheat.core import Image, StepResult, Swaps, TokenLogprobs
+from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
+from preheat.execution.encoder import Encoder
 from preheat.execution.graphs import Part
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import KVCache
 from preheat.model.decoder import Attended, Decoder, Tap
+from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
-from preheat.plan.plan import Plan
-from preheat.plan.programs import SamplerProgram
+from preheat.plan.programs import EncoderProgram, Program, SamplerProgram
 from preheat.schedule.defrag import pad_pairs
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
@@ -50,7 +53,9 @@ class LaunchedStep:
 
 
 class Executor:
-    """Runs steps of one model on one device. A graph holds ``layers_per_graph`` layers, or all."""
+    """Runs steps of one model on one device. A graph holds ``layers_per_graph`` layers, or all. ``encoder`` is for
+    models that see images.
+    """
 
     @torch.inference_mode()  # so are all tensors of a step: compiled regions would tell them apart
     def __init__(
@@ -61,24 +66,36 @@ class Executor:
         sampler: Sampler,
         buffers: StepBuffers,
         *,
+        encoder: Encoder | None = None,
         layers_per_graph: int | None = None,
     ) -> None:
         self.backend, self.decoder, self.cache = backend, decoder, cache
         self.sampler, self.buffers, self.attention = sampler, buffers, buffers.attention
+        self.encoder, self._images = encoder, encoder.embeddings if encoder else None
         spec, limits, device = decoder.spec, buffers.limits, backend.device
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, backend.facts.min_tokens)
         self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._normed = torch.zeros_like(self._residual)
-        self._logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, dtype=decoder.dtype, device=device)
+        self._logits = torch.zeros(limits.max_sampled, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._layers = layers = range(len(spec.layers))
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
-        self._kinds = sorted(spec.layer_windows.index(window) for window in set(spec.layer_windows))
+        kinds = [(layer.attention.window, type(layer.mlp)) for layer in spec.layers]
+        self._kinds = sorted(kinds.index(kind) for kind in set(kinds))
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
+        self.other_caches: list[KVCache] = []  # of the same blocks: a draft model's
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part)
         self.samples = backend.programs(self._sample)
+
+    @property
+    def states(self) -> Attended:
+        """The static buffers in which a step's tokens stand, for as many as a step may have."""
+        return Attended(self._attended, self._residual)
+
+    def on_death(self, report: Callable[[PreheatError], None]) -> None:
+        """``report`` is called, in a thread, when a part of the engine in another process dies; here there is none."""
 
     def watch_logits(self, watch: LogitWatch | None) -> None:
         """Let ``watch`` see the logits of every step from now on; None: nothing does."""
@@ -96,6 +113,20 @@ class Executor:
         """
         self._run(batch)
         return self._draw(batch)
+
+    @torch.inference_mode()
+    def begin(self, batch: InputBatch) -> None:
+        """Start a step as far as its logits, which :meth:`complete` draws from once the masks are written."""
+        self._run(batch)
+
+    @torch.inference_mode()
+    def complete(self, batch: InputBatch) -> LaunchedStep:
+        """Start the rest of the step that began last."""
+        return self._draw(batch)
+
+    def masks(self, turn: int) -> np.ndarray:
+        """Where the masks of a step that is in host copy ``turn`` are written: int32 [sampled tokens, words]."""
+        return self.sampler.masks(turn)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch, *, eager: bool = False) -> Attended:
@@ -129,30 +160,51 @@ class Executor:
         return self._logits[:0].float() if logits is None else logits[: len(batch.sampled_rows)].float()
 
     @torch.inference_mode()
-    def swap(self, swaps: Swaps) -> None:
-        """Exchange the contents of blocks, in the padded size that is one program."""
-        pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64)
-        self.cache.swap(pairs.to(self.backend.device))
+    def draw(self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray) -> np.ndarray:
+        """The tokens, integers [rows], that the sampler draws from ``logits`` [rows, vocab] for the sequences in
+        ``slots`` [rows]. Nothing may be in flight.
+        """
+        nothing = np.empty(0, np.int64)
+        self.sampler.describe(0, sampling, slots)
+        self.sampler.sample(sampling.level, logits.to(self._logits))
+        self.sampler.fetch(0, tokens=True, reports=False)
+        return self.sampler.read(0, len(logits), nothing, nothing)[0]
 
     @torch.inference_mode()
-    def compile(self, plan: Plan, threads: int) -> None:
-        """Build the kernels of a plan's programs, many at a time."""
+    def encode(self, images: Sequence[tuple[int, Image]]) -> None:
+        """Encode ``images``, each for its place. Nothing may be in flight."""
+        assert self.encoder is not None, "the model sees no images"
+        self.encoder.encode(0, images)
+
+    @torch.inference_mode()
+    def swap(self, swaps: Swaps) -> None:
+        """Exchange the contents of blocks, in the padded size that is one program."""
+        pairs = torch.from_numpy(pad_pairs(swaps.pairs, swaps.size)).to(torch.int64).to(self.backend.device)
+        for cache in (self.cache, *self.other_caches):
+            cache.swap(pairs)
+
+    @torch.inference_mode()
+    def compile(self, programs: Iterable[Program | None], threads: int) -> None:
+        """Build the kernels of ``programs``, many at a time."""
         building = self.backend.compiling(threads)
         if building is None:
             return
         with building:
-            for program in dict.fromkeys(item.program for item in plan.items):
+            for program in dict.fromkeys(programs):
                 if isinstance(program, Bucket):
                     self._forward(program, self._kinds)
                 elif isinstance(program, SamplerProgram) and program.rows:
                     self._sample(program)
+                elif isinstance(program, EncoderProgram) and self.encoder is not None:
+                    self.encoder.compile(program)
             self.sampler.compile(self._logits)
 
     @torch.inference_mode()
     def prepare(self, batch: InputBatch) -> None:
-        """Run one layer of each kind of a step: all that its program launches is then in place for `capture`."""
+        """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
         self._forward(batch.bucket, self._kinds)
+        self._states = Attended(self._attended, self._residual)
         self._draw(batch).result()
 
     def is_captured(self, bucket: Bucket) -> bool:
@@ -180,9 +232,18 @@ class Executor:
             self.sampler.clear()
             self.samples.run(program)
 
+    @torch.inference_mode()
+    def capture_encoding(self, program: EncoderProgram) -> None:
+        """Make a graph of ``program``, whose kernels have run before."""
+        if self.encoder is not None and program not in self.encoder.programs:
+            self.encoder.programs.capture(program)
+
     def _send(self, batch: InputBatch) -> None:
+        """Let the device have what the step's programs read. Images that it lacks are encoded."""
         self.buffers.send(batch.turn, batch.pieces)
         self.attention.send(batch.turn, batch.work, self.buffers.inputs(batch.bucket))
+        if batch.schedule.images is not None and self.encoder is not None:
+            self.encoder.encode(batch.turn, batch.schedule.images.encode)
 
     def _run(self, batch: InputBatch, *, eager: bool = False) -> None:
         self._send(batch)
@@ -219,7 +280,8 @@ class Executor:
         return found
 
     def _parts_of(self, bucket: Bucket) -> list[Part]:
-        return [Part(bucket, layers) for layers in self._parts]
+        program = bucket if self.backend.facts.pads_context else bucket.without_context()
+        return [Part(program, layers) for layers in self._parts]
 
     def _forward_part(self, part: Part) -> Attended:
         return self._forward(part.bucket, part.layers)
@@ -232,7 +294,11 @@ class Executor:
         tokens = len(inputs.tokens)
         residual, normed, out = self._residual[:tokens], self._normed[:tokens], self._attended[:tokens]
         if begins:
-            self.backend.embed(inputs, self.sampler.last_token, decoder.weights.embedding, residual)
+            weights, scale = decoder.weights, decoder.spec.embedding.scale
+            table, last_token = weights.embedding, self.sampler.last_token
+            self.backend.embed(
+                inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images
+            )
         attend, before = self.attention.attend(inputs, out), None if begins else normed
         after = decoder.layers(residual, attend, layers, normed=before, eager=tap is not None, tap=tap)
         if layers[-1] == self._layers[-1]:
@@ -259,7 +325,8 @@ class Executor:
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
     """What each layer's attention works with."""
-    layers = zip(decoder.spec.layers, cache.layers, decoder.ropes, decoder.weights.layers, strict=True)
+    parts = cache.layers, decoder.ropes, decoder.alibi, decoder.weights.layers
+    layers = zip(decoder.spec.layers, *parts, strict=True)
     return [
         AttentionLayer(
             num_heads=spec.attention.num_heads,
@@ -268,8 +335,11 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             scale=spec.attention.scale,
             window=spec.attention.window,
             cache=layer_cache,
+            dtype=decoder.dtype,
             rope=rope,
             qk_norm=weights.attention.qk_norm,
+            alibi=alibi,
+            kv_scales=spec.kv.scales,
         )
-        for spec, layer_cache, rope, weights in layers
+        for spec, layer_cache, rope, alibi, weights in layers
     ]

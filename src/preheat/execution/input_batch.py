@@ -109,7 +109,7 @@ class Packer:
     def pack(self, schedule: Schedule) -> InputBatch:
         """Every row's next ``extend`` tokens, at their positions, with the blocks that hold their sequence."""
         slots = self.slots
-        bucket = self.plan.fit(step_size_of(schedule, slots, self.plan.policy))
+        bucket = self.plan.fit(step_size_of(schedule, slots, self.plan))
         layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
         rows = self._rows = self._rows_of(schedule)
         work = self._work = self._work_of(schedule, rows, bucket, layout)
@@ -169,7 +169,8 @@ class Packer:
     def _work_of(self, schedule: Schedule, rows: _Rows, bucket: Bucket, layout: Layout) -> _Work:
         """How the step is cut into work. Where all decode, it often stays the same from step to step."""
         kept, first = self._work, int(schedule.first[0])
-        if kept is not None and kept.rows is rows and kept.bucket == bucket and first <= kept.until:
+        same = kept is not None and kept.rows is rows and kept.bucket == bucket and first <= kept.until
+        if kept is not None and same and kept.work.table_writes in (-1, self.slots.table_writes):
             return kept
         step = StepRows(
             schedule.slots, schedule.first, schedule.extend, rows.ends, schedule.num_decode, layout.tokens
@@ -199,6 +200,10 @@ class Packer:
             return
         positions[:count] = np.arange(count) + (schedule.ends - rows.ends).repeat(schedule.extend)
         tokens[:count] = self.slots.tokens[slots[:count], positions[:count]]
+        if schedule.images is not None:
+            for row, first, last, source in schedule.images.spans:
+                at = int(rows.ends[row] - schedule.ends[row]) + first
+                tokens[at : at + last - first] = image_ids(source, last - first)
 
     def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
         """The prefilling rows that want prompt logprobs; a token that ends the prompt has no successor."""
@@ -215,6 +220,13 @@ class Packer:
                 before[: len(part)] = np.arange(len(part)) + ends[row] - schedule.extend[row] + at
                 found.append(PromptPart(row, int(slots.prompt_logprobs[slot]), before, part))
         return found
+
+
+def image_ids(source: int, count: int) -> np.ndarray:
+    """The ids that stand for ``count`` embeddings of images, from ``source`` on: below -1, which is the device's last
+    token; see :meth:`preheat.backends.base.Operations.embed`.
+    """
+    return -2 - np.arange(source, source + count, dtype=np.int32)
 
 
 def _write_work(words: np.ndarray, layout: Layout, work: AttentionWork) -> None:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from preheat.model.specs import ModelSpec
+from preheat.ops.float8 import DTYPES
 
 
 class KVCache:
-    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1.
+    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are of
+    ``dtype``, the model's, or of the eight bits that the spec asks for.
 
     Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole heads of
     whole blocks straight into the layout of the matrix product.
@@ -19,7 +21,7 @@ class KVCache:
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, dtype), device=device)
         self.layers = list(self.data.unbind(0))
         self._blocks = [layer.view(num_blocks, -1).view(torch.int64) for layer in self.layers]  # moved in whole words
 

@@ -74,6 +74,7 @@ def sampling_input(
     position = slots.device_len[rows] if position is None else position
     random = (slots.temperature[rows] > 0).nonzero()[0]
     penalised = slots.needs_penalty[rows].nonzero()[0]
+    masked = slots.has_grammar[rows].nonzero()[0]
     needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
         size=len(rows),
@@ -81,6 +82,7 @@ def sampling_input(
         penalties=_penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None,
         edits=_edits(slots, rows, position, needs),
         edits_follow=bool(needs),
+        masked=masked if len(masked) else None,
     )
 
 
@@ -97,12 +99,18 @@ def _edits(
 
 
 def _penalties(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> Penalties:
+    """Tokens are known up to the first position that is drawn of a sequence, and no further than its length: a draft
+    model draws beyond that.
+    """
+    first = np.full(slots.num_slots, slots.max_model_len, np.int64)
+    np.minimum.at(first, chosen, np.minimum(position, slots.device_len[chosen]))
     return Penalties(
         rows=rows,
         slots=chosen.astype(np.int64),
         owner=np.array([_request(slots, slot).id for slot in chosen.tolist()], np.int64),
         prompt_len=slots.prompt_len[chosen].astype(np.int64),
         tokens=[slots.tokens[slot, :end] for slot, end in zip(chosen, position, strict=True)],
+        known=first[chosen],
         repetition=slots.repetition_penalty[chosen],
         frequency=slots.frequency_penalty[chosen],
         presence=slots.presence_penalty[chosen],

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from preheat.core import Schedule
 from preheat.plan.buckets import StepSize
-from preheat.plan.policy import Policy
+from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
 
 
-def step_size_of(schedule: Schedule, slots: Slots, policy: Policy) -> StepSize:
-    """The size of ``schedule`` under a bucketing ``policy``: a step of decoding rows only, or with prompts in it."""
-    rows, tokens = schedule.rows, schedule.tokens
+def step_size_of(schedule: Schedule, slots: Slots, plan: Plan) -> StepSize:
+    """The size of ``schedule`` under the ``plan``'s policy: a step of decoding rows only, some of them with drafts, or
+    with prompts in it.
+    """
+    rows, tokens, policy = schedule.rows, schedule.tokens, plan.policy
+    if schedule.verifies and plan.verifies:
+        return StepSize("verify", rows, tokens, longest=int(schedule.extend.max()))
     decodes = schedule.num_decode == rows
     if not policy.pads_length:
         return policy.step_size(rows, tokens, decodes=decodes)

@@ -1,24 +1,27 @@
 """The ``file`` strategy: one tuple of a bucket's dimensions a line.
 
 Source: the bucketing files of vLLM on Gaudi. Every element of a tuple is an integer, a list or a ``range(...)``, and
-a line stands for the product of its elements; ``#`` starts a comment. Unlike there, a bad line is an error.
+a line stands for the product of its elements; ``#`` starts a comment. A line that is none of this is skipped.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import logging
 import math
 
 from preheat.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 MAX_RANGE = 10_000
 MAX_LINE = 1_000_000
 
 
 def parse_bucket_file(text: str, name: str = "bucket file") -> list[tuple[int, ...]]:
-    """The tuples in ``text``, in order, without repetitions. Raises SettingsError, naming the line, for anything that
-    is not a tuple of integers, lists and ranges, and for a file without tuples.
+    """The tuples in ``text``, in order, without repetitions. A line that is not a tuple of integers, lists and ranges
+    is skipped with a warning that names it. Raises SettingsError for a file without tuples.
     """
     found: dict[tuple[int, ...], None] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -28,7 +31,7 @@ def parse_bucket_file(text: str, name: str = "bucket file") -> list[tuple[int, .
                 found.update(dict.fromkeys(_line(content)))
             except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
                 reason = error.msg if isinstance(error, SyntaxError) else str(error)
-                raise SettingsError(f"{name}, line {number}: {content!r} is not a bucket: {reason}") from None
+                logger.warning("%s, line %d is skipped: %r is not a bucket: %s", name, number, content, reason)
     if not found:
         raise SettingsError(f"{name} has no buckets: write one tuple a line, such as (4, range(128, 1025, 128))")
     return list(found)

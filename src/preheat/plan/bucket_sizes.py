@@ -30,7 +30,7 @@ def bucket_sizes(
 ) -> tuple[int, ...]:
     """The ascending values from ``min`` to ``max`` of one dimension; ``max`` is always the last.
 
-    ``linear``: ``min`` doubles up to ``step``, then multiples of ``step``.
+    ``linear``: ``min``, which doubles up to ``step``, then multiples of ``step``.
     ``exponential``: ``count`` points of equal ratio, each rounded up to a multiple of ``step``; a ``min`` of 0 or 1 is
     kept and the ratio counted from ``step``. By default as many points as doubling takes. With ``per_doubling`` it is
     the first value that doubles, as far as ``max``, and each doubling is cut into so many equal parts.
@@ -42,6 +42,8 @@ def bucket_sizes(
     """
     _check_range(min, step, max)
     _check_strategy(strategy, per_doubling if count is None else count, pad_max, pad_percent)
+    if max == 0:
+        return (0,)
     if (count or 0 if strategy == "exponential" else max // step) > MAX_VALUES:
         raise SettingsError(f"{strategy} from {min} to {max} by {step} has over {MAX_VALUES:,} values: raise step")
     if strategy == "linear":
@@ -64,8 +66,8 @@ def default_count(high: int) -> int:
 def _check_range(low: int, step: int, high: int) -> None:
     if low < 0:
         raise SettingsError(f"min must be at least 0, got {low}")
-    if high < 1 or low > high:
-        raise SettingsError(f"min ({low}) must not exceed max ({high}), and max must be at least 1: change one of them")
+    if low > high:
+        raise SettingsError(f"min ({low}) must not exceed max ({high}): change one of them")
     if step < 1:
         raise SettingsError(f"step must be at least 1, got {step}")
 
@@ -86,8 +88,7 @@ def _check_strategy(strategy: str, count: int | None, pad_max: int | None, pad_p
 
 
 def _linear(low: int, step: int, high: int) -> list[int]:
-    values = [0] if low == 0 else []
-    value = low or step
+    values, value = [low], low or step
     while value < step:
         values.append(value)
         value *= 2

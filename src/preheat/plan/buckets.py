@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Phase = Literal["prompt", "decode", "mixed"]
+Phase = Literal["prompt", "decode", "mixed", "verify"]
 
 
 class StepSize(NamedTuple):
-    """The size of a step. ``longest`` is the length of its longest row: the tokens that a prompt row computes, or the
-    whole context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the policy does not use
-    may be 0.
+    """The size of a step. ``longest`` is the length of its longest row: the tokens that a prompt row or one with drafts
+    computes, or the whole context of a decode row. ``blocks`` counts KV blocks, summed over rows. Fields that the
+    policy does not use may be 0.
     """
 
     phase: Phase
@@ -25,7 +25,7 @@ class StepSize(NamedTuple):
 
 class Bucket(NamedTuple):
     """What a step is padded to. ``tokens`` is always the padded tokens of the step; ``longest`` and ``blocks`` are 0
-    where they are not part of the program. Make one with `prompt`, `decode` or `mixed`.
+    where they are not part of the program. Make one with `prompt`, `decode`, `mixed` or `verify`.
     """
 
     phase: Phase
@@ -49,6 +49,11 @@ class Bucket(NamedTuple):
         """``tokens`` in one flat batch, from at most ``rows`` rows."""
         return cls("mixed", rows, tokens)
 
+    @classmethod
+    def verify(cls, rows: int, width: int) -> Bucket:
+        """``rows`` of up to ``width`` tokens, each the last known one and drafts behind it, and all are sampled."""
+        return cls("verify", rows, rows * width, width)
+
     @property
     def dims(self) -> tuple[int, ...]:
         """The numbers that identify the bucket within its phase, in the order of the log lines."""
@@ -63,6 +68,10 @@ class Bucket(NamedTuple):
             return {"tokens": self.tokens, "rows": self.rows}
         named = {"rows": self.rows, "longest": self.longest, "blocks": self.blocks}
         return {name: value for name, value in named.items() if value}
+
+    def without_context(self) -> Bucket:
+        """What is left where the length of contexts is no part of a program: decode buckets are rows."""
+        return Bucket.decode(self.rows) if self.phase == "decode" else self
 
     def holds(self, size: StepSize) -> bool:
         """Whether a step of ``size`` can run in this bucket. A mixed bucket holds steps of any phase, the others only

@@ -133,7 +133,7 @@ def _run(
         if bucket in tried:
             continue
         estimate = _estimate(done, bucket, expected)
-        if estimate >= available:
+        if estimate > available:
             done.skipped.append(Skipped(bucket, f"{estimate:,} bytes are expected, {max(available, 0):,} are left"))
             continue
         try:

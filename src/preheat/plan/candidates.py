@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.bucket_file import parse_bucket_file
 from preheat.plan.bucket_sizes import bucket_sizes
 from preheat.plan.buckets import Bucket, Phase
-from preheat.plan.options import PlanOptions
-from preheat.plan.policy import Policy, policy_named
-from preheat.plan.regions import Dimension, Region
+from preheat.plan.options import DIMENSIONS, PlanOptions
+from preheat.plan.policy import Policy, Span, policy_named
+from preheat.plan.regions import Dimension, Region, VerifyRegion
+
+logger = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a phase: its range (min, step, max) within the limits, and the bucket sizes in it. ``knob`` is
-    the prefix of the variables that set it.
+    """One dimension of a phase: its range (min, step, max) within the limits, and the bucket sizes in it, spaced by
+    ``strategy``. ``knob`` is the prefix of the variables that set it.
     """
 
     label: str
@@ -32,6 +36,7 @@ class Axis:
     step: int
     high: int
     values: tuple[int, ...]
+    strategy: str
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class Candidates:
 
 
 def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
-    """Every bucket that the options ask for, phase by phase. Raises SettingsError, saying what to change, for a policy,
-    strategy or range that makes no sense.
+    """Every bucket that the options ask for, phase by phase; warns of ranges that have no part in it. Raises
+    SettingsError, saying what to change, for a policy, strategy or range that makes no sense.
     """
     if limits.num_blocks < 2:
         raise SettingsError(
@@ -59,11 +64,58 @@ def candidates(limits: Limits, options: PlanOptions) -> tuple[Candidates, ...]:
         )
     policy = policy_named(options.bucketing_policy)
     regions = policy.regions(limits, options)
-    if (options.bucketing_strategy == "file") != (options.bucketing_from_file is not None):
-        raise SettingsError("--bucketing-strategy file and --bucketing-from-file belong together: give both or none")
+    if options.bucketing_strategy == "file" and options.bucketing_from_file is None:
+        raise SettingsError("--bucketing-strategy file needs the file: give --bucketing-from-file too")
+    _warn_of_unused(options, regions, policy)
     if options.bucketing_from_file is not None:
-        return _from_file(limits, regions, Path(options.bucketing_from_file), policy)
-    return tuple(_from_sizes(limits, options, region, policy) for region in regions)
+        named = _from_file(limits, regions, Path(options.bucketing_from_file), policy)
+        return _with_drafts(limits, options, named)
+    return _with_drafts(limits, options, tuple(_from_sizes(limits, options, region, policy) for region in regions))
+
+
+def _with_drafts(limits: Limits, options: PlanOptions, phases: tuple[Candidates, ...]) -> tuple[Candidates, ...]:
+    """``phases`` and that of steps whose rows end with drafts, if there are any: the rows of decode steps, by width."""
+    if not options.verify_widths:
+        return phases
+    if not policy_named(options.bucketing_policy).mixed_steps:
+        raise SettingsError(
+            "speculation needs steps that mix prompts and decoding: use --bucketing-policy unified, without a file or "
+            "ranges of prompts or blocks",
+            param="speculative_config",
+        )
+    if options.verify_widths[-1] > limits.max_num_batched_tokens:
+        raise SettingsError(
+            f"a row of {options.verify_widths[-1]} tokens, drafts included, exceeds max_num_batched_tokens "
+            f"{limits.max_num_batched_tokens}: lower num_speculative_tokens or raise it",
+            param="num_speculative_tokens",
+        )
+    decode = next(phase for phase in phases if phase.phase == "decode")
+    region = VerifyRegion(limits.max_rows, options.verify_widths, limits.max_num_batched_tokens)
+    rows = sorted({bucket.rows for bucket in decode.buckets} | {limits.max_rows})
+    buckets = (region.bucket(size, width) for size in rows for width in region.widths)
+    return (*phases, _candidates(limits, region, decode.axes, buckets))
+
+
+def _warn_of_unused(options: PlanOptions, regions: Sequence[Region], policy: Policy) -> None:
+    """Name the settings of buckets that the plan cannot follow."""
+    if options.bucketing_from_file is not None and options.bucketing_strategy not in ("auto", "file"):
+        logger.warning("bucketing strategy %s without effect: a file names the buckets", options.bucketing_strategy)
+    used = {dimension.name for region in regions for dimension in region.dimensions}
+    for name in DIMENSIONS:
+        what, pads = f"VLLM_{name.upper()}_BUCKET_*", options.pads(name) != (None, None)
+        if not options.is_asked(name) and not pads:
+            continue
+        if options.bucketing_from_file is not None:
+            logger.warning("%s without effect: --bucketing-from-file names the buckets", what)
+        elif name not in used and options.is_asked(name):
+            context = "the length of contexts is no part of a program; " if name.startswith("decode") else ""
+            logger.warning("%s without effect: %s%s buckets are %s", what, context, policy.name, _sizes_of(regions))
+        elif name in used and pads and options.strategy(name, policy.strategy) != "padding_aware":
+            logger.warning("%s: its padding is without effect: that is for padding_aware sizes", what)
+
+
+def _sizes_of(regions: Sequence[Region]) -> str:
+    return ", ".join(f"{region.phase} by {' and '.join(d.label for d in region.dimensions)}" for region in regions)
 
 
 def coarser(axes: Sequence[Axis]) -> str:
@@ -89,58 +141,74 @@ def _axis(limits: Limits, options: PlanOptions, dimension: Dimension, bound: int
     low, step, high = (usual if given is None else given for given, usual in zip(asked, defaults, strict=True))
     if asked[0] is None:
         low = min(low, high)
-    strategy = options.bucketing_strategy
+    if asked[2] is None:
+        high = max(low, high)
     try:
         bucket_sizes("linear", low, step, high)  # checks the range as given; steps do not go beyond ``bound``
-        low, high = min(low, bound), min(high, bound)
-        values = bucket_sizes(
-            *(strategy, low, step, high),
-            per_doubling=policy.per_doubling.get(name) if strategy == "exponential" else None,
-            pad_max=options.bucket_pad_max,
-            pad_percent=options.bucket_pad_percent,
-        )
+        if not dimension.by_row:
+            low, high = min(low, bound), min(high, bound)
+        values = _values(options, policy, name, (low, step, high))
     except SettingsError as error:
-        raise SettingsError(f"{knob}_{{MIN,STEP,MAX}}: {error.message}") from None
-    return Axis(dimension.label, knob, low, step, high, values)
+        message = f"{knob}_MIN, _STEP and _MAX are {low}, {step} and {high}: {error.message}"
+        if not options.skip_warmup:
+            raise SettingsError(f"{message}, or skip warm-up (VLLM_SKIP_WARMUP=true)") from None
+        logger.warning("%s; the defaults are used, as warm-up is skipped", message)
+        low, step, high = defaults
+        values = _values(options, policy, name, defaults)
+    return Axis(dimension.label, knob, low, step, high, values, options.strategy(name, policy.strategy))
+
+
+def _values(options: PlanOptions, policy: Policy, name: str, span: Span) -> tuple[int, ...]:
+    strategy = options.strategy(name, policy.strategy)
+    more: dict[str, Any] = {}
+    if strategy == "exponential":
+        per_doubling = policy.per_doubling.get(name)
+        more = {"per_doubling": per_doubling, "count": None if per_doubling else policy.count(name, span[2])}
+    elif strategy == "padding_aware":
+        more = dict(zip(("pad_max", "pad_percent"), options.pads(name), strict=True))
+    return bucket_sizes(strategy, *span, **more)
 
 
 def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: Policy) -> tuple[Candidates, ...]:
-    """Lines are ``(rows, query)`` or ``(rows, query, blocks)``; a query of 1 decodes."""
+    """Lines are ``(rows, query)`` or ``(rows, query, blocks)``; a query of 1 decodes. Those that cannot be a bucket are
+    skipped with a warning.
+    """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--bucketing-from-file {path} cannot be read: {error}") from None
     found: dict[Phase, list[Bucket]] = {region.phase: [] for region in regions}
     by_phase = {region.phase: region for region in regions}
     for line in parse_bucket_file(text, str(path)):
         rows, query, blocks = (*line, 0)[:3]
-        if rows < 1 or query < 1:
-            raise SettingsError(f"bucket {line}: rows and query must be at least 1")
         phase: Phase = "decode" if query == 1 else policy.prefill
-        found[phase].append(policy.file_bucket(by_phase[phase], rows, query, blocks))
-    return tuple(_candidates(limits, region, (), dict.fromkeys(found[region.phase])) for region in regions)
+        try:
+            if rows < 1 or query < 1:
+                raise ValueError("rows and query must be at least 1")
+            found[phase].append(policy.file_bucket(by_phase[phase], rows, query, blocks))
+        except ValueError as error:
+            logger.warning("%s: bucket %s is skipped: %s", path, line, error)
+    made = tuple(_candidates(limits, region, (), found[region.phase]) for region in regions)
+    for bucket, reason in (entry for phase in made for entry in phase.over):
+        logger.warning("%s: bucket %s is dropped: %s", path, bucket, reason)
+    return made
 
 
 def _candidates(limits: Limits, region: Region, axes: tuple[Axis, ...], buckets: Iterable[Bucket]) -> Candidates:
     good, over = [], []
-    for bucket in buckets:
-        if reason := _over_budget(limits, region, bucket):
+    for bucket in dict.fromkeys(buckets):
+        if reason := _over_budget(limits, bucket):
             over.append((bucket, reason))
         else:
             good.append(bucket)
     return Candidates(region, axes, tuple(good), tuple(over), _fallback(limits, region))
 
 
-def _over_budget(limits: Limits, region: Region, bucket: Bucket) -> str | None:
+def _over_budget(limits: Limits, bucket: Bucket) -> str | None:
+    """Why a bucket of possible sizes may not run; a region cuts down each size by itself."""
     budget = limits.max_num_batched_tokens
     if bucket.tokens > budget:
         return f"over budget: {bucket.tokens:,} tokens exceed --max-num-batched-tokens {budget:,}"
-    if bucket.rows > limits.max_num_seqs:
-        return f"over budget: {bucket.rows:,} rows exceed --max-num-seqs {limits.max_num_seqs:,}"
-    if bucket.longest > limits.max_model_len:
-        return f"over budget: {bucket.longest:,} tokens a row exceed --max-model-len {limits.max_model_len:,}"
-    if bucket.blocks > region.bounds[1]:
-        return f"over budget: {bucket.blocks:,} blocks exceed the {region.bounds[1]:,} that a step can refer to"
     return None
 
 

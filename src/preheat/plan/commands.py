@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from preheat.backends.base import Facts
 from preheat.limits import resolve_limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes
 from preheat.plan.cost import Costs, ModelSizes, SpecLike
-from preheat.plan.items import ForwardItem, Item, SamplerItem
+from preheat.plan.items import DraftItem, ForwardItem, Item, PaceItem, SamplerItem
 from preheat.plan.lines import format_bytes
+from preheat.plan.modes import with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
+from preheat.plan.sampler_settings import LEVEL_SETTINGS
 from preheat.settings import Settings
 
 MOST_REASONS = 8
@@ -47,24 +50,52 @@ def plan(
     *,
     dtype: str = "bfloat16",
     facts: Facts,
+    weights: Mapping[str, int] | None = None,
     as_json: bool = False,
 ) -> str:
-    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``."""
-    sizes = ModelSizes.of(spec, 4 if dtype == "float32" else 2)
-    limits = resolve_limits(settings, max_positions, settings.block_size * sizes.kv_bytes_per_token)
-    made = make_plan(limits, PlanOptions.of(settings), Costs(sizes, facts.machine, limits.block_size))
+    """What ``preheat plan`` prints for the model of ``spec``, made for ``max_positions`` tokens, in ``dtype``.
+    ``weights`` are the bytes of its weights, by how they are quantized.
+    """
+    settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
+    block_bytes = (settings.block_size or facts.block_size) * sizes.kv_bytes_per_token
+    limits = resolve_limits(settings, max_positions, block_bytes, image_tokens=spec.image_tokens)
+    made = make_plan(limits, PlanOptions.of(settings, facts), Costs(sizes, facts.machine, limits.block_size))
     if as_json:
-        return json.dumps(made.to_dict(), indent=2)
-    return "\n".join([*_head(made), "", *_items(made), "", *_padding(made), *_dropped(made)])
+        return json.dumps(made.to_dict() | ({"weights": dict(weights)} if weights else {}), indent=2)
+    return "\n".join(
+        [
+            *_head(made, sizes.kv_bytes_per_token),
+            *_weights(weights or {}, dtype),
+            "",
+            *_items(made),
+            "",
+            *_padding(made),
+            *_dropped(made),
+        ]
+    )  # fmt: skip
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: Plan, token_bytes: int) -> list[str]:
     limits = plan.limits
     seconds = sum(item.estimate.seconds for item in plan.items)
     size = f"{limits.max_num_seqs} sequences x {limits.max_model_len:,} tokens"
     step = f"{limits.max_num_batched_tokens:,} tokens a step, blocks of {limits.block_size}"
-    how = f"{plan.policy.name} policy, {plan.options.bucketing_strategy} bucket sizes"
-    return [f"{size}, {step}", f"{how}: {len(plan.items):,} items, {plan.programs:,} programs, about {seconds:.1f} s"]
+    how = f"{plan.policy.name} policy, {plan.strategy} bucket sizes"
+    most = format_bytes(limits.num_blocks * limits.block_size * token_bytes)
+    cache = f"KV cache: {format_bytes(token_bytes)} a token, at most {limits.num_blocks:,} blocks, {most}"
+    return [
+        f"{size}, {step}",
+        cache,
+        f"{how}: {len(plan.items):,} items, {plan.programs:,} programs, about {seconds:.1f} s",
+    ]
+
+
+def _weights(weights: Mapping[str, int], dtype: str) -> list[str]:
+    """What the weights take, if that is known."""
+    if not weights:
+        return []
+    parts = [f"{format_bytes(size)} {dtype if name == 'not quantized' else name}" for name, size in weights.items()]
+    return [f"weights: {'; '.join(parts)}"]
 
 
 def _items(plan: Plan) -> list[str]:
@@ -85,7 +116,11 @@ def _sizes(plan: Plan, items: list[Item]) -> str:
         return text + "".join(f", fallback {item.name}" for item in items if item.fallback)
     if isinstance(items[0], SamplerItem):
         sizes = plan.sampler_sizes
+        if plan.options.host_sampler:
+            return f"{len(sizes)} batch sizes x {len(LEVEL_SETTINGS)} levels, all settings for one row"
         return f"{len(sizes)} batch sizes x {len(items) // len(sizes)} settings"
+    if isinstance(items[0], DraftItem | PaceItem):
+        return f"{items[0].name} ... {items[-1].name}"
     return ", ".join(str(value) for item in items for value in item.shape.values())
 
 

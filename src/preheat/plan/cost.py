@@ -9,6 +9,10 @@ from typing import NamedTuple, Protocol
 from preheat.backends.base import Machine
 from preheat.plan.buckets import Bucket
 
+GRAMMAR_SECONDS = 0.05
+CHECK_TOKENS, CHECK_STEPS = 1024, 16
+"""About what a check computes: its contexts, alone and in company."""
+
 
 class Cost(NamedTuple):
     """Seconds to run an item once, and the bytes that it needs besides weights and cache."""
@@ -26,6 +30,12 @@ class _Layer(Protocol):
     @property
     def step_params(self) -> int: ...
     @property
+    def expert_params(self) -> int: ...
+    def step_bytes(self, itemsize: int) -> int: ...
+    def expert_bytes(self, itemsize: int) -> int: ...
+    @property
+    def expert_share(self) -> float: ...
+    @property
     def activations(self) -> int: ...
     @property
     def kv(self) -> _Cache: ...
@@ -34,6 +44,16 @@ class _Layer(Protocol):
 class _Head(Protocol):
     @property
     def weights(self) -> int: ...
+    def weight_bytes(self, itemsize: int) -> int: ...
+
+
+class _Vision(Protocol):
+    @property
+    def step_params(self) -> int: ...
+    @property
+    def num_positions(self) -> int: ...
+    @property
+    def activations(self) -> int: ...
 
 
 class SpecLike(Protocol):
@@ -47,14 +67,20 @@ class SpecLike(Protocol):
     def layers(self) -> Sequence[_Layer]: ...
     @property
     def head(self) -> _Head: ...
+    @property
+    def vision(self) -> _Vision | None: ...
+    @property
+    def image_tokens(self) -> int: ...
     def kv_bytes_per_token(self, itemsize: int) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that determine what a step costs. ``layer_params`` are the weights of all layers and
-    ``head_params`` those of the output head, without embeddings; ``kv_heads`` are the most that a layer has;
-    ``dtype_bytes`` is for weights, activations and cache.
+    """The sizes of a decoder that determine what a step costs. ``layer_params`` are the weights of all layers,
+    ``expert_params`` those of their experts, of which a token visits the part ``expert_share``, and ``head_params``
+    those of the output head, without embeddings; ``..._bytes`` are theirs as a device holds them. ``kv_heads`` are the
+    most that a layer has; ``dtype_bytes`` is for activations and cache. An image has ``vision_positions`` in its
+    encoder, of ``vision_params`` weights.
     """
 
     hidden: int
@@ -63,9 +89,17 @@ class ModelSizes:
     kv_heads: int
     layer_params: int
     head_params: int
+    layer_bytes: int
+    head_bytes: int
     kv_bytes_per_token: int
     activation_bytes_per_token: int
     dtype_bytes: int
+    expert_params: int = 0
+    expert_bytes: int = 0
+    expert_share: float = 0.0
+    vision_params: int = 0
+    vision_positions: int = 0
+    vision_bytes_per_image: int = 0
 
     @classmethod
     def of(cls, spec: SpecLike, dtype_bytes: int = 2) -> ModelSizes:
@@ -78,10 +112,22 @@ class ModelSizes:
             kv_heads=max(layer.kv.num_kv_heads for layer in spec.layers),
             layer_params=sum(layer.step_params for layer in spec.layers),
             head_params=spec.head.weights,
+            layer_bytes=sum(layer.step_bytes(dtype_bytes) for layer in spec.layers),
+            head_bytes=spec.head.weight_bytes(dtype_bytes),
             kv_bytes_per_token=spec.kv_bytes_per_token(dtype_bytes),
             activation_bytes_per_token=dtype_bytes * widest,
             dtype_bytes=dtype_bytes,
+            expert_params=sum(layer.expert_params for layer in spec.layers),
+            expert_bytes=sum(layer.expert_bytes(dtype_bytes) for layer in spec.layers),
+            expert_share=max(layer.expert_share for layer in spec.layers),
+            vision_params=spec.vision.step_params if spec.vision else 0,
+            vision_positions=spec.vision.num_positions if spec.vision else 0,
+            vision_bytes_per_image=dtype_bytes * spec.vision.activations if spec.vision else 0,
         )
+
+    def read_by(self, tokens: int) -> float:
+        """How many bytes of the layers ``tokens`` need, if each chooses its experts independently."""
+        return self.layer_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
 
 
 @dataclass(frozen=True)
@@ -97,17 +143,34 @@ class Costs:
         """One forward step without logits: the slower of its arithmetic and of reading weights and context."""
         sizes = self.sizes
         context = bucket.blocks * self.block_size or (bucket.rows * bucket.longest if bucket.phase == "decode" else 0)
-        flops = 2.0 * sizes.layer_params * bucket.tokens
-        moved = sizes.layer_params * sizes.dtype_bytes + context * sizes.kv_bytes_per_token
+        flops = 2.0 * (sizes.layer_params + sizes.expert_params * sizes.expert_share) * bucket.tokens
+        moved = sizes.read_by(bucket.tokens) + context * sizes.kv_bytes_per_token
         work = bucket.tokens * sizes.activation_bytes_per_token
         return self._known(name, flops, moved + work, work, self.machine.step_overhead)
 
-    def sampling(self, name: str, rows: int) -> Cost:
-        """Float32 logits of ``rows`` positions, and one token from each."""
+    def sampling(self, name: str, rows: int, times: int = 1) -> Cost:
+        """Float32 logits of ``rows`` positions and one token from each, ``times`` times."""
         sizes = self.sizes
         logits = rows * sizes.vocab * 4
-        moved = (sizes.head_params * sizes.dtype_bytes if rows else 0) + 4 * logits
-        return self._known(name, 2.0 * sizes.head_params * rows, moved, 2 * logits, self.machine.call_overhead)
+        moved = (sizes.head_bytes if rows else 0) + 4 * logits
+        flops, overhead = 2.0 * sizes.head_params * rows, self.machine.call_overhead
+        return self._known(name, times * flops, times * moved, 2 * logits, times * overhead)
+
+    def check(self, name: str) -> Cost:
+        """A cross-check at boot: a few short steps. Its memory is not estimated."""
+        flops = 2.0 * self.sizes.layer_params * CHECK_TOKENS
+        return self._known(name, flops, 0, 0, CHECK_STEPS * self.machine.step_overhead)
+
+    def encoder(self, name: str, images: int) -> Cost:
+        """Encoding ``images`` images at once."""
+        sizes = self.sizes
+        work, reads = images * sizes.vision_bytes_per_image, sizes.vision_params * sizes.dtype_bytes
+        flops = 2.0 * sizes.vision_params * sizes.vision_positions * images
+        return self._known(name, flops, reads + work, work, self.machine.step_overhead)
+
+    def grammar(self, name: str) -> Cost:
+        """Compiling a small grammar and building some of its states, on the host."""
+        return self._known(name, 0.0, 0, 0, GRAMMAR_SECONDS)
 
     def swap(self, name: str, pairs: int) -> Cost:
         """Swapping ``pairs`` pairs of blocks, layer by layer through copies."""

@@ -29,7 +29,9 @@ OnMiss = Callable[[StepSize, Bucket], None]
 
 
 class WarnOnce:
-    """The default ``on_miss``: ``counts`` misses by step size, the first hundred by name, and warns once of each."""
+    """The default ``on_miss``: ``counts`` misses by step size, the first hundred by name, and tells once of each. What
+    takes the fallback is warm: only a first run is not, which the cold monitor reports.
+    """
 
     def __init__(self, counts: dict[str, int] | None = None) -> None:
         self.counts = {} if counts is None else counts
@@ -38,7 +40,7 @@ class WarnOnce:
         name = str(size)
         if name not in self.counts:
             if len(self.counts) < MAX_MISSES_NAMED:
-                logger.warning("Configuration: %s was not warmed-up!", size)
+                logger.warning("Configuration: %s is beyond the bucket sizes and runs as %s", size, bucket)
             else:
                 name = OTHERS
         self.counts[name] = self.counts.get(name, 0) + 1

@@ -17,8 +17,15 @@ from preheat.core import Level, SamplingParams
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
-from preheat.plan.programs import Program, SamplerProgram, SwapProgram
-from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, SAMPLER_SETTINGS
+from preheat.plan.programs import (
+    ENCODER_SIZES,
+    DraftProgram,
+    EncoderProgram,
+    Program,
+    SamplerProgram,
+    SwapProgram,
+)
+from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, LEVEL_SETTINGS, SAMPLER_SETTINGS
 
 if TYPE_CHECKING:
     from preheat.plan.plan import Plan
@@ -44,6 +51,9 @@ class ItemRunner(Protocol):
     def num_blocks(self) -> int:
         """Blocks of the cache."""
 
+    def tell(self, line: str) -> None:
+        """Log a line on what is about to run, or has run."""
+
     def first_run(self, bucket: Bucket) -> None:
         """Run a step padded to ``bucket`` for the first time: all of it, or what capturing its graph needs."""
 
@@ -53,14 +63,28 @@ class ItemRunner(Protocol):
     def sample(self, program: SamplerProgram, params: SamplingParams, times: int) -> None:
         """Sample the rows of ``program``, all with ``params``, ``times`` times in a row."""
 
+    def encode(self, images: int) -> None:
+        """Encode so many images at once."""
+
     def swap(self, pairs: int) -> None:
         """Run the program that swaps ``pairs`` pairs of blocks; blocks 0 and 1 change places."""
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
         """Call ``run`` ``count`` times, logging as the determinism warm-up does; a failing pass is logged too."""
 
+    def build_grammar(self, name: str) -> None:
+        """Compile the grammar of this name and build the states on some paths through it; raises NothingToRun where
+        there are no grammars.
+        """
+
     def run_check(self, name: str) -> None:
         """Run a cross-check; raises NotInvariant or NothingToRun."""
+
+    def draft(self, item: Item) -> None:
+        """Run an item of the draft model's plan."""
+
+    def pace(self, bucket: Bucket, *, draft: bool) -> None:
+        """Measure what a step of ``bucket`` takes that has run before, of the draft model's plan with ``draft``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +206,15 @@ class SamplerItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[SamplerItem]:
-        """For each size all settings with a changed batch, then all with an unchanged one, `GAUDI_SETTINGS` first."""
+        """For each size all settings with a changed batch, then all with an unchanged one, `GAUDI_SETTINGS` first.
+
+        A sampler on the host runs the same code for any number of rows: all settings for one row, and for the other
+        sizes, which only size arrays, one setting of each level.
+        """
         for rows in plan.sampler_sizes:
+            if plan.options.host_sampler and rows != 1:
+                yield from (cls(rows, setting, batch_changed=True) for setting in LEVEL_SETTINGS.values())
+                continue
             for settings in (GAUDI_SETTINGS, BRANCH_SETTINGS):
                 yield from (cls(rows, setting, changed) for changed in (True, False) for setting in settings)
 
@@ -191,9 +222,9 @@ class SamplerItem(Item):
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
         logged = [(name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
         for line in lines.sampler_start(sorted({item.rows for item in items}), logged):
-            logger.info("%s", line)
+            warm.tell(line)
         done = Item.run_kind(items, run_one, warm)
-        logger.info("Sampler warmup completed successfully")
+        warm.tell("Sampler warmup completed successfully")
         return done
 
     @property
@@ -209,11 +240,42 @@ class SamplerItem(Item):
         return SamplerProgram(self.rows, Level.of(SAMPLER_SETTINGS[self.setting]))
 
     def cost(self, costs: Costs) -> Cost:
-        return costs.sampling(self.name, self.rows)
+        return costs.sampling(self.name, self.rows, times=self._times)
 
     def run(self, warm: ItemRunner) -> None:
+        warm.sample(self.program, SAMPLER_SETTINGS[self.setting], self._times)
+
+    @property
+    def _times(self) -> int:
         """The batch is unchanged the second time."""
-        warm.sample(self.program, SAMPLER_SETTINGS[self.setting], 1 if self.batch_changed else 2)
+        return 1 if self.batch_changed else 2
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderItem(Item):
+    """The program that encodes ``images`` images; only models that see images have any."""
+
+    KIND = "encoder"
+    images: int
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[EncoderItem]:
+        """Largest first, which needs the most memory."""
+        return (cls(images) for images in ENCODER_SIZES if images <= plan.limits.max_images)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"images": self.images}
+
+    @property
+    def program(self) -> EncoderProgram:
+        return EncoderProgram(self.images)
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.encoder(self.name, self.images)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.encode(self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +295,14 @@ class SwapItem(Item):
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
         """All sizes, and after an odd number of swaps the first one again."""
         sizes = [item.pairs for item in items]
-        logger.info("Warming up defragmenter with thresholds: %s", sizes)
+        warm.tell(f"Warming up defragmenter with thresholds: {sizes}")
         if warm.num_blocks < 2:
             logger.warning("Skipping defragmenter warmup, insufficient blocks (%d)", warm.num_blocks)
             return 0
         done = Item.run_kind(items, run_one, warm)
         if done % 2:
             warm.swap(sizes[0])
-        logger.info("Defragmenter warmup completed successfully")
+        warm.tell("Defragmenter warmup completed successfully")
         return done
 
     @property
@@ -256,6 +318,97 @@ class SwapItem(Item):
 
     def run(self, warm: ItemRunner) -> None:
         warm.swap(self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftItem(Item):
+    """An item of the draft model's plan: its steps, and what it samples with."""
+
+    KIND, stage = "draft", "last"
+    item: ForwardItem | SamplerItem
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[DraftItem]:
+        """Those of the draft model's plan, in its order."""
+        items = plan.draft.items if plan.draft else ()
+        return (cls(item) for item in items if isinstance(item, ForwardItem | SamplerItem))
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"of": self.item.kind, **self.item.shape}
+
+    @property
+    def program(self) -> DraftProgram:
+        return DraftProgram(self.item.program)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.draft(self.item)
+
+
+@dataclass(frozen=True, slots=True)
+class PaceItem(Item):
+    """A step that decodes, with and without drafts, is timed once all has run: the number of drafts is chosen by it."""
+
+    KIND, stage = "pace", "last"
+    bucket: Bucket
+    draft: bool
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[PaceItem]:
+        """The rows of each phase that are about powers of two, and the most."""
+        if not (plan.options.measures_drafts and plan.verifies):
+            return
+        for phase in ("decode", "verify"):
+            buckets = plan.dispatcher.phases[phase].buckets
+            for width in sorted({bucket.longest for bucket in buckets}):
+                rows = [bucket for bucket in buckets if bucket.longest == width]
+                yield from (cls(bucket, draft=False) for bucket in _doubling(rows))
+        if plan.draft:
+            yield from (cls(bucket, draft=True) for bucket in _doubling(plan.draft.dispatcher.phases["decode"].buckets))
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"of": f"draft {self.bucket.phase}" if self.draft else self.bucket.phase, **self.bucket.named_dims()}
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.forward(self.name, self.bucket)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.pace(self.bucket, draft=self.draft)
+
+
+def _doubling(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Of buckets that differ in rows, each with at least twice the rows of the one before, and the largest."""
+    ordered = sorted(buckets, key=lambda bucket: bucket.rows)
+    chosen: list[Bucket] = []
+    for bucket in ordered:
+        if not chosen or bucket.rows >= 2 * chosen[-1].rows:
+            chosen.append(bucket)
+    return list(dict.fromkeys((*chosen, ordered[-1])))
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarItem(Item):
+    """A grammar that is known before the first request. A state's first mask is slower than later ones, so states are
+    built too.
+    """
+
+    KIND = "grammar"
+    grammar: str
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[GrammarItem]:
+        return map(cls, plan.options.grammars)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"name": self.grammar}
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.grammar(self.name)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.build_grammar(self.grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +458,9 @@ class CheckItem(Item):
     @property
     def shape(self) -> dict[str, Any]:
         return {"name": self.check}
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.check(self.name)
 
     def run(self, warm: ItemRunner) -> None:
         warm.run_check(self.check)

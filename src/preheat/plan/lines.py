@@ -8,6 +8,9 @@ from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit
 from preheat.plan.candidates import Candidates
 
+SHOWN = 4
+"""Buckets at each end of a shortened list."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -25,10 +28,10 @@ def bucket_config(phase: Candidates) -> str:
     return f"{phase.phase.capitalize()} bucket config (min, step, max_warmup) {ranges or 'from file'}"
 
 
-def generated(phase: Phase, buckets: Iterable[Bucket]) -> str:
-    """The buckets of a phase, in ascending order."""
-    dims = _dims(buckets)
-    return f"Generated {len(dims)} {phase} buckets: {dims}"
+def generated(phase: Phase, buckets: Iterable[Bucket], *, whole: bool = True) -> str:
+    """The buckets of a phase, in ascending order; the first and the last ones unless ``whole``."""
+    buckets = list(buckets)
+    return f"Generated {len(buckets)} {phase} buckets: {_listed(buckets, whole=whole)}"
 
 
 def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *, graph: bool = False) -> str:
@@ -39,38 +42,53 @@ def running(phase: Phase, bucket: Bucket, number: int, total: int, free: int, *,
     return f"[Warmup][{label}][{number}/{total}] {dims} free_mem:{format_bytes(free)}"
 
 
-def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int) -> str:
-    """Which buckets of a phase were captured."""
+def captured(phase: Phase, buckets: Sequence[Bucket], total: int, used: int, *, whole: bool = True) -> str:
+    """Which buckets of a phase were captured; the first and the last ones unless ``whole``."""
     share = 100 * len(buckets) / total if total else 100.0
     return (
         f"Graph/{phase.capitalize()} captured:{len(buckets)} ({share:.1f}%) used_mem:{format_bytes(used)} "
-        f"buckets:{_dims(buckets)}"
+        f"buckets:{_listed(buckets, whole=whole)}"
     )
 
 
-def finished(seconds: float, used: int) -> str:
-    """The last line of warm-up."""
-    return f"Warmup finished in {seconds:.0f} secs, allocated {format_bytes(used)} of device memory"
+def progress(done: int, total: int, current: str, seconds: float) -> str:
+    """How far the warm-up is, now and then; ``seconds`` are left."""
+    return f"Warming up: {done:,} of {total:,} items, {time_left(seconds)} ({current})"
 
 
-def memory_step(what: str, device: tuple[int, int, int], host: tuple[int, int, int], *, in_total: bool = False) -> str:
+def time_left(seconds: float) -> str:
+    """``about 12 s left``; never none at all, as something is left."""
+    return f"about {max(round(seconds), 1)} s left"
+
+
+def finished(seconds: float, used: int, *, place: str = "device") -> str:
+    """The last line of warm-up, which took ``used`` bytes of the memory of ``place``."""
+    return f"Warmup finished in {seconds:.0f} secs, allocated {format_bytes(used)} of {place} memory"
+
+
+def memory_step(
+    what: str, device: tuple[int, int, int] | None, host: tuple[int, int, int], *, in_total: bool = False
+) -> str:
     """The memory that a step of the boot, or several ``in_total``, took. ``device`` and ``host`` are (taken, used now,
-    total) in bytes; negative numbers are released memory.
+    total) in bytes; negative numbers are released memory. None: the device has no memory of its own.
     """
-    (taken, used, total), (host_taken, host_used, host_total) = device, host
-    return (
-        f"{what} took {'in total ' if in_total else ''}{format_bytes(taken)} of device memory "
-        f"({format_bytes(used)}/{format_bytes(total)} used) and "
-        f"{format_bytes(host_taken)} of host memory ({format_bytes(host_used)}/{format_bytes(host_total)} used)"
-    )
+    figures = {"host": host} if device is None else {"device": device, "host": host}
+    parts = [
+        f"{format_bytes(taken)} of {place} memory ({format_bytes(used)}/{format_bytes(total)} used)"
+        for place, (taken, used, total) in figures.items()
+    ]
+    return f"{what} took {'in total ' if in_total else ''}{' and '.join(parts)}"
 
 
-def free_memory(split: MemorySplit, utilization: float, reserved: float) -> str:
-    """How the free memory is divided."""
+def free_memory(split: MemorySplit, cache: int, utilization: float, reserved: float, mode: str = "") -> str:
+    """How the free memory is divided, ``cache`` bytes of it to the KV cache. ``reserved`` is the share asked for
+    graphs; in ``mode``, if one is given, there are none.
+    """
+    none = f"; execution mode {mode} captures none" if mode else ""
     return (
         f"Free device memory: {format_bytes(split.free)}, {format_bytes(split.usable)} usable "
         f"(gpu_memory_utilization={utilization:g}), {format_bytes(split.graphs)} reserved for graphs "
-        f"(VLLM_GRAPH_RESERVED_MEM={reserved:g}), {format_bytes(split.cache)} reserved for KV cache"
+        f"(VLLM_GRAPH_RESERVED_MEM={reserved:g}{none}), {format_bytes(cache)} reserved for KV cache"
     )
 
 
@@ -90,5 +108,7 @@ def sampler_start(sizes: Sequence[int], settings: Iterable[tuple[str, bool]]) ->
     return [*lines, "Starting sampler warmup..."]
 
 
-def _dims(buckets: Iterable[Bucket]) -> list[tuple[int, ...]]:
-    return sorted(bucket.dims for bucket in buckets)
+def _listed(buckets: Iterable[Bucket], *, whole: bool) -> str:
+    dims = [str(dims) for dims in sorted(bucket.dims for bucket in buckets)]
+    shown = dims if whole or len(dims) <= 2 * SHOWN else [*dims[:SHOWN], "...", *dims[-SHOWN:]]
+    return f"[{', '.join(shown)}]"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
-from preheat.plan.policy import policy_named
+from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
+from preheat.utils.bucketing import DEFAULT_POLICY
+from preheat.utils.environment import warn
+
+logger = logging.getLogger(__name__)
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -22,25 +28,41 @@ BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
 }
 """What ``lazy_mode`` and ``enforce_eager`` ask for together: the table of vLLM on Gaudi."""
 
+LAZY_MODE = "lazy_mode (PT_HPU_LAZY_MODE)"
+
 
 def asked(settings: Settings) -> Mode | None:
-    """The mode that the settings name; None if they name none. SettingsError if they name two."""
+    """The mode that the settings name; None if they name none. SettingsError if they name two.
+
+    ``lazy_mode`` is often set by the environment of another machine: it gives way to the others.
+    """
     bridge = BY_BRIDGE[settings.lazy_mode, settings.enforce_eager]
     if settings.execution_mode == "auto":
         return bridge
     chosen: Mode = settings.execution_mode  # type: ignore[assignment]  # the option's choices
-    if bridge not in (None, chosen):
+    if bridge == chosen:
+        return chosen
+    if BY_BRIDGE[None, settings.enforce_eager] not in (None, chosen):
         raise SettingsError(
-            f"execution_mode {chosen} contradicts {_words(settings)}, which means {bridge}: drop one of them",
+            f"execution_mode {chosen} contradicts enforce_eager, which means {bridge}: drop one of them",
             param="execution_mode",
         )
+    if settings.lazy_mode is not None:
+        logger.warning("%s without effect: execution_mode is %s", LAZY_MODE, chosen)
     return chosen
 
 
 def resolve(facts: Facts, settings: Settings) -> Mode:
-    """The mode in which a backend runs. SettingsError, with the reason, if it does not have the mode asked for."""
+    """The mode in which a backend runs. SettingsError, with the reason, if it does not have the mode asked for; only
+    what ``lazy_mode`` asks for is then left to the default, with a warning.
+    """
     modes = facts.modes
     mode = asked(settings) or modes.default
+    if settings.enforce_eager and settings.lazy_mode is None and settings.execution_mode == "auto":
+        mode = modes.enforced
+    if mode in modes.rejected and settings.execution_mode == "auto" and settings.lazy_mode is not None:
+        logger.warning("%s without effect: there is no mode %s, %s", LAZY_MODE, mode, modes.rejected[mode])
+        mode = BY_BRIDGE[None, settings.enforce_eager] or modes.default
     if mode in modes.rejected:
         raise SettingsError(
             f"execution mode {mode} is not available on {facts.name}: {modes.rejected[mode]}. "
@@ -48,6 +70,19 @@ def resolve(facts: Facts, settings: Settings) -> Mode:
             param="execution_mode",
         )
     return mode
+
+
+def with_defaults(settings: Settings, facts: Facts) -> Settings:
+    """``settings`` with a backend's limits of a step, its block size and its other defaults, where none are set."""
+    sequences, tokens = step_limits(settings, facts)
+    usual = {"bucketing_policy": DEFAULT_POLICY, "block_size": facts.block_size} | dict(facts.defaults)
+    more: dict[str, Any] = {name: value for name, value in usual.items() if getattr(settings, name) is None}
+    return replace(settings, max_num_seqs=sequences, max_num_batched_tokens=tokens, **more)
+
+
+def step_limits(settings: Settings, facts: Facts) -> tuple[int, int]:
+    """The most sequences and tokens of a step: as they are set, or else those of a backend."""
+    return settings.max_num_seqs or facts.max_num_seqs, settings.max_num_batched_tokens or facts.max_num_batched_tokens
 
 
 def check_options(settings: Settings, facts: Facts) -> None:
@@ -60,21 +95,27 @@ def check_options(settings: Settings, facts: Facts) -> None:
             raise SettingsError(
                 f"{name} cannot be turned {turned} on {facts.name}: {reason}; leave it {usual}", param=name
             )
-    if settings.contiguous_pa and settings.block_size != facts.split:
+    for name, reason in facts.ignored.items():
+        if getattr(settings, name) is not None:
+            warn(f"{OPTIONS[name].env} without effect: {reason}")
+    settings = with_defaults(settings, facts)
+    size = settings.block_size
+    if settings.num_scheduler_steps > 1 and not facts.asynchronous:
         raise SettingsError(
-            f"contiguous_pa reads whole blocks of {facts.split} tokens, and block_size is {settings.block_size}: "
+            f"num_scheduler_steps {settings.num_scheduler_steps} asks for steps that are prepared ahead, and on "
+            f"{facts.name} a step has ended when its call returns: leave it at 1",
+            param="num_scheduler_steps",
+        )
+    if settings.contiguous_pa and size != facts.split:
+        raise SettingsError(
+            f"contiguous_pa reads whole blocks of {facts.split} tokens, and block_size is {size}: "
             f"set block_size to {facts.split}, or contiguous_pa to false",
             param="contiguous_pa",
         )
-    mixed_steps = policy_named(settings.bucketing_policy).mixed_steps
+    mixed_steps = policy_of(settings).mixed_steps
     if settings.max_num_mixed_tokens is not None and not (mixed_steps and settings.enable_chunked_prefill):
         raise SettingsError(
             "max_num_mixed_tokens bounds steps in which prompts are cut for others: leave it unset, or use the unified "
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
         )
-
-
-def _words(settings: Settings) -> str:
-    words = {"lazy_mode (PT_HPU_LAZY_MODE)": settings.lazy_mode is not None, "enforce_eager": settings.enforce_eager}
-    return " and ".join(word for word, is_set in words.items() if is_set)

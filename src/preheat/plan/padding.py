@@ -32,16 +32,19 @@ class Padding:
         return asdict(self) | {"mean": round(self.mean, 6), "worst": round(self.worst, 6)}
 
 
-def padding_by_phase(dispatcher: Dispatcher) -> dict[str, Padding]:
-    """The padding of each phase, fallbacks included."""
-    return {phase: _measure(dispatcher, *_sampled(part.region)) for phase, part in dispatcher.phases.items()}
+def padding_by_phase(dispatcher: Dispatcher, *, context: bool = True) -> dict[str, Padding]:
+    """The padding of each phase, fallbacks included; with ``context`` that of contexts is computed, too."""
+    return {phase: _measure(dispatcher, *_sampled(part.region), context) for phase, part in dispatcher.phases.items()}
 
 
-def _measure(dispatcher: Dispatcher, sizes: Iterable[StepSize], spread: str) -> Padding:
+def _measure(dispatcher: Dispatcher, sizes: Iterable[StepSize], spread: str, context: bool) -> Padding:
     extra, worst, worst_need, count = 0.0, -1.0, "", 0
     for size in sizes:
-        asked = padded_work(_exact(size))
-        added = padded_work(dispatcher.peek(size)) / asked - 1
+        exact, padded = _exact(size), dispatcher.peek(size)
+        if not context:
+            exact, padded = exact.without_context(), padded.without_context()
+        asked = padded_work(exact)
+        added = padded_work(padded) / asked - 1
         extra, count = extra + added, count + 1
         if added > worst:
             worst, worst_need = added, str(size)
@@ -53,6 +56,8 @@ def _exact(size: StepSize) -> Bucket:
         return Bucket.prompt(size.rows, size.longest)
     if size.phase == "mixed":
         return Bucket.mixed(size.tokens, size.rows)
+    if size.phase == "verify":
+        return Bucket.verify(size.rows, size.longest)
     return Bucket.decode(size.rows, longest=size.longest, blocks=size.blocks)
 
 
@@ -64,6 +69,9 @@ def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
     if region.phase == "prompt":
         lengths = _log_spaced(SHORTEST, b)
         return (region.step_size(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+    if region.phase == "verify":
+        rows = range(1, a + 1, max(1, a // SAMPLES))
+        return (region.step_size(row, int(region.top(np.asarray(row)))) for row in rows), f"rows uniform over 1-{a}"
     rows_evenly = sorted({int(row) for row in np.linspace(1, a, min(a, SAMPLES))})
     if isinstance(region, DecodeByBlocks | DecodeByLength):
         return _sampled_decodes(region, rows_evenly), f"rows uniform over 1-{a}, contexts log-uniform"

@@ -5,33 +5,52 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.plan.bucket_sizes import bucket_sizes
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.candidates import Candidates, candidates, coarser
 from preheat.plan.cost import Costs
 from preheat.plan.dispatcher import Dispatcher, OnMiss, build_phase
-from preheat.plan.items import CheckItem, DeterminismItem, Dropped, ForwardItem, Item, SamplerItem, SwapItem
+from preheat.plan.items import (
+    CheckItem,
+    DeterminismItem,
+    DraftItem,
+    Dropped,
+    EncoderItem,
+    ForwardItem,
+    GrammarItem,
+    Item,
+    PaceItem,
+    SamplerItem,
+    SwapItem,
+)
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Policy, policy_named
+from preheat.plan.programs import Program
 
 MAX_PROGRAMS = 2_000
 
-KINDS: tuple[type[Item], ...] = (ForwardItem, SamplerItem, SwapItem, DeterminismItem, CheckItem)
+KINDS: tuple[type[Item], ...] = (
+    ForwardItem, EncoderItem, SamplerItem, SwapItem, GrammarItem, DraftItem, PaceItem, DeterminismItem, CheckItem,
+)  # fmt: skip
 """The kinds of items, in the order in which they run."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     """Frozen: nothing can be added later. ``items`` are in the order in which they run, the largest buckets of each
-    phase first; ``checks`` name the cross-checks that run last; ``padding`` is by phase.
+    phase first; ``checks`` name the cross-checks that run last; ``padding`` is by phase; ``draft`` is the plan of the
+    draft model, if there is one.
     """
 
     limits: Limits
@@ -42,6 +61,7 @@ class Plan:
     phases: tuple[Candidates, ...]
     dropped: tuple[Dropped, ...]
     padding: Mapping[str, Padding]
+    draft: Plan | None = None
     items: tuple[Item, ...] = ()
 
     def fit(self, size: StepSize) -> Bucket:
@@ -51,11 +71,27 @@ class Plan:
     @cached_property
     def sampler_sizes(self) -> tuple[int, ...]:
         """Numbers of rows that sampling is padded to, ascending: 0, 1, those of the decode buckets, and the most rows
-        that a step can have.
+        that a step can have; where there are drafts, each of which is a row more, four sizes in each doubling up to the
+        most of those.
         """
         decode = self.dispatcher.phases["decode"]
         rows = {bucket.rows for bucket in (*decode.buckets, decode.fallback) if bucket is not None}
-        return tuple(sorted({0, 1, self.limits.max_rows} | rows))
+        rows |= {0, 1, self.limits.max_rows}
+        limits = self.limits
+        most = min(limits.max_sampled, limits.max_rows * (1 + limits.num_speculative_tokens))
+        if self.verifies and most > max(rows):
+            rows |= set(bucket_sizes("exponential", max(rows), 2, most, per_doubling=4))
+        return tuple(sorted(rows))
+
+    @property
+    def verifies(self) -> bool:
+        """Whether there are steps with drafts."""
+        return "verify" in self.dispatcher.phases
+
+    def most_drafts(self, rows: int) -> int:
+        """The most drafts of a row in a step of ``rows`` rows that decode; 0 if none fit."""
+        region = self.dispatcher.phases["verify"].region
+        return int(region.top(np.asarray(rows))) - 1 if rows <= region.bounds[0] else 0
 
     def sampler_rows(self, rows: int) -> int:
         """What the sampling of ``rows`` rows is padded to."""
@@ -66,12 +102,32 @@ class Plan:
         if longest == 1:
             return tokens  # decoding rows; their number is bounded by the slots
         bucket = self.dispatcher.find(StepSize(self.policy.prefill, rows, tokens, longest=longest))
-        return bucket.tokens if bucket else max(tokens, self.limits.max_num_batched_tokens)
+        if bucket:
+            return bucket.tokens
+        budget = self.limits.max_num_batched_tokens
+        if rows > 1 and not self.policy.mixed_steps:
+            return budget + 1  # prompts that fit no bucket together run one after the other
+        return max(tokens, budget)
+
+    @property
+    def strategy(self) -> str:
+        """How bucket sizes are spaced; several if the dimensions differ."""
+        return ", ".join(sorted({axis.strategy for phase in self.phases for axis in phase.axes})) or "file"
+
+    def program_of(self, program: Program) -> Program:
+        """What runs: buckets that differ in their context alone may be one program."""
+        shared = isinstance(program, Bucket) and not self.options.pads_context
+        return program.without_context() if shared and isinstance(program, Bucket) else program
 
     @property
     def programs(self) -> int:
         """Distinct runnable programs; several items may run the same."""
-        return len({item.program for item in self.items} - {None})
+        return len({self.program_of(item.program) for item in self.items if item.program is not None})
+
+    @cached_property
+    def largest(self) -> Bucket:
+        """The bucket that needs the most memory, fallbacks included."""
+        return largest(item.bucket for item in self.items if isinstance(item, ForwardItem))
 
     def with_costs(self, costs: Costs) -> Plan:
         """The same plan with its items estimated by ``costs``."""
@@ -81,7 +137,7 @@ class Plan:
         """For JSON."""
         return {
             "policy": self.policy.name,
-            "strategy": self.options.bucketing_strategy,
+            "strategy": self.strategy,
             "programs": self.programs,
             "estimated_seconds": round(sum(item.estimate.seconds for item in self.items), 3),
             "estimated_bytes": max(item.estimate.bytes for item in self.items),
@@ -89,6 +145,11 @@ class Plan:
             "items": [item.to_dict() for item in self.items],
             "dropped": [dropped.to_dict() for dropped in self.dropped],
         }
+
+
+def largest(buckets: Iterable[Bucket]) -> Bucket:
+    """The one with the most tokens, then rows, then context: what a step needs grows with them in this order."""
+    return max(buckets, key=lambda bucket: (bucket.tokens, bucket.rows, bucket.blocks, bucket.longest))
 
 
 def make_plan(
@@ -140,9 +201,16 @@ def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on
         checks=checks,
         phases=phases,
         dropped=tuple(dropped),
-        padding=padding_by_phase(dispatcher),
+        padding=padding_by_phase(dispatcher, context=options.pads_context),
+        draft=_make_draft_plan(limits, options, on_miss) if options.draft_model else None,
     )
     return replace(plan, items=tuple(item for kind in KINDS for item in kind.of_plan(plan)))
+
+
+def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | None) -> Plan:
+    """The draft model's plan: the same limits and buckets, without drafts of its own."""
+    alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False)
+    return _make_plan(replace(limits, num_speculative_tokens=0), alone, (), on_miss)
 
 
 def _shadow_reason(winner: Bucket | None) -> str:

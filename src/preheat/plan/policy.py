@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from preheat.limits import Limits
 from preheat.plan.buckets import Bucket, Phase, StepSize
 from preheat.plan.options import PlanOptions
 from preheat.plan.regions import DecodeByBlocks, DecodeByLength, DecodeRegion, MixedRegion, PromptRegion, Region
+from preheat.settings import Settings
+from preheat.utils.bucketing import DEFAULT_POLICY
 
 Span = tuple[int, int, int]
 """A range of bucket sizes: (min, step, max)."""
@@ -20,7 +23,8 @@ Span = tuple[int, int, int]
 class Policy(ABC):
     """``prefill`` is the phase of steps with prompts in them. With ``mixed_steps`` those also hold decoding rows; with
     ``compacts`` the KV cache is defragmented; with ``pads_length`` the length of rows is part of the buckets.
-    ``per_doubling`` gives the number of exponential bucket sizes in each doubling, by dimension.
+    ``strategy`` spaces bucket sizes by default; ``per_doubling`` gives the number of exponential ones in each doubling,
+    by dimension.
     """
 
     name: ClassVar[str]
@@ -28,6 +32,7 @@ class Policy(ABC):
     mixed_steps: ClassVar[bool]
     compacts: ClassVar[bool]
     pads_length: ClassVar[bool]
+    strategy: ClassVar[str]
     per_doubling: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     @abstractmethod
@@ -38,17 +43,23 @@ class Policy(ABC):
 
     @abstractmethod
     def regions(self, limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
-        """The steps that may arise within ``limits``, phase by phase. Raises SettingsError for bucket ranges that this
-        policy does not have.
+        """The steps that may arise within ``limits``, phase by phase. Raises SettingsError for bucket ranges that
+        contradict each other.
         """
 
     @abstractmethod
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
         """The default range of a dimension such as "prompt_bs"."""
 
+    def count(self, name: str, high: int) -> int | None:
+        """The number of exponential sizes of a dimension up to ``high``; None: one a doubling."""
+        return None
+
     @abstractmethod
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
-        """The bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 if the line has none."""
+        """The bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 if the line has none. Raises
+        ValueError for a line that says too little.
+        """
 
 
 class UnifiedPolicy(Policy):
@@ -60,41 +71,37 @@ class UnifiedPolicy(Policy):
     """
 
     name, prefill, mixed_steps, compacts, pads_length = "unified", "mixed", True, True, False
-    per_doubling = MappingProxyType({"prompt_seq": 8, "prompt_bs": 1, "decode_bs": 4})
+    strategy = "exponential"
+    per_doubling = MappingProxyType({"prompt_seq": 8, "decode_bs": 4})
 
     def step_size(self, rows: int, tokens: int, *, decodes: bool, longest: int = 0, blocks: int = 0) -> StepSize:
         return StepSize("decode" if decodes else "mixed", rows, tokens)
 
     def regions(self, limits: Limits, options: PlanOptions) -> tuple[Region, ...]:
-        for name in ("decode_block", "decode_seq"):
-            if options.is_asked(name):
-                raise SettingsError(
-                    f"VLLM_{name.upper()}_BUCKET_* needs --bucketing-policy split: unified decode is by rows alone"
-                )
         rows = limits.max_rows
         return MixedRegion(limits.max_num_batched_tokens, rows, limits.max_model_len), DecodeRegion(rows)
 
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
         rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        exponential = options.bucketing_strategy == "exponential"
+        strategy = options.strategy(name, self.strategy)
         spans: dict[str, Span] = {
-            "prompt_seq": (8, 8 if exponential else max(limits.block_size, tokens // 32), tokens),
-            "prompt_bs": (rows, rows, rows),  # rows only size index arrays here
-            "decode_bs": (1, _row_step(rows, options), rows),
+            "prompt_seq": (8, 8 if strategy == "exponential" else max(limits.block_size, tokens // 32), tokens),
+            "decode_bs": (1, min(rows, 32 if strategy == "linear" else 2), rows),
         }
         return spans[name]
 
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
         """``query`` counts the step's tokens."""
-        return Bucket.decode(rows) if region.phase == "decode" else Bucket.mixed(query, rows)
+        return region.bucket(rows if region.phase == "decode" else query)
 
 
 class SplitPolicy(Policy):
     """Phases prompt (rows x longest) and decode (rows x blocks, or rows x longest if a ``VLLM_DECODE_SEQ_BUCKET_*`` is
-    set), as in vLLM on Gaudi.
+    set), as in vLLM on Gaudi. Decode buckets of equal rows are one program where contexts are no part of it.
     """
 
     name, prefill, mixed_steps, compacts, pads_length = "split", "prompt", False, False, True
+    strategy = "linear"
 
     def step_size(self, rows: int, tokens: int, *, decodes: bool, longest: int = 0, blocks: int = 0) -> StepSize:
         if decodes:
@@ -113,30 +120,38 @@ class SplitPolicy(Policy):
         return prompt, DecodeByLength(rows, limits.max_model_len, limits.block_size, blocks)
 
     def default_span(self, name: str, limits: Limits, options: PlanOptions) -> Span:
-        """The defaults of vLLM on Gaudi."""
+        """The defaults of vLLM on Gaudi; no more blocks than there are."""
         rows, block, length = limits.max_num_seqs, limits.block_size, limits.max_model_len
-        step = _row_step(rows, options)
+        step = min(rows, 2 if options.strategy(name, self.strategy) == "padding_aware" else 32)
+        most = max(128, rows * limits.max_blocks_per_seq)
         spans: dict[str, Span] = {
             "prompt_bs": (1, step, min(rows, 64)),
             "prompt_seq": (block, block, length),
             "decode_bs": (1, step, rows),
-            "decode_block": (block, block, max(128, rows * limits.max_blocks_per_seq)),
+            "decode_block": (block, block, min(most, limits.num_blocks - 1)),
             "decode_seq": (block, block, length),
         }
         return spans[name]
 
+    def count(self, name: str, high: int) -> int | None:
+        """That of vLLM on Gaudi, which has one point less for the length of prompts."""
+        return max(1, math.ceil(math.log2(high))) if name == "prompt_seq" and high > 1 else None
+
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
         """The blocks of a prompt are its context, which is not part of its program here."""
         if region.phase == "prompt":
-            return Bucket.prompt(rows, query)
-        if blocks < 1:
-            raise SettingsError(
-                f"bucket {(rows, query)}: under the split policy a decode bucket is (rows, 1, blocks), blocks above 0"
-            )
+            return region.bucket(rows, query)
+        if blocks < 1 and len(region.dimensions) > 1:
+            raise ValueError("a decode bucket of the split policy is (rows, 1, blocks), blocks above 0")
         return region.bucket(rows, blocks)
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in (UnifiedPolicy(), SplitPolicy())})
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The policy of ``settings``, where none is set the usual one."""
+    return policy_named(settings.bucketing_policy or DEFAULT_POLICY)
 
 
 def policy_named(name: str) -> Policy:
@@ -144,8 +159,3 @@ def policy_named(name: str) -> Policy:
     if name not in POLICIES:
         raise SettingsError(f"bucketing_policy must be one of {', '.join(POLICIES)}, got {name!r}")
     return POLICIES[name]
-
-
-def _row_step(rows: int, options: PlanOptions) -> int:
-    """32 suits linear bucket sizes only."""
-    return min(rows, 32 if options.bucketing_strategy == "linear" else 2)

@@ -18,6 +18,15 @@ class SamplerProgram(NamedTuple):
         return f"(sampler, {self.rows}, {self.level.name.lower()})"
 
 
+class DraftProgram(NamedTuple):
+    """A program of the draft model."""
+
+    program: Bucket | SamplerProgram
+
+    def __str__(self) -> str:
+        return f"(draft, {str(self.program)[1:]}"
+
+
 class SwapProgram(NamedTuple):
     """Swaps ``pairs`` pairs of blocks, padding included."""
 
@@ -27,4 +36,26 @@ class SwapProgram(NamedTuple):
         return f"(swap, {self.pairs})"
 
 
-Program = Bucket | SamplerProgram | SwapProgram
+class EncoderProgram(NamedTuple):
+    """Encodes ``images`` images."""
+
+    images: int
+
+    def __str__(self) -> str:
+        return f"(encoder, {self.images})"
+
+
+ENCODER_SIZES = (4, 2, 1)
+"""How many images are encoded at once, largest first."""
+
+
+def encoder_programs(images: int) -> list[EncoderProgram]:
+    """The programs that encode ``images`` images, one after the other: none pads."""
+    found = []
+    for size in ENCODER_SIZES:
+        found += [EncoderProgram(size)] * (images // size)
+        images %= size
+    return found
+
+
+Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram

@@ -21,16 +21,21 @@ Ints = npt.NDArray[np.int64]
 
 
 class Dimension(NamedTuple):
-    """A dimension with bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log."""
+    """A dimension with bucket sizes: its name in the settings, such as "prompt_bs", and its label in the log.
+
+    ``by_row``: its bound depends on the rows, so that buckets are bounded one by one and not its range.
+    """
 
     name: str
     label: str
+    by_row: bool = False
 
 
 PROMPT_ROWS, PROMPT_LENGTH = Dimension("prompt_bs", "bs"), Dimension("prompt_seq", "seq")
+VERIFY_WIDTH = Dimension("verify_width", "width")
 MIXED_TOKENS = Dimension("prompt_seq", "tokens")
 DECODE_ROWS = Dimension("decode_bs", "bs")
-DECODE_BLOCKS, DECODE_LENGTH = Dimension("decode_block", "block"), Dimension("decode_seq", "seq")
+DECODE_BLOCKS, DECODE_LENGTH = Dimension("decode_block", "block", by_row=True), Dimension("decode_seq", "seq")
 
 
 class Region(Protocol):
@@ -56,7 +61,7 @@ class Region(Protocol):
         """The heaviest step at a point."""
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        """The bucket of a size on each axis."""
+        """The bucket of a size on each axis, cut down to what a step can need."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class PromptRegion(Region):
         return StepSize("prompt", a, min(a * b, self.budget), b)
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        return Bucket.prompt(a, b)
+        rows, longest = self.bounds
+        return Bucket.prompt(min(a, rows), min(b, longest))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class DecodeRegion(Region):
         return StepSize("decode", a, a)
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        return Bucket.decode(a)
+        return Bucket.decode(min(a, self.max_rows))
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,8 @@ class DecodeByBlocks(Region):
         return StepSize("decode", a, a, blocks=b)
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        return Bucket.decode(a, blocks=b)
+        rows = min(a, self.max_rows)
+        return Bucket.decode(rows, blocks=min(b, rows * self.blocks_per_row, self.num_blocks))
 
 
 @dataclass(frozen=True)
@@ -175,19 +182,22 @@ class DecodeByLength(Region):
         return StepSize("decode", a, a, longest=b)
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        return Bucket.decode(a, longest=b)
+        rows, longest = self.bounds
+        return Bucket.decode(min(a, rows), longest=min(b, longest))
 
 
 @dataclass(frozen=True)
 class MixedRegion(Region):
-    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row."""
+    """Tokens (a) and rows (b) of a flat step: at least one token and at most a sequence's length a row. Rows only size
+    index arrays, so that every bucket has room for all.
+    """
 
     max_tokens: int
     max_rows: int
     max_len: int
     phase = "mixed"
     axes = ("tokens", "rows")
-    dimensions = (MIXED_TOKENS, PROMPT_ROWS)
+    dimensions = (MIXED_TOKENS,)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -206,4 +216,40 @@ class MixedRegion(Region):
         return StepSize("mixed", b, a)
 
     def bucket(self, a: int, b: int = 0) -> Bucket:
-        return Bucket.mixed(a, b)
+        tokens, rows = self.bounds
+        return Bucket.mixed(min(a, tokens), rows)
+
+
+@dataclass(frozen=True)
+class VerifyRegion(Region):
+    """Rows (a) and the tokens of the longest one (b), drafts included. The scheduler drafts no more than some width of
+    ``widths`` for which all rows fit the budget.
+    """
+
+    max_rows: int
+    widths: tuple[int, ...]
+    budget: int
+    phase = "verify"
+    axes = ("rows", "longest")
+    dimensions = (DECODE_ROWS, VERIFY_WIDTH)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return min(self.max_rows, self.budget // self.widths[0]), self.widths[-1]
+
+    def span(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        widths = np.array(self.widths)
+        padded = widths[np.minimum(np.searchsorted(widths, low), len(widths) - 1)]
+        rows = np.where(low <= widths[-1], np.minimum(self.bounds[0], self.budget // padded), 0)
+        return np.ones_like(low), rows
+
+    def top(self, a: Ints) -> Ints:
+        fits = np.searchsorted(np.array(self.widths), self.budget // np.maximum(a, 1), side="right")
+        largest: Ints = np.array(self.widths)[np.maximum(fits - 1, 0)]
+        return largest
+
+    def step_size(self, a: int, b: int) -> StepSize:
+        return StepSize("verify", a, a * b, b)
+
+    def bucket(self, a: int, b: int = 0) -> Bucket:
+        return Bucket.verify(min(a, self.bounds[0], self.budget // b), b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from preheat.core import SAMPLING_FIELDS, SamplingParams
+from preheat.core import SAMPLING_FIELDS, Level, SamplingParams
 
 _GAUDI = ((0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 50), (0.3, 0.95, 20), (1.2, 0.8, 100), (0.8, 0.85, 0))
 
@@ -42,6 +42,15 @@ BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
 """Branches of the sampler that those settings do not reach, each alone and all together."""
 
 SAMPLER_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType({**GAUDI_SETTINGS, **BRANCH_SETTINGS})
+
+LEVEL_SETTINGS: Mapping[Level, str] = MappingProxyType(
+    {
+        Level.GREEDY: "temp=0.0, top_p=1.0, top_k=0",
+        Level.FILTERED: "temp=0.7, top_p=0.9, top_k=50",
+        Level.FULL: "everything",
+    }
+)
+"""For each level the setting that runs the most of it."""
 
 NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
 """Fields of SamplingParams that sampling code does not read. Every other field is in a setting."""

@@ -16,26 +16,47 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Facts
-from preheat.errors import NotInvariant
+from preheat.errors import CheckFailed, NotInvariant
+from preheat.grammar.service import Grammars
 from preheat.plan.buckets import Bucket
 from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import CheckRunner, Row
-from preheat.verify.names import context_lengths
-from preheat.verify.paths import PATHS, alone
+from preheat.verify.draws import check_drafted_draws, check_draws
+from preheat.verify.grammar import GrammarCheck
+from preheat.verify.image_check import ImageCheck
+from preheat.verify.names import context_lengths, long_context
+from preheat.verify.paths import PATHS, large_steps
 from preheat.warmup.record import Record
 
 DIGEST_BYTES = 16
+
+SIMULATED = "simulated-"
+"""How the digest of a fake device begins: it is never taken for one of the device."""
+
+LONG = "long context"
+"""The check that has a context of its own."""
+
+IMAGES = "images"
+"""The check of models that see images."""
 
 
 class BootCheck:
     """Runs the plan's checks. What they compare with is computed once, by :meth:`begin`."""
 
-    def __init__(self, runner: CheckRunner, record: Record, facts: Facts) -> None:
-        self._runner, self._record = runner, record
+    def __init__(
+        self, runner: CheckRunner, record: Record, facts: Facts, grammars: Grammars | str = "structured outputs are off"
+    ) -> None:
+        self._runner, self._record, self._grammars = runner, record, grammars
+        self._facts = facts
         rng = np.random.default_rng(0)
         self._contexts = [
             rng.integers(runner.vocab_size, size=length, dtype=np.int32) for length in self._lengths(facts)
         ]
+        if LONG in runner.plan.checks and (length := long_context(runner.plan.limits, facts)):
+            self._long = [rng.integers(runner.vocab_size, size=length, dtype=np.int32)]
+        else:
+            self._long = []
+        self._images = ImageCheck(runner) if IMAGES in runner.plan.checks else None
 
     def _lengths(self, facts: Facts) -> list[int]:
         """The lengths of the contexts, each halved until there is a bucket for it."""
@@ -51,11 +72,13 @@ class BootCheck:
     def _expected(self) -> list[tuple[Tensor, Bucket | None]]:
         """Each context's logits, alone in one step, and that step's bucket; their digest goes into the record."""
         found, bits = [], hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for tokens in self._contexts:
-            (logits,) = alone(self._runner, tokens)
+        for tokens in [*self._contexts, *self._long]:
+            (logits,) = large_steps(self._runner, tokens)
             found.append((logits, self._runner.bucket))
             bits.update(logits.numpy().tobytes())
-        self._record.proof.digest = bits.hexdigest()
+        if self._images is not None:
+            bits.update(self._images.first().numpy().tobytes())
+        self._record.proof.digest = SIMULATED * self._facts.simulated + bits.hexdigest()
         return found
 
     def begin(self) -> None:
@@ -65,11 +88,32 @@ class BootCheck:
         _ = self._expected
 
     def run(self, name: str) -> None:
-        """Run one check. Raises NotInvariant, with path, bucket and layer, for the first logits that differ, and
-        NothingToRun if no context can take the path.
+        """Run one check. Raises NotInvariant, with path, bucket and layer, for the first logits that differ,
+        CheckFailed for logits that are not finite or draws that are not the contract's, and NothingToRun if no context
+        can take the path.
         """
+        if name == "finite":
+            self._check_finite()
+        elif name == "sampler":
+            check_draws(self._runner)
+        elif name == IMAGES and self._images is not None:
+            self._record.proof.compared += self._images.run()
+        elif name == "grammar":
+            self._check_grammars()
+        else:
+            self._run_path(name)
+        if name == "drafts":
+            check_drafted_draws(self._runner)
+
+    def _check_grammars(self) -> None:
+        if isinstance(self._grammars, str):
+            raise NothingToRun(self._grammars)
+        GrammarCheck(self._runner, self._grammars).run()
+
+    def _run_path(self, name: str) -> None:
         count, reason = 0, "no context within the limits takes this path"
-        for tokens, (expected, usual) in zip(self._contexts, self._expected, strict=True):
+        contexts = zip([*self._contexts, *self._long], self._expected, strict=True)
+        for tokens, (expected, usual) in islice(contexts, *self._places(name)):
             try:
                 count += self._compare(name, tokens, expected, usual)
             except NothingToRun as error:
@@ -77,6 +121,34 @@ class BootCheck:
         if not count:
             raise NothingToRun(reason)
         self._record.proof.compared += count
+
+    def _places(self, name: str) -> tuple[int, int]:
+        """Which contexts take the path: the long one its own, the shortest one a full step, otherwise all but that."""
+        usual = len(self._contexts)
+        if name == LONG:
+            return usual, usual + 1
+        return (usual - 1, usual) if name == "full step" else (0, usual)
+
+    def _check_finite(self) -> None:
+        """Raise CheckFailed, naming the first layer, if logits are not finite."""
+        for tokens, (logits, bucket) in zip([*self._contexts, *self._long], self._expected, strict=True):
+            if not logits.isfinite().all():
+                count = f"{int((~logits.isfinite()).sum()):,} of {len(logits):,} logits"
+                where = f"after {len(tokens)} tokens in {bucket}"
+                raise CheckFailed(f"finite: {count} are not finite {where}; {self._not_finite(tokens)}")
+
+    def _not_finite(self, tokens: np.ndarray) -> str:
+        """What first gives something that is not finite when ``tokens`` are run again, operation by operation."""
+        runner = self._runner
+        runner.eager = True
+        try:
+            for _ in large_steps(runner, tokens):
+                for number, residual in enumerate(runner.layers):
+                    if not residual.isfinite().all():
+                        return f"the first layer whose output is not finite is layer {number}"
+            return f"the outputs of all {len(runner.layers)} layers are finite, what follows them is not"
+        finally:
+            runner.eager = False
 
     def _compare(self, name: str, tokens: np.ndarray, expected: Tensor, usual: Bucket | None) -> int:
         """Compare one context's logits with the ``expected`` ones; how often that was possible."""
@@ -98,7 +170,7 @@ class BootCheck:
         runner = self._runner
         runner.eager = True
         try:
-            (right,) = alone(runner, tokens)
+            (right,) = large_steps(runner, tokens)
             layers = runner.layers
             wrong = next(islice(PATHS[name](runner, tokens), way, None))
             for number, (one, other) in enumerate(zip(layers, runner.layers, strict=True)):

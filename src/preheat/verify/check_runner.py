@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from preheat.core import OWN_ID, Request, Schedule, Swaps
+from preheat.core import OWN_ID, Request, Schedule, Segment, Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.plan.buckets import Bucket
@@ -22,6 +22,7 @@ from preheat.plan.items import SWAP_SIZES, NothingToRun
 from preheat.plan.plan import Plan
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import padded_size
+from preheat.schedule.images import EncoderCache
 from preheat.schedule.slots import Slots
 from preheat.warmup.dummy_batch import GREEDY
 
@@ -35,8 +36,9 @@ class Row(NamedTuple):
 
 @dataclass
 class CheckRunner:
-    """``bucket`` is that of the last step. ``eager`` runs steps operation by operation; ``layers`` are then the last
-    step's residual stream after each layer, [hidden] each, at the token whose logits are returned.
+    """``images`` says where images are kept, for sequences with some. ``bucket`` is that of the last step. ``eager``
+    runs steps operation by operation; ``layers`` are then the last step's residual stream after each layer, [hidden]
+    each, at the token whose logits are returned.
 
     A sequence that finds too few free slots or blocks raises NothingToRun.
     """
@@ -45,6 +47,7 @@ class CheckRunner:
     packer: Packer
     executor: Executor
     eager: bool = False
+    images: EncoderCache | None = None
     bucket: Bucket | None = None
     layers: list[Tensor] = field(default_factory=list)
 
@@ -61,13 +64,22 @@ class CheckRunner:
         return self.executor.decoder.spec.vocab_size
 
     @contextmanager
-    def sequence(self, tokens: np.ndarray, *, cached: int = 0, of: int = 0) -> Iterator[int]:
+    def sequence(
+        self,
+        tokens: np.ndarray,
+        *,
+        cached: int = 0,
+        of: int = 0,
+        prompt: int | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> Iterator[int]:
         """The slot of a sequence of ``tokens``, int32, on blocks of its own; both are given back afterwards.
 
-        The blocks of its first ``cached`` tokens, a multiple of the block size, are those of slot ``of``.
+        The blocks of its first ``cached`` tokens, a multiple of the block size, are those of slot ``of``. The first
+        ``prompt`` tokens, by default all, are its prompt, with images at ``segments``; it has generated the others.
         """
         slots, shared = self.slots, cached // self.slots.block_size
-        slot = self._take_slot(tokens, cached)
+        slot = self._take_slot(tokens, cached, prompt=prompt, segments=segments)
         own: list[int] = []
         try:
             own = self._allocate(int(slots.num_blocks[slot]) - shared)
@@ -91,15 +103,26 @@ class CheckRunner:
             for slot in taken:
                 self.slots.give_back(slot)
 
-    def _take_slot(self, tokens: np.ndarray, cached: int, number: int = 0) -> int:
+    def _take_slot(
+        self,
+        tokens: np.ndarray,
+        cached: int,
+        number: int = 0,
+        prompt: int | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> int:
         slots = self.slots
-        if not slots.num_free:
-            raise NothingToRun(f"all {slots.num_slots} slots are taken")
-        request = Request(OWN_ID - number, tokens.tolist(), GREEDY, 0, slots.max_model_len - len(tokens))
-        slot = slots.take(request, tokens)
+        room, known = slots.max_model_len - len(tokens), tokens[:prompt].tolist()
+        slot = self.take(Request(OWN_ID - number, known, GREEDY, 0, room, segments=list(segments)), tokens)
         slots.cached_len[slot] = cached
         slots.num_blocks[slot] = -(-len(tokens) // slots.block_size)
         return slot
+
+    def take(self, request: Request, tokens: np.ndarray) -> int:
+        """A slot for ``request``, of which ``tokens`` are known. The caller gives it back."""
+        if not self.slots.num_free:
+            raise NothingToRun(f"all {self.slots.num_slots} slots are taken")
+        return self.slots.take(request, tokens)
 
     def _allocate(self, count: int) -> list[int]:
         if count > self.pool.num_free:
@@ -136,6 +159,23 @@ class CheckRunner:
         row = int(np.flatnonzero(schedule.slots == slot)[0])
         return self._run(schedule, row)[row].cpu()
 
+    def write(self, slot: int, begin: int, tokens: np.ndarray) -> None:
+        """Let the sequence have ``tokens`` from its token ``begin`` on, of which none are computed, and end there."""
+        slots = self.slots
+        slots.tokens[slot, begin : begin + len(tokens)] = tokens
+        slots.cached_len[slot] = min(slots.cached_len[slot], begin)
+        slots.device_len[slot] = begin + len(tokens)
+
+    def verify(self, slot: int, before: Sequence[int] = ()) -> Tensor:
+        """The logits after each token that ``slot`` lacks, fp32 [tokens, vocab] on the host: all but the first of them
+        are drafts. It computes them behind neighbours that decode.
+        """
+        slots, chosen = self.slots, np.array([*before, slot], np.int64)
+        extend = slots.device_len[chosen] - slots.cached_len[chosen]
+        first = slots.cached_len[chosen].copy()
+        schedule = Schedule(chosen, first, extend, extend.copy(), len(before), num_drafted=1)
+        return self._run(schedule, len(before))[len(before) :].cpu()
+
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
         """A step in which each of ``chosen`` computes ``extend`` tokens, by default everything it lacks."""
         cached = self.slots.cached_len[np.array(chosen)]
@@ -143,16 +183,21 @@ class CheckRunner:
         some = lacking if extend is None else np.array(extend, np.int32)
         order = np.argsort(lacking > 1, kind="stable")
         slots, decoding = np.array(chosen, np.int64)[order], int((lacking == 1).sum())
-        return Schedule(slots, cached[order], some[order], (some == lacking)[order].astype(np.int32), decoding)
+        samples = (some == lacking)[order].astype(np.int32)
+        schedule = Schedule(slots, cached[order], some[order], samples, decoding)
+        if self.images is not None:
+            self.images.attach(schedule, self.slots)
+        return schedule
 
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:
         """The logits of the step; :attr:`layers` are kept for ``row``."""
         batch = self.packer.pack(schedule)
         self.bucket, self.layers = batch.bucket, []
         token, final = int(schedule.extend[: row + 1].sum()) - 1, self.executor.decoder.spec.num_layers - 1
+        place = int(schedule.num_sampled[: row + 1].sum()) - 1
 
         def tap(layer: int, residual: Tensor) -> None:
-            self.layers.append(residual[row if layer == final else token].cpu())
+            self.layers.append(residual[place if layer == final else token].cpu().clone())  # it is overwritten
 
         tapped = self.eager and bool(schedule.samples.all())
         logits = self.executor.logits(batch, eager=self.eager, tap=tap if tapped else None)

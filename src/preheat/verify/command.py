@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from preheat.core import Ready
 from preheat.errors import SettingsError
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.model.files import find_checkpoint
+from preheat.model.files import find_tokenizer
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.verify.against import verify_server
@@ -35,10 +35,17 @@ class Asked:
     json: bool
     digest: str | None
     against: str | None
+    fuzz: float | None = None
+    random_models: bool = False
+    fuzz_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.digest and (self.against or self.prompts or self.reduced or self.json):
             raise SettingsError("--digest compares two boots and runs no prompts: give it without the other flags")
+        if self.fuzz is None and (self.random_models or self.fuzz_seed):
+            raise SettingsError("--random-models and --fuzz-seed belong to --fuzz SECONDS")
+        if self.fuzz is not None and (self.digest or self.against or self.prompts or self.reduced):
+            raise SettingsError("--fuzz draws its own requests: give it without --prompts, --reduced and the like")
 
     @property
     def size(self) -> Size:
@@ -57,6 +64,20 @@ def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
     verification = Verification(boot, settings, prompts, asked.size)
     verdict = verification.verdict(_printed(verification.results(), say))
     say(summary(verdict))
+    return verdict
+
+
+def fuzz(boot: Boot, settings: Settings, asked: Asked, say: Say) -> Verdict:
+    """Rounds of random loads; for each that differs, the command that runs it again."""
+    from preheat.verify.fuzz import Fuzz
+
+    rounds = Fuzz(boot, settings, asked.random_models, asked.fuzz_seed)
+    verdict = Verdict(_printed(rounds.results(asked.fuzz or 0.0), say))
+    failed = [result for result in verdict.paths if result.identical < result.prompts]
+    for result in failed:
+        flags = f"--fuzz 0 --fuzz-seed {result.path.split()[-1]}{' --random-models' * asked.random_models}"
+        say(f"{result.path} again: preheat verify {flags}, and the other flags as they were; it had {result.note}")
+    say(f"{len(verdict.paths):,} rounds, {len(failed):,} of them with a difference")
     return verdict
 
 
@@ -98,5 +119,5 @@ def _printed(results: Iterable[PathResult], say: Say) -> list[PathResult]:
 
 def _encoded(settings: Settings, given: list[str | list[int]]) -> list[list[int]]:
     """Token ids of the user's prompts."""
-    tokenizer = Tokenizer(find_checkpoint(settings.tokenizer or settings.model, settings.revision, with_weights=False))
+    tokenizer = Tokenizer(find_tokenizer(settings))
     return [tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in given]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.core import Delta, Ready, Stats
+from preheat.core import Delta, Ready, Stats, TokenLogprobs
 from preheat.engine.loop import EngineSide, Loop
 from preheat.errors import PreheatError
 from preheat.execution.executor import Executor
@@ -42,8 +44,16 @@ def in_groups(sizes: Iterable[int]) -> Pace:
     return lambda running: 0 if running else next(sizes)
 
 
+class Answer(NamedTuple):
+    """What a request was told, and how many of its tokens the prefix cache had."""
+
+    tokens: list[int]
+    prompt_logprobs: list[TokenLogprobs | None]
+    cached: int
+
+
 class Engine:
-    """A booted loop with a logit watcher."""
+    """A booted loop with a logit watcher; ``answers`` are those of the last run, in the order of its prompts."""
 
     def __init__(self, boot: Boot, settings: Settings) -> None:
         self._transport = InlineTransport()
@@ -51,6 +61,7 @@ class Engine:
         self.ready = next(message for message in self._transport.receive() if isinstance(message, Ready))
         self._watcher = LogitWatcher(self.loop.executor)
         self.vocab_size = self.loop.executor.decoder.spec.vocab_size
+        self.answers: list[Answer] = []
         self._ids = 0
 
     @property
@@ -58,8 +69,10 @@ class Engine:
         return self.loop.scheduler.stats()
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache, and forget what is encoded."""
         self.loop.scheduler.pool.forget_contents()
+        if self.loop.scheduler.images is not None:
+            self.loop.scheduler.images.forget()
 
     def run(self, prompts: Sequence[Prompt], pace: Pace = at_once) -> list[Seen]:
         """Run ``prompts``; what was seen of each. Raises PreheatError if the engine fails a request."""
@@ -67,7 +80,7 @@ class Engine:
         self._ids += len(prompts)
         waiting = deque(prompt.request(first + number) for number, prompt in enumerate(prompts))
         running = 0
-        produced: Counter[int] = Counter()
+        deltas: list[Delta] = []
         while waiting or running:
             for _ in range(min(pace(running), len(waiting))):
                 self._transport.send(waiting.popleft())
@@ -76,15 +89,36 @@ class Engine:
             self.loop.step()
             for message in self._transport.receive():
                 if isinstance(message, Delta):
-                    produced.update(message.ids)
+                    deltas.append(message)
                     running -= _num_finished(message)
         self.loop.scheduler.check()
-        seen = self._watcher.take()
+        self.answers = _answers(deltas, range(first, first + len(prompts)))
+        seen = self._watcher.take(first)
         # Logits that were computed ahead of a sequence's end do not count.
-        return [
-            Seen(seen[id].bits[: produced[id]], seen[id].levels[: produced[id]])
-            for id in range(first, first + len(prompts))
-        ]
+        counts = enumerate((len(answer.tokens) for answer in self.answers), first)
+        return [Seen(seen[id].bits[:count], seen[id].levels[:count]) for id, count in counts]
+
+    @contextmanager
+    def keeping_logits(self) -> Iterator[dict[int, list[Tensor]]]:
+        """The logits of the next run, fp32 [vocab] on the host at each position, by the prompt's number."""
+        kept: dict[int, list[Tensor]] = {}
+        self._watcher.kept = kept
+        try:
+            yield kept
+        finally:
+            self._watcher.kept = None
+
+
+def _answers(deltas: Sequence[Delta], ids: Iterable[int]) -> list[Answer]:
+    found = {id: Answer([], [], 0) for id in ids}
+    for delta in deltas:
+        for id, token in zip(delta.ids, delta.tokens, strict=True):
+            found[id].tokens.append(token)
+        for id, entries in delta.prompt_logprobs.items():
+            found[id].prompt_logprobs.extend(entries)
+        for id, cached in delta.started.items():
+            found[id] = found[id]._replace(cached=cached)
+    return list(found.values())
 
 
 def _num_finished(delta: Delta) -> int:
@@ -100,15 +134,28 @@ class LogitWatcher:
     def __init__(self, executor: Executor) -> None:
         self._backend = executor.backend
         self._seen: list[tuple[np.ndarray, np.ndarray, Tensor, Tensor]] = []
+        self._copies: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
+        self.kept: dict[int, list[Tensor]] | None = None
         executor.watch_logits(self._look)
 
     def _look(self, logits: Tensor, batch: InputBatch) -> None:
         rows, positions = batch.schedule.sampled()
         digests = self._backend.row_digests(logits)
         self._seen.append((batch.schedule.ids[rows], positions, digests, logits.amax(1)))
+        if self.kept is not None:
+            self._copies.append((batch.schedule.ids[rows], positions, logits.clone()))
 
-    def take(self) -> dict[int, Seen]:
-        """Digests and greatest logits since the last call, in the order of positions, by request."""
+    def take(self, first: int) -> dict[int, Seen]:
+        """Digests and greatest logits since the last call, in the order of positions, by request. Copies go to
+        ``kept``, by the number of the request from ``first`` on.
+        """
+        if self.kept is not None:
+            copies = [(int(owner) - first, int(at), line) for owners, positions, lines in self._copies
+                    for owner, at, line in zip(owners, positions, lines.cpu(), strict=True)]  # fmt: skip
+            last = {(number, at): line for number, at, line in copies}
+            for number, at in sorted(last):
+                self.kept.setdefault(number, []).append(last[number, at])
+            self._copies.clear()
         found: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
         for owners, *columns in self._seen:
             rows = zip(*(torch.as_tensor(column).tolist() for column in columns), strict=True)
@@ -119,5 +166,6 @@ class LogitWatcher:
 
 
 def _in_order(rows: list[tuple[int, int, float]]) -> Seen:
-    rows.sort(key=lambda row: row[0])
-    return Seen(np.array([row[1] for row in rows]).tolist(), [row[2] for row in rows])
+    """What was seen last of each position: one behind a draft that was rejected is seen again."""
+    last = sorted({position: (bits, level) for position, bits, level in rows}.items())
+    return Seen(np.array([bits for _, (bits, _) in last]).tolist(), [level for _, (_, level) in last])

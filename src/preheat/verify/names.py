@@ -5,21 +5,26 @@ from __future__ import annotations
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.plan.policy import policy_named
+from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
+from preheat.utils.structured import preloads_of
+
+BEFORE_IMAGE, AFTER_IMAGE = 3, 4
+"""Tokens around the image of a checked context."""
 
 
-def check_names(settings: Settings, limits: Limits, mode: Mode, facts: Facts) -> tuple[str, ...]:
+def check_names(settings: Settings, limits: Limits, *, mode: Mode, facts: Facts) -> tuple[str, ...]:
     """The checks of a boot, in order; none with ``boot_check`` off. Without invariance paths may differ, so only
-    repeated runs of the same path are compared.
+    repeated runs of the same path are compared, and whether logits are finite.
     """
     if settings.boot_check == "off":
         return ()
     if not settings.batch_invariant:
-        return ("later run",)
+        return ("finite", "later run")
     longest, neighbours = context_lengths(limits, facts)[0], limits.max_num_seqs > 1
-    compacts = policy_named(settings.bucketing_policy).compacts
+    compacts = policy_of(settings).compacts
     possible = {
+        "finite": True,
         "later run": True,
         "co-batched": neighbours,
         "next bucket": neighbours and settings.boot_check == "quick",
@@ -27,6 +32,13 @@ def check_names(settings: Settings, limits: Limits, mode: Mode, facts: Facts) ->
         "chunked": settings.enable_chunked_prefill and longest > 1,
         "prefix hit": settings.enable_prefix_caching and longest > limits.block_size,
         "decode": longest > 1,
+        "resumed": longest > 1,
+        "long context": settings.enable_chunked_prefill and long_context(limits, facts) is not None,
+        "full step": neighbours,
+        "drafts": settings.speculation is not None and longest > 1,
+        "sampler": True,
+        "images": bool(limits.image_tokens) and image_context(limits) <= _room(limits),
+        "grammar": bool(preloads_of(settings)),
         "compaction": compacts and longest > 1 and limits.num_blocks > 2,
         "eager": mode != "eager",
     }
@@ -43,6 +55,25 @@ def context_lengths(limits: Limits, facts: Facts) -> tuple[int, ...]:
     longest = max(min(limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
     blocks = max((limits.num_blocks - 1) // 2, 1)
     return tuple(dict.fromkeys(min(length, longest, blocks * limits.block_size) for length in lengths))
+
+
+def long_context(limits: Limits, facts: Facts) -> int | None:
+    """The length in tokens of a context of three KV splits, the least whose merge has an order; None if no sequence
+    can have it.
+    """
+    length = 2 * facts.split + 44
+    fits = length < limits.max_model_len and -(-length // limits.block_size) < limits.num_blocks
+    return length if fits else None
+
+
+def image_context(limits: Limits) -> int:
+    """The length in tokens of a context with one image."""
+    return BEFORE_IMAGE + limits.image_tokens + AFTER_IMAGE
+
+
+def _room(limits: Limits) -> int:
+    """The most tokens of a sequence of which there can be two."""
+    return min(limits.max_model_len - 1, (limits.num_blocks - 1) // 2 * limits.block_size)
 
 
 def check_required(settings: Settings) -> None:

@@ -7,7 +7,7 @@ the path can compute them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.warmup.dummy_batch import rows_of
 
@@ -99,7 +100,7 @@ def _filling(runner: CheckRunner, bucket: Bucket, row: Row) -> list[Row]:
     if not 0 < rows <= tokens:
         return []
     others = rows_of(StepSize(size.phase, rows, tokens, min(size.longest, tokens), blocks), runner.plan.limits)
-    return [Row(cached, extend) for cached, extend, _ in others if extend > 0]
+    return [Row(other.cached, other.extend) for other in others if other.extend > 0]
 
 
 def chunks(runner: CheckRunner, tokens: np.ndarray) -> Ways:
@@ -140,10 +141,79 @@ def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
             yield logits
 
 
+def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Preempted after its last tokens were generated: all blocks are lost, prompt and output are computed again."""
+    with runner.sequence(tokens, prompt=max(len(tokens) - DECODED, 1)) as slot:
+        yield runner.step(slot)
+
+
+def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In as few steps as hold it; the long context is compared with this."""
+    size = len(tokens)
+    while size > 1 and not runner.bucket_of([Row(len(tokens) - size, size)]):
+        size //= 2
+    yield from _in_steps(runner, tokens, [size] * (-(-len(tokens) // size) - 1))
+
+
+def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In steps that end beside the thirds, then its last token alone: steps see one, two and three KV splits."""
+    third = len(tokens) // 3
+    sizes = [third - 7, third, len(tokens) - 2 * third + 6]
+    if not all(runner.bucket_of([Row(len(tokens) - size, size)]) for size in sizes):
+        raise NothingToRun("no step holds a third of the context")
+    yield from _in_steps(runner, tokens, sizes)
+
+
+def _in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> Ways:
+    """In steps of these sizes and one more for the rest."""
+    with runner.sequence(tokens) as slot:
+        for size in sizes:
+            runner.read(slot, size)
+        yield runner.step(slot)
+
+
+def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Behind neighbours that prefill, in the largest step that they can fill: more rows than any part of a linear layer
+    that is computed in parts.
+    """
+    row = Row(0, len(tokens))
+    buckets = [bucket for bucket in runner.plan.dispatcher.buckets if bucket.phase != "decode"]
+    for bucket in sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True):
+        rows = _filling(runner, bucket, row)
+        if runner.bucket_of([row, *rows]) == bucket:
+            with runner.neighbours(rows) as others, runner.sequence(tokens) as slot:
+                yield runner.step(slot, before=others)
+            return
+
+
 def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     """The last token, after the blocks were swapped with others."""
     with _all_but(runner, tokens, 1) as slot:
         runner.move(slot)
+        yield runner.step(slot)
+
+
+def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """Its last tokens as drafts that are right, alone and behind others that decode, and where every bucket is tried in
+    each that has drafts; then as drafts that were wrong and are computed over.
+    """
+    count = min(runner.plan.limits.num_speculative_tokens, len(tokens) - 1)
+    rows = [Row(cached, 1) for cached in (5, 33, 0)]
+    while rows and (runner.plan.most_drafts(1 + len(rows)) < count or len(rows) >= runner.slots.num_free):
+        rows.pop()
+    for neighbours in [[], rows] if rows else [[]]:
+        with _all_but(runner, tokens, count + 1) as slot, runner.neighbours(neighbours) as others:
+            yield runner.verify(slot, others)[-1]
+    every = runner.plan.dispatcher.phases["verify"].buckets if "every bucket" in runner.plan.checks else ()
+    for bucket in (each for each in every if each.longest <= len(tokens)):
+        beside_it = runner.neighbours([Row(5, 1)] * (bucket.rows - 1))
+        with _all_but(runner, tokens, bucket.longest) as slot, beside_it as others:
+            yield runner.verify(slot, others)[-1]
+    last = len(tokens) - count
+    with _all_but(runner, tokens, count + 1) as slot:
+        runner.write(slot, last, (tokens[last:] + 1) % runner.vocab_size)
+        runner.verify(slot)
+        runner.write(slot, last, tokens[last:])
         yield runner.step(slot)
 
 
@@ -167,6 +237,10 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         "chunked": chunks,
         "prefix hit": prefix_hit,
         "decode": decode,
+        "resumed": resumed,
+        "long context": long_context,
+        "full step": full_step,
+        "drafts": drafts,
         "compaction": compaction,
         "eager": eager,
     }

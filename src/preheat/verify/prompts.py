@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from preheat.core import Request, SamplingParams
+from preheat.core import Request, SamplingParams, Segment
 from preheat.errors import InvalidRequest
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 
@@ -39,17 +39,25 @@ do not use the prefix cache."""
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens`` and how to continue them; ``params`` have a seed and a length."""
+    """``tokens`` and how to continue them; ``params`` have a seed and a length. ``salt`` is the prefix cache's,
+    ``segments`` are where images are.
+    """
 
     tokens: list[int]
     params: SamplingParams
+    salt: str = ""
+    segments: tuple[Segment, ...] = ()
 
     def request(self, id: int) -> Request:
         """The prompt as a request."""
         params = self.params
         assert params.seed is not None
         assert params.max_tokens is not None
-        return Request(id, self.tokens, params, params.seed, params.max_tokens, stop_ids=params.stop_token_ids or [])
+        stop_ids = params.stop_token_ids or []
+        return Request(
+            id, self.tokens, params, params.seed, params.max_tokens, stop_ids=stop_ids, cache_salt=self.salt,
+            segments=list(self.segments),
+        )  # fmt: skip
 
 
 def make_prompts(size: Size, vocab_size: int, max_model_len: int) -> list[Prompt]:

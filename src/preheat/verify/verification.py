@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from preheat.settings import Settings
+from preheat.utils.speculation import WITHOUT
+from preheat.verify.boot import SIMULATED
 from preheat.verify.compare import PathResult, Seen, Verdict, compare
 from preheat.verify.drive import Boot, Engine, in_groups, trickling
+from preheat.verify.features import Features
+from preheat.verify.image_paths import ImagePaths
 from preheat.verify.prompts import Prompt, Size
 from preheat.warmup.record import Proof, Record
 
@@ -38,12 +42,19 @@ class Verification:
     first: list[Seen] = field(default_factory=list, init=False)
     proof: Proof = field(default_factory=Proof, init=False)
     blocked_reason: str = field(default="", init=False)
+    simulated: bool = field(default=False, init=False)
+    features: Features = field(init=False)
+    drafts: tuple[int, int] = field(default=(0, 0), init=False)  # of the first run, and those accepted
+    images: ImagePaths = field(init=False)
 
     def results(self) -> Iterator[PathResult]:
         """Each path's result as soon as it is known. Raises PreheatError if an engine fails."""
         yield from self._as_asked()
         gc.collect()  # two engines at once may not fit into memory
         yield from self._tight()
+        if self.settings.speculation is not None:
+            gc.collect()
+            yield self._without_drafts()
 
     def verdict(self, results: list[PathResult]) -> Verdict:
         """The ``results`` together with the digest of the first run."""
@@ -51,15 +62,19 @@ class Verification:
         for seen in self.first:
             bits.update(repr(seen.bits).encode())
         positions = sum(len(seen.bits) for seen in self.first)
-        return Verdict(results, positions, bits.hexdigest(), self.proof, self.blocked_reason)
+        return Verdict(
+            results, positions, SIMULATED * self.simulated + bits.hexdigest(), self.proof, self.blocked_reason
+        )
 
     def _as_asked(self) -> Iterator[PathResult]:
         """The paths of an engine with the given settings."""
         engine = Engine(self.boot, self.settings)
-        self.proof, self.blocked_reason = Record.from_json(engine.ready.record).proof, engine.ready.blocked_reason
+        record = Record.from_json(engine.ready.record)
+        self.proof, self.simulated, self.blocked_reason = record.proof, record.simulated, engine.ready.blocked_reason
         prompts = self.asked = self.prompts(engine)
         first = self.first = engine.run(prompts)
         hits = engine.stats.prefix_hits
+        self.drafts = engine.stats.draft_tokens, engine.stats.accepted_tokens
         again = [engine.run(prompts) for _ in range(self.size.runs - 1)]
         hits = engine.stats.prefix_hits - hits
         yield compare("later runs", first, again, f"{hits:,} tokens from the prefix cache")
@@ -72,13 +87,25 @@ class Verification:
         engine.forget_prefixes()
         sizes = group_sizes(len(prompts))
         yield compare(f"batches of 1 to {max(sizes)}", first, [engine.run(prompts, in_groups(sizes))])
+        self.features = Features(self.size.outputs, max(len(prompt.tokens) for prompt in prompts))
+        yield from self.features.as_asked(engine)
+        self.images = ImagePaths.of(engine, self.size.outputs)
+        yield from self.images.as_asked(engine)
+
+    def _without_drafts(self) -> PathResult:
+        """An engine in which nothing drafts: what was drafted must not have changed a bit."""
+        drafted = f"{self.drafts[1]:,} of {self.drafts[0]:,} drafts were accepted"
+        engine = Engine(self.boot, replace(self.settings, **WITHOUT, boot_check="off", require_invariance=False))
+        return compare("without speculation", self.first, [engine.run(self.asked)], drafted)
 
     def _tight(self) -> Iterator[PathResult]:
         """An engine with small steps and few blocks, so that chunks, preemption and compaction are frequent."""
-        engine = Engine(self.boot, tight(self.settings, self.asked))
+        engine = Engine(self.boot, tight(self.settings, [*self.asked, *self.images.prompts]))
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
         yield compare("chunks, few blocks", self.first, [seen], note)
+        yield from self.features.tight(engine)
+        yield from self.images.tight(engine)
 
 
 def group_sizes(count: int) -> list[int]:
@@ -94,15 +121,18 @@ def group_sizes(count: int) -> list[int]:
 def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     """``settings`` with just enough blocks, of another size, for the longest of ``prompts`` and its output."""
     longest = max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts)
-    block_size = settings.block_size if settings.contiguous_pa else 32 if settings.block_size == 16 else 16
-    seqs = min(settings.max_num_seqs, 40)
+    block_size = 32 if settings.block_size == 16 else 16
+    if settings.contiguous_pa and settings.block_size:
+        block_size = settings.block_size  # blocks of another size cannot be read in place
+    seqs = min(settings.max_num_seqs or 40, 40)
+    tokens = max(331, 2 * seqs)
     return replace(
         settings,
         max_model_len=longest,
         block_size=block_size,
         num_gpu_blocks_override=-(-longest // block_size) + 1,
         max_num_seqs=seqs,
-        max_num_batched_tokens=min(settings.max_num_batched_tokens, max(331, 2 * seqs)),
+        max_num_batched_tokens=min(settings.max_num_batched_tokens or tokens, tokens),
         enable_chunked_prefill=True,
         defrag_threshold=0,
         boot_check="off",

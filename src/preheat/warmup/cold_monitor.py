@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from preheat.core import Swaps
 from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
+from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import Program, SamplerProgram, SwapProgram
+from preheat.plan.programs import DraftProgram, Program, SamplerProgram, SwapProgram, encoder_programs
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
@@ -29,25 +31,43 @@ class _Hits:
 
 
 class ColdMonitor:
-    """A step listener. ``on_cold``: off, count, warn or raise (see docs/warm-up.md)."""
+    """A step listener. ``on_cold``: off, count, warn or raise (see docs/warm-up.md). ``drafted`` gives the steps that a
+    draft model ran for the step.
+    """
 
-    def __init__(self, record: Record, plan: Plan, on_cold: str, sources: ColdSources) -> None:
+    def __init__(
+        self,
+        record: Record,
+        plan: Plan,
+        on_cold: str,
+        sources: ColdSources,
+        drafted: Callable[[], Sequence[InputBatch]] | None = None,
+    ) -> None:
+        self._drafted = drafted
         self._record, self.on_cold, self._sources = record, on_cold, sources
         self._hits: dict[tuple[Program, ...], _Hits] = {}
+        self._traffic: dict[tuple[str, int], int] = defaultdict(int)  # steps by phase and tokens
         entries = record.by_name()
+        self._plan = plan
         self._entries: dict[Program, list[ItemRecord]] = defaultdict(list)
+        self._alike: dict[Program, list[ItemRecord]] = defaultdict(list)  # the same, of all that are one program
         for item in plan.items:
             if item.program is not None:
                 self._entries[item.program].append(entries[item.name])
+                self._alike[plan.program_of(item.program)].append(entries[item.name])
         sources.taken()  # forget what happened so far
 
     def step(self, event: InputBatch | Swaps) -> None:
         """Count a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
         ``on_cold`` is raise.
         """
+        if isinstance(event, InputBatch):
+            self._traffic[event.bucket.phase, event.schedule.tokens] += 1
         if self.on_cold == "off":
             return
         programs = programs_of(event)
+        if self._drafted is not None:
+            programs = (*programs, *_of_drafts(self._drafted()))
         hits = self._hits.get(programs)
         events = self._sources.taken()
         if hits is not None:
@@ -64,6 +84,8 @@ class ColdMonitor:
             for entry in hits.entries:
                 entry.hits += hits.steps
             hits.steps = 0
+        for (phase, tokens), steps in self._traffic.items():
+            self._record.traffic.setdefault(phase, {})[tokens] = steps
         return self._record
 
     def report(self) -> bytes:
@@ -78,7 +100,7 @@ class ColdMonitor:
 
     def _hit(self, program: Program) -> list[tuple[str, str]]:
         entries = self._entries[program]
-        cold = not any(entry.outcome in DONE for entry in entries)
+        cold = not any(entry.outcome in DONE for entry in self._alike[self._plan.program_of(program)])
         for entry in entries:
             entry.hits += 1
             if cold:
@@ -92,16 +114,36 @@ class ColdMonitor:
             if len(record.events) < MAX_EVENTS:
                 record.events.append(ColdEvent(source, detail, time.time()))
         if self.on_cold in ("warn", "raise"):
-            said = "; ".join(f"{source}: {detail}" for source, detail in events)
-            logger.warning("Cold after ready: %s", said)
+            others = [(source, detail) for source, detail in events if source != FIRST_RUN]
+            for _, detail in (event for event in events if event not in others):
+                logger.warning("Configuration: %s was not warmed-up!", detail)
+            if others:
+                logger.warning("Cold after ready: %s", _said(others))
             if self.on_cold == "raise":
-                raise ColdStep(f"The step ran something cold ({said})")
+                raise ColdStep(f"The step ran something cold ({_said(events)})")
+
+
+def _said(events: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{source}: {detail}" for source, detail in events)
+
+
+def _of_drafts(batches: Sequence[InputBatch]) -> dict[Program, None]:
+    """The programs of the draft model that these steps ran, each once."""
+    return {
+        DraftProgram(program): None
+        for batch in batches
+        for program in programs_of(batch)
+        if isinstance(program, Bucket | SamplerProgram)
+    }
 
 
 def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
     """The programs that a step or a compaction ran."""
     if isinstance(event, Swaps):
         return (SwapProgram(event.size),)
-    if not len(event.sampled_rows):
-        return (event.bucket,)
-    return event.bucket, SamplerProgram(event.sampling_size, event.sampling.level)
+    programs: tuple[Program, ...] = (event.bucket,)
+    if len(event.sampled_rows):
+        programs = event.bucket, SamplerProgram(event.sampling_size, event.sampling.level)
+    if event.schedule.images is not None:
+        programs = *programs, *dict.fromkeys(encoder_programs(len(event.schedule.images.encode)))
+    return programs

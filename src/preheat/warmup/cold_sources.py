@@ -10,11 +10,14 @@ from contextlib import ExitStack
 from types import MappingProxyType
 
 from preheat.backends.base import Backend
+from preheat.backends.cold import Counted
 
 ORIGINS: Mapping[str, str] = MappingProxyType(
     {
         "dynamo": "`torch.compile`: Dynamo traces a frame and Inductor builds it",
         "triton": "Triton compiles a kernel, or loads it onto the device",
+        "recipe": "Gaudi's graph compiler compiles a recipe",
+        "host fallback": "an operation that the device does not have runs on the host",
         "graph capture": "a step is recorded as a graph",
         "allocator": "the memory pool grows",
         "module loading": "CUDA loads the code of a library's kernel when it is first launched",
@@ -27,9 +30,10 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
 class ColdSources:
     """What a backend watches from the end of warm-up on. ``close()``, or the end of this object, removes the hooks."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, others: Mapping[str, Counted] = MappingProxyType({})) -> None:
+        """``others`` are what other processes notice, by their names."""
         undo, watched = ExitStack(), backend.cold_sources()
-        self.sources = {name: watch.make(undo) for name in ORIGINS if (watch := watched[name]).make}
+        self.sources = {name: watch.make(undo) for name in ORIGINS if (watch := watched[name]).make} | dict(others)
         self.close = weakref.finalize(self, undo.close)
 
     def taken(self) -> list[tuple[str, str]]:

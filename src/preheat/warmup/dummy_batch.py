@@ -24,11 +24,15 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class DummyRow(NamedTuple):
-    """A row of a dummy batch: ``extend`` tokens to compute after ``cached`` ones; ``decoding`` rows have one."""
+    """A row of a dummy batch: ``extend`` tokens to compute after ``cached`` ones; ``decoding`` rows have one. The last
+    ``sampled`` of them are sampled; rows of a step with drafts are ``drafted``, which come last.
+    """
 
     cached: int
     extend: int
     decoding: bool = False
+    sampled: int = 1
+    drafted: bool = False
 
 
 def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
@@ -38,6 +42,9 @@ def rows_of(size: StepSize, limits: Limits) -> list[DummyRow]:
     if size.phase == "prompt":
         others = _shares(size.tokens - size.longest, size.rows - 1)
         return [DummyRow(0, count) for count in (size.longest, *others)]
+    if size.phase == "verify":
+        shares = reversed(_shares(size.tokens, size.rows))
+        return [DummyRow(1, count, count == 1, count, drafted=count > 1) for count in shares]
     longest = limits.max_model_len
     room = (size.rows * longest - size.tokens) // max(longest - 1, 1)  # rows that can have a single token
     decoding = min((size.rows - 1) // 2, room)  # about half of a mixed step's rows decode
@@ -67,7 +74,9 @@ class DummyBatches:
 
     @contextmanager
     def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
-        """A step of ``rows``, the decoding ones first; every row samples. The slots are given back afterwards."""
+        """A step of ``rows``, the decoding ones first, then in order of ``sampled``. The slots are given back
+        afterwards.
+        """
         slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
         known = [self._tokens[number : number + row.cached + row.extend] for number, row in enumerate(rows)]
@@ -78,21 +87,31 @@ class DummyBatches:
         slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:
-            yield Schedule(taken, first, extend, np.ones(len(rows), np.int32), decoding)
+            sampled, drafted = np.array([row.sampled for row in rows], np.int32), sum(row.drafted for row in rows)
+            yield Schedule(taken, first, extend, sampled, decoding, num_drafted=drafted)
         finally:
             slots.num_blocks[taken] = 0  # none was ever written to the table
             for slot in taken.tolist():
                 slots.give_back(slot)
 
     def sampled(self, rows: int, params: SamplingParams) -> list[DummyRow]:
-        """Rows to sample from: they decode, but if ``params`` ask for prompt logprobs it is one prompt instead."""
-        if params.prompt_logprobs is None:
+        """Rows to sample from: they decode, with drafts if more positions are sampled than a step has rows; but if
+        ``params`` ask for prompt logprobs it is one prompt instead.
+        """
+        limits = self._limits
+        if params.prompt_logprobs is not None:
+            return (
+                [DummyRow(0, rows + 1)] if 0 < rows < min(limits.max_model_len, limits.max_num_batched_tokens) else []
+            )
+        if rows <= limits.max_rows:
             return [DummyRow(PROMPT_TOKENS, 1, decoding=True)] * rows
-        return [DummyRow(0, rows + 1)] if 0 < rows < self._limits.max_model_len else []
+        cached = min(PROMPT_TOKENS, limits.max_model_len - limits.num_speculative_tokens - 1)
+        shares = reversed(_shares(rows, limits.max_rows))
+        return [DummyRow(cached, count, count == 1, count) for count in shares]
 
     def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
         """A request with none of the clients' ids, of which ``row`` is the last step; ``room`` tokens may follow."""
-        prompt = tokens[: row.cached] if row.decoding and row.cached else tokens
+        prompt = tokens[: row.cached] if (row.decoding or row.sampled > 1) and row.cached else tokens
         return Request(
             id=OWN_ID - number,
             prompt=prompt.tolist(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -19,11 +20,12 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.transport import InlineTransport
+from preheat.utils.structured import JSON_OBJECT
 
 LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
 """Enough for the interpreter to specialize the code."""
 
-_PROMPT_ID = 0
+_PROMPT_ID = _STOP_ID = 0
 _ECHOED = 2  # tokens
 _MAX_MODEL_LEN = 65_536  # room for any chat template
 
@@ -35,20 +37,32 @@ class DummyRequest(msgspec.Struct, frozen=True):
     text: str = ""
     chat: bool = False
     stream: bool = False
+    image: bool = False
 
     @property
     def prompt(self) -> str | list[int]:
         return self.text or [_PROMPT_ID]
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": self.text}]
+    def messages(self) -> list[dict[str, Any]]:
+        if not self.image:
+            return [{"role": "user", "content": self.text}]
+        parts = [{"type": "image_url", "image_url": {"url": PIXEL}}, {"type": "text", "text": self.text}]
+        return [{"role": "user", "content": parts}]
 
+
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
+)
+"""The smallest image."""
 
 LOOP_REQUESTS = (
     DummyRequest(SamplingParams(temperature=0.0, max_tokens=3)),
     DummyRequest(SamplingParams(temperature=1.0, max_tokens=3, seed=1)),
 )
+
+MASKED_REQUEST = DummyRequest(SamplingParams(max_tokens=3, seed=1, structured_outputs=JSON_OBJECT["json_object"]))
+"""For a loop that has grammars."""
 
 _PLAIN = SamplingParams(max_tokens=_ECHOED)
 _STOPPED = SamplingParams(max_tokens=_ECHOED, temperature=0.5, seed=1, stop=["zzz"])
@@ -62,9 +76,12 @@ FRONTEND_REQUESTS = (
 )
 
 
-def warm_up_frontend(send: Callable[[DummyRequest], None]) -> None:
-    """``send`` sends each request to :func:`spare_frontend` and reads the answer."""
-    _repeat(send, FRONTEND_REQUESTS, FRONTEND_ROUNDS)
+IMAGE_REQUEST = DummyRequest(_PLAIN, "Look.", chat=True, image=True)
+
+
+def warm_up_frontend(send: Callable[[DummyRequest], None], *, images: bool = False) -> None:
+    """``send`` sends each request to :func:`spare_frontend` and reads the answer. ``images``: some have one."""
+    _repeat(send, (*FRONTEND_REQUESTS, IMAGE_REQUEST) if images else FRONTEND_REQUESTS, FRONTEND_ROUNDS)
 
 
 def warm_up_loop(loop: Loop) -> None:
@@ -73,11 +90,15 @@ def warm_up_loop(loop: Loop) -> None:
 
     def send(dummy: DummyRequest) -> None:
         tokens = min(dummy.params.max_tokens or 1, room)
-        loop.scheduler.add(Request(OWN_ID, [_PROMPT_ID], dummy.params, dummy.params.seed or 0, tokens))
+        stop_ids = [_STOP_ID] if dummy.params.structured_outputs else []
+        loop.add(Request(OWN_ID, [_PROMPT_ID], dummy.params, dummy.params.seed or 0, tokens, stop_ids=stop_ids))
         loop.finish()
 
     if room:
         _repeat(send, LOOP_REQUESTS, LOOP_ROUNDS)
+        if not isinstance(loop.grammars, str):
+            _repeat(send, [MASKED_REQUEST], LOOP_ROUNDS)
+            loop.grammars.forget()
     loop.scheduler.forget()
 
 
@@ -116,7 +137,12 @@ class EchoLoop:
 
 
 def spare_frontend(frontend: Frontend, send: Callable[[ToEngine], None]) -> Frontend:
-    """A frontend for dummy requests, which shares only the tokenizer and the chat template with the real one."""
-    spare = Frontend(frontend.tokenizer, send, template=frontend.template)
+    """A frontend for dummy requests, which shares the tokenizer, the chat template and what reads images with the real
+    one, and nothing else.
+    """
+    spare = Frontend(
+        frontend.tokenizer, send, template=frontend.template, recommended={}, images=frontend.images,
+        formats=frontend.formats,
+    )  # fmt: skip
     spare.handle(Ready(_MAX_MODEL_LEN, 2, 64, 0.0))
     return spare

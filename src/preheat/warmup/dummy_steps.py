@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from preheat.core import SamplingParams
+from preheat.core import Image, SamplingParams, Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.warmup.dummy_batch import DummyBatches, rows_of
+from preheat.warmup.dummy_batch import DummyBatches, DummyRow, rows_of
 
 T = TypeVar("T")
+
+SWAPPED_PAIR = (1, 0)
+"""The blocks that warm-up swaps: two swaps leave the cache unchanged."""
 
 
 class DummySteps:
@@ -45,6 +50,22 @@ class DummySteps:
             for _ in range(times):
                 self.executor.finish(attended, batch)
         return True
+
+    def logits(self) -> Tensor:
+        """fp32 [1, vocab] on the host of a step of one token, the first of its sequence: the same at every call."""
+        with self._batches.work([DummyRow(0, 1, decoding=True)]) as schedule:
+            return self.executor.logits(self.packer.pack(schedule)).cpu().clone()
+
+    def encode(self, images: int) -> None:
+        """Encode so many images of noise, whose embeddings nothing reads."""
+        assert self.executor.encoder is not None, "the model sees no images"
+        shape = images, *self.executor.encoder.tower.spec.pixel_shape
+        noise = np.random.default_rng(0).standard_normal(shape, np.float32)
+        self.executor.encode([(place, Image(b"", one.tobytes())) for place, one in enumerate(noise)])
+
+    def swap(self, pairs: int) -> None:
+        """All pairs are the same, because padding would swap block 0 with itself, which contradicts swapping it."""
+        self.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
 
     def _attended(self, tokens: int) -> Attended:
         """Random states of ``tokens`` tokens, the same at every call."""

@@ -21,17 +21,18 @@ from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import ForwardItem, Item, SamplerItem
-from preheat.plan.plan import Plan
-from preheat.plan.programs import SamplerProgram
+from preheat.plan.items import EncoderItem, ForwardItem, Item, SamplerItem
+from preheat.plan.plan import Plan, largest
+from preheat.plan.programs import Program, SamplerProgram
 from preheat.settings import OPTIONS, Settings
+from preheat.warmup.detail import detail_level
 from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.record import ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
-GRAPHS = "graphs"
-"""The execution mode that captures graphs; all others reserve no memory for them."""
+GRAPHS, COMPILE = "graphs", "compile"
+"""The execution modes that capture graphs, and that compile layers; only the first reserves memory for graphs."""
 
 GRAPH_OPTIONS = (
     "graph_reserved_mem",
@@ -48,15 +49,21 @@ Captures = dict[Phase, PhaseCaptures]
 
 
 def divide_memory(settings: Settings, mode: str, free: int, block_bytes: int) -> MemorySplit:
-    """Divide the ``free`` bytes for an execution mode, and log it. Raises SettingsError if no cache fits."""
+    """Divide the ``free`` bytes for an execution mode. Raises SettingsError if no cache fits."""
     reserved = settings.graph_reserved_mem if mode == GRAPHS else 0.0
+    return split_memory(free, block_bytes, utilization=settings.gpu_memory_utilization, reserved=reserved)
+
+
+def log_division(settings: Settings, mode: str, split: MemorySplit, num_blocks: int) -> None:
+    """Log how memory is divided where the cache has ``num_blocks``. Warns of options that act on graphs alone."""
     if mode != GRAPHS:
         given = [OPTIONS[name].flag for name in GRAPH_OPTIONS if getattr(settings, name) != OPTIONS[name].default]
         if given:
             logger.warning("Execution mode %s captures no graphs: %s without effect", mode, ", ".join(given))
-    split = split_memory(free, block_bytes, utilization=settings.gpu_memory_utilization, reserved=reserved)
-    logger.info("%s", lines.free_memory(split, settings.gpu_memory_utilization, reserved))
-    return split
+    cache = split.cache if num_blocks == split.num_blocks else num_blocks * split.block_bytes
+    without = "" if mode == GRAPHS else mode
+    utilization, reserved = settings.gpu_memory_utilization, settings.graph_reserved_mem
+    logger.info("%s", lines.free_memory(split, cache, utilization, reserved, without))
 
 
 @dataclass
@@ -69,8 +76,8 @@ class NoGraphs:
         """Compile kernels before anything runs. ``step`` measures a step of the boot, by its name."""
 
     def first_run(self, bucket: Bucket) -> None:
-        """The first run of a forward program."""
-        self.steps.run(bucket, self.steps.executor.execute)
+        """The first run of a forward program: one layer of each kind calls all that the others do."""
+        self.steps.run(bucket, self.steps.executor.prepare)
 
     def after_sampling(self, program: SamplerProgram) -> None:
         """Called after each run of a sampler item."""
@@ -81,6 +88,14 @@ class NoGraphs:
 
 
 @dataclass
+class CompiledLayers(NoGraphs):
+    """Without graphs too, but all layers of a program run at first: for each, Dynamo may compile a region again."""
+
+    def first_run(self, bucket: Bucket) -> None:
+        self.steps.run(bucket, self.steps.executor.execute)
+
+
+@dataclass
 class CountedGraphs(NoGraphs):
     """Captures nothing, but counts the bytes that each graph would keep."""
 
@@ -88,6 +103,7 @@ class CountedGraphs(NoGraphs):
     settings: Settings
     split: MemorySplit
     sizes: ModelSizes
+    level: int = logging.INFO
 
     def capture(self) -> Captures:
         if self.settings.config_hidden_layers is not None:
@@ -95,23 +111,36 @@ class CountedGraphs(NoGraphs):
         plan, split, limits = self.steps.plan, self.split, self.steps.plan.limits
         free = split.free - limits.num_blocks * split.block_bytes
         memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)
+        captured = set[Program]()
+
+        def capture_one(bucket: Bucket) -> int:
+            program = plan.program_of(bucket)
+            used = 0 if program in captured else memory.capture_one(bucket)
+            captured.add(program)
+            return used
+
         pool = split.graph_pool(free)
-        return capture(plan, self.record, self.settings, pool=pool, capture_one=memory.capture_one, free=memory.free)
+        return capture(
+            plan, self.record, self.settings, pool=pool, capture_one=capture_one, free=memory.free,
+            level=self.level,
+        )  # fmt: skip
 
 
 @dataclass
 class DeviceGraphs(NoGraphs):
     """Captures programs on the device and measures the bytes that they take.
 
-    All graphs share one memory pool. The largest is captured first, so that the pool need not grow later; then those of
-    the sampler, which are few and small. What both took is subtracted from the pool, and the rest is divided by the
-    budget's rules.
+    Where all graphs share one memory pool the largest is captured first, so that the pool need not grow later; then
+    those of the sampler, which are few and small. What both took is subtracted from the pool, and the rest is divided
+    by the budget's rules.
     """
 
     record: Record
     settings: Settings
     split: MemorySplit
     free: Callable[[], int]
+    level: int = logging.INFO
+    shared: bool = True
 
     def __post_init__(self) -> None:
         self._executor, self._entries = self.steps.executor, self.record.by_name()
@@ -119,7 +148,9 @@ class DeviceGraphs(NoGraphs):
 
     def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
         with step("Compiling kernels"):
-            self._executor.compile(self.steps.plan, os.cpu_count() or 1)
+            plan = self.steps.plan
+            programs = (plan.program_of(item.program) for item in plan.items if item.program)
+            self._executor.compile(programs, os.cpu_count() or 1)
 
     def first_run(self, bucket: Bucket) -> None:
         self.steps.run(bucket, self._executor.prepare)
@@ -134,14 +165,21 @@ class DeviceGraphs(NoGraphs):
         before = self.free() + sum(entries[item.name].bytes for item in sampling)
         pool = self.split.graph_pool(before)
         buckets = [item.bucket for item in items if isinstance(item, ForwardItem)]
-        if buckets:
-            self._capture_one(max(buckets, key=lambda bucket: (bucket.tokens, bucket.rows)))
+        if buckets and self.shared:
+            self._capture_one(largest(buckets))
+        for item in items:
+            if isinstance(item, EncoderItem):
+                entries[item.name].graph = True
+                self._executor.capture_encoding(item.program)
         for item in sampling:
             if item.rows:
                 entries[item.name].graph = True
                 self._executor.capture_sampling(item.program)
         left = max(pool - (before - self.free()), 0)
-        done = capture(plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free)
+        done = capture(
+            plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free,
+            level=self.level,
+        )  # fmt: skip
         self._wait()
         self._executor.sampler.forget()
         return done
@@ -169,11 +207,13 @@ def choose_graphs(
     settings: Settings, backend: Backend, steps: DummySteps, record: Record, *, split: MemorySplit, sizes: ModelSizes
 ) -> NoGraphs:
     """How the record's execution mode handles graphs on ``backend``."""
+    level = detail_level(settings, backend.facts)
     if record.mode != GRAPHS:
-        return NoGraphs(steps)
+        return CompiledLayers(steps) if record.mode == COMPILE else NoGraphs(steps)
     if not backend.facts.captures:
-        return CountedGraphs(steps, record, settings, split, sizes)
-    return DeviceGraphs(steps, record, settings, split, backend.free_memory)
+        return CountedGraphs(steps, record, settings, split, sizes, level)
+    shared = not backend.facts.own_graph_memory
+    return DeviceGraphs(steps, record, settings, split, backend.free_memory, level, shared)
 
 
 def capture(
@@ -184,9 +224,11 @@ def capture(
     pool: int,
     capture_one: Callable[[Bucket], int],
     free: Callable[[], int],
+    level: int = logging.INFO,
 ) -> Captures:
     """Capture the plan's buckets as far as they fit into ``pool`` bytes. ``capture_one`` returns the bytes that one
-    took, or raises MemoryError, which skips the bucket; ``free`` returns the bytes that are free now.
+    took, or raises MemoryError, which skips the bucket; ``free`` returns the bytes that are free now; ``level`` is that
+    of the lines that tell of every graph.
 
     The entry of a captured item gets its bytes, that of an item without a graph the reason.
     """
@@ -198,7 +240,8 @@ def capture(
     logger.info("%s", lines.graph_shares(pool, free(), shares, settings.graph_prompt_ratio))
 
     def one(phase: Phase, bucket: Bucket, number: int) -> int:
-        logger.info("%s", lines.running(phase, bucket, number, len(queues[phase]), free(), graph=True))
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", lines.running(phase, bucket, number, len(queues[phase]), free(), graph=True))
         entry, started = entries[str(bucket)], time.monotonic()
         used = capture_one(bucket)
         entry.graph, entry.bytes = True, entry.bytes + used
@@ -207,7 +250,8 @@ def capture(
 
     phases = capture_graphs(pool, queues, one, expected=expected, prompt_ratio=settings.graph_prompt_ratio)
     for phase, done in phases.items():
-        logger.info("%s", lines.captured(phase, list(done.captured), done.total, done.used))
+        whole = level >= logging.INFO
+        logger.info("%s", lines.captured(phase, list(done.captured), done.total, done.used, whole=whole))
         _write_down(done, entries, record)
     record.memory |= {"graph_pool": pool, "graphs": sum(done.used for done in phases.values())}
     return phases
@@ -231,8 +275,11 @@ def _queues(plan: Plan, entries: dict[str, ItemRecord], settings: Settings) -> d
                 entries[item.name].reason = FALLBACK
             else:
                 buckets.append(item.bucket)
+    decodes = ("decode", "verify")  # steps with drafts are decoding steps, too
     return {
-        phase: capture_order([bucket for bucket in buckets if bucket.phase == phase], strategy)
+        phase: capture_order(
+            [each for each in buckets if each.phase == phase or (phase in decodes and each.phase in decodes)], strategy
+        )
         for phase, strategy in strategies.items()
     }
 

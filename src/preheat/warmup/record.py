@@ -76,12 +76,16 @@ class Proof(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """The record of one boot. ``cold`` counts events by source, ``misses`` steps beyond the bucket sizes by size."""
+    """The record of one boot. ``simulated``: of a fake device, of which nothing follows. ``cold`` counts events by
+    source, ``misses`` steps beyond the bucket sizes by size, ``traffic`` all steps after ready by phase and tokens,
+    before padding.
+    """
 
     model: str = ""
     platform: str = ""
     dtype: str = ""
     mode: str = ""
+    simulated: bool = False
     policy: str = ""
     strategy: str = ""
     invariant: bool = True
@@ -96,6 +100,7 @@ class Record(msgspec.Struct):
     cold: dict[str, int] = {}
     events: list[ColdEvent] = []
     misses: dict[str, int] = {}
+    traffic: dict[str, dict[int, int]] = {}
     proof: Proof = msgspec.field(default_factory=Proof)
 
     @classmethod
@@ -105,7 +110,7 @@ class Record(msgspec.Struct):
         entries += [_entry(dropped, outcome="dropped", reason=dropped.reason) for dropped in plan.dropped]
         return cls(
             policy=plan.policy.name,
-            strategy=plan.options.bucketing_strategy,
+            strategy=plan.strategy,
             entries=entries,
             padding={phase: padding.to_dict() for phase, padding in plan.padding.items()},
             created=time.time(),
@@ -135,7 +140,7 @@ class Record(msgspec.Struct):
             "misses": sum(self.misses.values()),
             "fingerprint": self.fingerprint,
             "notes": self.notes,
-        }
+        } | ({"simulated": True} if self.simulated else {})
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)

@@ -9,30 +9,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from preheat.backends.base import Backend
-from preheat.core import Progress, SamplingParams, Swaps
-from preheat.errors import NotInvariant
+from preheat.core import Progress, SamplingParams
+from preheat.errors import CheckFailed, NotInvariant
+from preheat.grammar.service import Grammars
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import Item, NothingToRun, Stage
+from preheat.plan.items import ForwardItem, Item, NothingToRun, SamplerItem, Stage
 from preheat.plan.plan import Plan
-from preheat.plan.programs import SamplerProgram
+from preheat.plan.programs import Program, SamplerProgram
+from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
+from preheat.warmup.draft import DraftWarmUp
 from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.graphs import NoGraphs
 from preheat.warmup.record import ItemRecord, Record
+from preheat.warmup.time_left import TimeLeft
 
 logger = logging.getLogger(__name__)
 
+PACE_RUNS = 4
+"""How often a step is timed; the shortest time counts."""
+
+LATER_RUN = "later run"
+"""The check that compares with what ran first."""
+
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 PROGRESS_SECONDS = 0.1  # between two messages of progress
-
-SWAPPED_PAIR = (1, 0)
-"""The blocks that warm-up swaps: two swaps leave the cache unchanged."""
+LOG_SECONDS = 10.0  # between two lines of the log that tell of it
 
 
 class Check(Protocol):
@@ -48,7 +56,10 @@ class Check(Protocol):
 @dataclass(kw_only=True)
 class WarmUp:
     """One warm-up. ``reused`` are items that an earlier boot with the same fingerprint compiled. ``report`` receives
-    progress; ``compiled`` gives the seconds of compiling since the process began; ``span`` traces an item.
+    progress; ``compiled`` gives the seconds of compiling since the process began; ``span`` traces an item; ``level`` is
+    that of the lines that tell of every item. ``draft_steps`` run those of the draft model. ``seconds`` gets what steps
+    were measured to take, by whose they are ("target" or "draft") and by bucket. ``first_logits`` are those of the
+    process's first step, see :meth:`DummySteps.logits`, which the check of a later run compares too.
     """
 
     plan: Plan
@@ -61,18 +72,27 @@ class WarmUp:
     report: Callable[[Progress], None] = lambda _: None
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
+    level: int = logging.DEBUG
+    first_logits: Tensor | None = None
+    draft_steps: DraftWarmUp | None = None
+    seconds: dict[tuple[str, Bucket], float] = field(default_factory=dict)
+    grammars: Grammars | str = "structured outputs are off"
     _entries: dict[str, ItemRecord] = field(init=False)
+    _ran: dict[Program, Bucket] = field(default_factory=dict, init=False)  # the first bucket of each program
     _done: int = field(default=0, init=False)  # items that have run
     _started: float = field(default=0.0, init=False)
     _reported: float = field(default=0.0, init=False)
+    _logged: float = field(default=0.0, init=False)
+    _time_left: TimeLeft = field(init=False)
     _memory: int = field(default=0, init=False)  # in use after the last item
 
     def __post_init__(self) -> None:
         self._entries = self.record.by_name()
+        self._time_left = TimeLeft(self.plan.items)
 
     def run(self) -> None:
         """Run every item in the plan's order and record its outcome."""
-        self._started = time.monotonic()
+        self._started = self._logged = time.monotonic()
         memory = self._memory = self.backend.used_memory()
         if self.plan.checks:
             self._begin_check()
@@ -82,7 +102,8 @@ class WarmUp:
         self._run_stage("last")
         self.steps.executor.sampler.forget()
         self.record.seconds = time.monotonic() - self._started
-        logger.info("%s", lines.finished(self.record.seconds, self.backend.used_memory() - memory))
+        place = "host" if self.backend.facts.on_host else "device"
+        logger.info("%s", lines.finished(self.record.seconds, self.backend.used_memory() - memory, place=place))
 
     def _begin_check(self) -> None:
         try:
@@ -106,8 +127,8 @@ class WarmUp:
         """
         self._report_progress(item)
         self._done += 1
-        if line := item.log_line(number, total, self.backend.free_memory()):
-            logger.info("%s", line)
+        if logger.isEnabledFor(self.level) and (line := item.log_line(number, total, self.backend.free_memory())):
+            self.tell(line)
         entry = self._entries[item.name]
         memory, compiled, start = self._memory, self.compiled(), time.monotonic()
         entry.started = start - self._started
@@ -126,6 +147,10 @@ class WarmUp:
             entry.outcome, entry.reason = "failed", error.message
             logger.error("The bits of a request depend on how it is run: %s", error)
             raise
+        except CheckFailed as error:
+            entry.outcome, entry.reason = "failed", error.message
+            logger.error("The engine cannot serve: %s", error)
+            raise
         except Exception as error:
             entry.outcome, entry.reason = "failed", f"{type(error).__name__}: {error}"
             logger.exception("%s failed; a step that needs it will be cold", item.name)
@@ -133,28 +158,36 @@ class WarmUp:
         finally:
             entry.compile_seconds = self.compiled() - compiled
             entry.touch_seconds = time.monotonic() - start - entry.compile_seconds
+            self._time_left.ran(item, entry.seconds)
             self._memory = self.backend.used_memory()
             entry.bytes = self._memory - memory
 
     def _report_progress(self, item: Item) -> None:
-        """At most every `PROGRESS_SECONDS`; the time left follows from the plan's estimates."""
-        now, done = time.monotonic(), self._done
+        """At most every `PROGRESS_SECONDS`, and every `LOG_SECONDS` in the log too."""
+        now, done, total = time.monotonic(), self._done, len(self.plan.items)
         if done and now - self._reported < PROGRESS_SECONDS:
             return
-        self._reported, items = now, self.plan.items
-        before = sum(item.estimate.seconds for item in items[:done])
-        after = sum(item.estimate.seconds for item in items[done:])
-        eta = (now - self._started) / before * after if before else after or None
-        self.report(Progress(done, len(items), item.name, eta))
+        self._reported, left = now, self._time_left.seconds()
+        self.report(Progress(done, total, item.name, left or None))
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            logger.info("%s", lines.progress(done, total, item.name, left))
 
     # See preheat.plan.items.ItemRunner.
+
+    def tell(self, line: str) -> None:
+        logger.log(self.level, "%s", line)
 
     @property
     def num_blocks(self) -> int:
         return int(self.steps.executor.cache.data.shape[1])
 
     def first_run(self, bucket: Bucket) -> None:
+        program = self.plan.program_of(bucket)
+        if program in self._ran:
+            raise NothingToRun(f"the same program as {self._ran[program]}")
         self.graphs.first_run(bucket)
+        self._ran[program] = bucket
 
     def forward(self, bucket: Bucket) -> None:
         self.steps.run(bucket, self.steps.executor.execute)
@@ -163,12 +196,45 @@ class WarmUp:
         if self.steps.sample(program.rows, params, times):
             self.graphs.after_sampling(program)
 
+    def encode(self, images: int) -> None:
+        self.steps.encode(images)
+
     def swap(self, pairs: int) -> None:
-        """All pairs are the same, because padding would swap block 0 with itself, which contradicts swapping it."""
-        self.steps.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
+        self.steps.swap(pairs)
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
         run_determinism_warmup(run, count, batch_invariant=True, synchronize=self.backend.synchronize)
 
+    def draft(self, item: Item) -> None:
+        if isinstance(item, ForwardItem):
+            self._drafting().first_run(item.bucket)
+        elif isinstance(item, SamplerItem):
+            self._drafting().sample(item.program, SAMPLER_SETTINGS[item.setting], 1)
+
+    def _drafting(self) -> DraftWarmUp:
+        if self.draft_steps is None:
+            raise NothingToRun("there is no draft model")
+        return self.draft_steps
+
+    def pace(self, bucket: Bucket, *, draft: bool) -> None:
+        steps = self._drafting().steps if draft else self.steps
+        took = [self._timed(lambda: steps.run(bucket, steps.executor.execute)) for _ in range(PACE_RUNS)]
+        self.seconds["draft" if draft else "target", bucket] = min(took)
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        run()
+        self.backend.synchronize()
+        return time.perf_counter() - began
+
+    def build_grammar(self, name: str) -> None:
+        if isinstance(self.grammars, str):
+            raise NothingToRun(self.grammars)
+        self.grammars.preload(name)
+
     def run_check(self, name: str) -> None:
+        if name == LATER_RUN and self.first_logits is not None:
+            now = self.steps.logits()
+            if not torch.equal(now.view(torch.int32), self.first_logits.view(torch.int32)):
+                raise NotInvariant(f"{name}: the first step of the process gave other logits than the same step now")
         self.check.run(name)

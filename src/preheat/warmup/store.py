@@ -18,6 +18,7 @@ from functools import cached_property
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -101,19 +102,39 @@ def fingerprint(parts: Mapping[str, object]) -> str:
 
 
 def boot_parts(
-    folder: Path, weights: Sequence[Path], plan: Plan, *, dtype: str, device: Iterable[str], threads: int, mode: str
+    folder: Path,
+    weights: Sequence[Path],
+    plan: Plan,
+    *,
+    dtype: str,
+    device: Iterable[str],
+    threads: int,
+    mode: str,
+    overrides: Mapping[str, object] | None = None,
+    grammars: str | None = None,
+    numerics: Mapping[str, object] | None = None,
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, object]:
     """What a boot's caches depend on. ``weights`` are the checkpoint's files in ``folder`` (none for dummy weights),
-    ``device`` describes the platform, such as its name and the instruction set that torch uses.
+    ``device`` describes the platform, such as its name and the instruction set that torch uses, ``overrides`` replace
+    fields of the config, ``grammars`` is the library that makes masks and its version, ``numerics`` are types and
+    scales other than the model's own, ``more`` are parts of features that are on.
     """
+    config = [(folder / "config.json").read_bytes()]
+    if overrides:
+        config.append(json.dumps(overrides, sort_keys=True).encode())
+    masks = {} if grammars is None else {"grammars": grammars}
     return {
-        "model": {"config": _digest([(folder / "config.json").read_bytes()]), "files": [*map(file_part, weights)]},
+        **masks,
+        "model": {"config": _digest(config), "files": [*map(file_part, weights)]},
         "dtype": dtype,
         "versions": versions(),
         "device": [*device, processor()],
         "threads": threads,
         "mode": mode,
         "plan": plan_part(plan),
+        **({"numerics": dict(numerics)} if numerics else {}),
+        **more,
     }
 
 

@@ -11,7 +11,8 @@ from preheat.backends.base import TuneRequest
 from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
-from preheat.model.files import find_checkpoint, read_config
+from preheat.model.files import find_model, read_config
+from preheat.plan.modes import step_limits
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
 
@@ -24,16 +25,18 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
     """
     backend, folder = pick_backend(settings.device), cache_root(settings)
     backend.prepare(settings, folder)
-    spec = read_spec(read_config(find_checkpoint(settings.model, settings.revision, with_weights=False)))
+    config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
+    spec = read_spec(config, settings.quantization)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     *layers, head = (linear for _, linear in spec.linears())
+    sequences, tokens = step_limits(settings, backend.facts)
     return backend.tune(
         TuneRequest(
             layers=layers,
             head=head,
             dtype=dtype,
-            max_rows=settings.max_num_batched_tokens,
-            max_head_rows=settings.max_num_seqs,
+            max_rows=tokens,
+            max_head_rows=sequences,
             seconds=math.inf if seconds is None else seconds,
             output=output,
             folder=folder,

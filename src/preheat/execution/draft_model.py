@@ -1,0 +1,105 @@
+"""A small model that drafts: it reads what the target reads, and draws with the target's noise.
+
+It is a packer and an executor like the target's, over the same slots, with a cache of its own in the same block ids. A
+token is drawn with the parameters, the seed and the position that the target will draw it with. Noise is keyed by token
+(:mod:`preheat.ops.philox`), so both draw the same one more often than two independent draws would: as long as their
+distributions are alike, the same token wins the race. What it drafts has no part in what the target draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from preheat.core import Schedule
+from preheat.execution.executor import Executor
+from preheat.execution.input_batch import InputBatch, Packer
+from preheat.schedule.slots import Slots
+
+NOTHING = np.empty(0, np.int32)
+
+
+class DraftModel:
+    """Drafts with one step for the first token of each row, which also reads what is new of its sequence, and one for
+    each further token. A prompt longer than a step is read in several, one for each call.
+    """
+
+    writes_cache = True
+
+    def __init__(self, num_speculative_tokens: int, packer: Packer, executor: Executor) -> None:
+        self.num_speculative_tokens, self.packer, self.executor = num_speculative_tokens, packer, executor
+        slots = packer.slots
+        self._limits = packer.plan.limits
+        self._tenure = np.full(slots.num_slots, -1, np.int64)
+        self._computed = np.zeros(slots.num_slots, np.int64)  # tokens whose keys and values are in the cache
+        self._known = np.zeros(slots.num_slots, np.int64)  # of them those that were no drafts
+        self._drafted = np.zeros((slots.num_slots, num_speculative_tokens), np.int32)  # the others
+        self._ran: list[InputBatch] = []
+
+    def taken(self) -> list[InputBatch]:
+        """The steps since the last call."""
+        ran, self._ran = self._ran, []
+        return ran
+
+    def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Sequence[np.ndarray]:
+        """See :class:`preheat.schedule.proposer.Proposer`. It writes drafts into the slots, behind all known tokens."""
+        self._ran.clear()
+        wanted = dict(zip(rows.tolist(), most.tolist(), strict=True))
+        drafts: dict[int, list[int]] = {slot: [] for slot in wanted}
+        self._take_back(slots, rows)
+        going = self._read(slots, [slot for slot in wanted if wanted[slot] > 0], drafts)
+        while going := [slot for slot in going if len(drafts[slot]) < wanted[slot]]:
+            chosen = np.array(going, np.int64)
+            first = slots.device_len[chosen] + np.array([len(drafts[slot]) - 1 for slot in going], np.int32)
+            ones = np.ones(len(going), np.int32)
+            self._run(slots, Schedule(chosen, first, ones, ones, len(going)), drafts)
+        return [np.array(drafts[slot], np.int32) for slot in wanted]
+
+    def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
+        """A slot that is taken again has another tenure."""
+
+    def _take_back(self, slots: Slots, rows: np.ndarray) -> None:
+        """Forget what the cache has of other sequences, and of drafts that were not accepted."""
+        fresh = rows[self._tenure[rows] != slots.tenure[rows]]
+        self._tenure[fresh], self._computed[fresh], self._known[fresh] = slots.tenure[fresh], 0, 0
+        for slot in rows[self._computed[rows] > self._known[rows]].tolist():
+            begin, end = int(self._known[slot]), int(min(self._computed[slot], slots.device_len[slot]))
+            same = slots.tokens[slot, begin:end] == self._drafted[slot, : end - begin]
+            self._computed[slot] = begin + int(same.cumprod().sum())
+
+    def _read(self, slots: Slots, rows: list[int], drafts: dict[int, list[int]]) -> list[int]:
+        """A step over what is new of these rows, as far as it holds it; those for which all of it was read, which have
+        their first draft.
+        """
+        budget = self._limits.max_num_batched_tokens
+        extend: dict[int, int] = {}
+        for slot in sorted(rows, key=lambda slot: int(slots.device_len[slot] - self._computed[slot])):
+            count = min(int(slots.device_len[slot] - self._computed[slot]), budget)
+            if count:
+                extend[slot] = count
+                budget -= count
+        if not extend:
+            return []
+        chosen, counts = np.array(list(extend), np.int64), np.array(list(extend.values()), np.int32)
+        first = self._computed[chosen].astype(np.int32)
+        whole = first + counts == slots.device_len[chosen]
+        schedule = Schedule(chosen, first, counts, whole.astype(np.int32), int(((counts == 1) & whole).sum()))
+        self._run(slots, schedule, drafts)
+        self._known[chosen] = self._computed[chosen]
+        done: list[int] = chosen[whole].tolist()
+        return done
+
+    def _run(self, slots: Slots, schedule: Schedule, drafts: dict[int, list[int]]) -> None:
+        """Run a step, and write what it drew behind each row."""
+        batch = self.packer.pack(schedule)
+        drawn = self.executor.execute(batch).tokens
+        self._ran.append(batch)
+        self._computed[schedule.slots] = schedule.ends
+        sampling = schedule.samples.nonzero()[0]
+        for slot, end, token in zip(
+            schedule.slots[sampling].tolist(), schedule.ends[sampling].tolist(), drawn.tolist(), strict=True
+        ):
+            self._drafted[slot, len(drafts[slot])] = token
+            drafts[slot].append(token)
+            slots.tokens[slot, end] = token

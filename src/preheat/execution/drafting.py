@@ -1,0 +1,62 @@
+"""What drafts tokens for an engine, made from its :class:`~preheat.utils.speculation.Speculation`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from preheat.backends.base import Backend, Facts
+from preheat.errors import SettingsError
+from preheat.execution.draft_model import DraftModel
+from preheat.model.loader import LoadedModel, load_model
+from preheat.plan.plan import Plan
+from preheat.plan.step_times import StepTimes
+from preheat.schedule.draft_length import FixedLength, MeasuredLength
+from preheat.schedule.drafting import Drafting
+from preheat.schedule.ngram import NgramProposer
+from preheat.schedule.proposer import Proposer
+from preheat.schedule.suffix import SuffixProposer
+from preheat.settings import Settings
+from preheat.utils.speculation import WITHOUT, Speculation
+
+
+def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:
+    """The draft model, if one drafts. Raises SettingsError for one that does not go with the ``target``."""
+    speculates = settings.speculation
+    if speculates is None or speculates.model is None:
+        return None
+    own = replace(settings, model=speculates.model, revision=None, tokenizer=None, hf_overrides=None, **WITHOUT)
+    draft = load_model(own, backend)
+    if draft.spec.vocab_size != target.spec.vocab_size:
+        raise SettingsError(
+            f"the draft {speculates.model} has a vocabulary of {draft.spec.vocab_size} tokens, the model one of "
+            f"{target.spec.vocab_size}: choose a draft of the same family",
+            param="speculative_config",
+        )
+    length = settings.max_model_len or target.spec.max_position_embeddings
+    if draft.spec.max_position_embeddings < length:
+        raise SettingsError(
+            f"the draft {speculates.model} was made for {draft.spec.max_position_embeddings} positions, and "
+            f"max_model_len is {length}: lower that, or choose another draft",
+            param="speculative_config",
+        )
+    return draft
+
+
+def make_proposer(speculates: Speculation, draft: DraftModel | None) -> Proposer:
+    """What drafts: ``draft`` if it is a model."""
+    if draft is not None:
+        return draft
+    if speculates.method == "suffix":
+        return SuffixProposer(
+            speculates.tokens, speculates.depth, speculates.requests, speculates.factor, speculates.likely
+        )
+    return NgramProposer(speculates.tokens, *speculates.lookup)
+
+
+def make_drafting(
+    speculates: Speculation, plan: Plan, proposer: Proposer, times: StepTimes, facts: Facts, *, waits: bool
+) -> Drafting:
+    """``waits``: what drafts must see the results of the step in flight, which is waited for."""
+    widths, drafting = plan.options.verify_widths, times.drafting
+    length = MeasuredLength(widths, times, drafting, waits=waits) if speculates.auto else FixedLength()
+    return Drafting(proposer, length, plan.most_drafts, penalised=facts.host_sampler)

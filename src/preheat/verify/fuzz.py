@@ -1,0 +1,105 @@
+"""``preheat verify --fuzz``: rounds of a random load, each request compared with itself alone, bit for bit.
+
+A round is drawn from its seed alone: with ``--random-models`` the model, then limits, requests and their arrivals.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from preheat.settings import Settings
+from preheat.verify.compare import PathResult, compare
+from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
+from preheat.verify.prompts import Prompt, with_settings
+from preheat.verify.random_models import write_model
+
+OUTPUTS = 20
+LENGTHS = (60, 300, 700)
+"""The longest prompt of a round: within a few blocks, across one KV split, across two."""
+
+CACHE_BYTES = 1 << 28
+
+
+@dataclass
+class Fuzz:
+    """Rounds from ``seed`` on until ``seconds`` are over, at least one. ``settings`` name the model and the device;
+    limits, blocks and the prefix cache are drawn.
+    """
+
+    boot: Boot
+    settings: Settings
+    random_models: bool
+    seed: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+    def results(self, seconds: float) -> Iterator[PathResult]:
+        """Each round's result."""
+        end, seed = self.clock() + seconds, self.seed
+        while seed == self.seed or self.clock() < end:
+            yield self.round(seed)
+            seed += 1
+
+    def round(self, seed: int) -> PathResult:
+        """The round of ``seed``. Raises PreheatError if an engine fails."""
+        draw = random.Random(seed)
+        with tempfile.TemporaryDirectory() as folder:
+            settings, note = self._model(Path(folder), draw, seed)
+            alone = Engine(self.boot, replace(settings, enable_prefix_caching=False))
+            longest = max(min(draw.choice(LENGTHS), alone.ready.max_model_len - OUTPUTS), 1)
+            prompts = random_prompts(draw, alone.vocab_size, longest)
+            expected = alone.run(prompts, in_groups([1] * len(prompts)))
+            load = random_limits(draw, longest + OUTPUTS)
+            engine = Engine(self.boot, replace(settings, **load))
+            runs = [engine.run(prompts, draw.choice((at_once, trickling(draw)))) for _ in range(2)]
+        return compare(f"seed {seed}", expected, runs, ", ".join([*note, *(f"{k}={v}" for k, v in load.items())]))
+
+    def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, list[str]]:
+        """The settings of a round but for its limits, and what was drawn of the model."""
+        settings = replace(self.settings, skip_warmup=True, boot_check="off", require_invariance=False, on_cold="off")
+        if not self.random_models:
+            return settings, []
+        config = write_model(folder, draw)
+        dtype = draw.choice(("float32", "bfloat16")) if settings.dtype == "auto" else settings.dtype
+        threads = settings.num_threads or draw.choice((1, 2))
+        model: dict[str, Any] = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+        model |= {"seed": seed, "dtype": dtype, "num_threads": threads, "kv_cache_memory_bytes": CACHE_BYTES}
+        heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
+        shown = [config["architectures"][0], heads, f"window {config['sliding_window']}", dtype, f"{threads} threads"]
+        return replace(settings, **model), shown
+
+
+def random_prompts(draw: random.Random, vocab_size: int, longest: int) -> list[Prompt]:
+    """5 to 25 prompts of up to ``longest`` tokens, some of which begin like an earlier one."""
+    found: list[list[int]] = []
+    for _ in range(draw.choice((5, 12, 25))):
+        length = 1 + int((longest - 1) * draw.random() ** 1.5)
+        shared = draw.choice(found)[: draw.randrange(length)] if found and draw.random() < 0.3 else []
+        found.append([*shared, *(draw.randrange(vocab_size) for _ in range(length - len(shared)))])
+    return with_settings(found, OUTPUTS)
+
+
+def random_limits(draw: random.Random, length: int) -> dict[str, Any]:
+    """Limits for sequences of ``length`` tokens: mostly small steps and few blocks, so that requests are chunked,
+    preempted and moved.
+    """
+    seqs = draw.choice((3, 8, 20, 40))
+    contiguous = draw.random() < 0.2
+    block_size = 256 if contiguous else draw.choice((16, 32, 64, 128))
+    return {
+        "max_model_len": length,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": max(2 * seqs, draw.choice((64, 130, 331, 600, 1024))),
+        "block_size": block_size,
+        "contiguous_pa": contiguous,
+        "num_gpu_blocks_override": -(-length // block_size) + 1 + draw.choice((0, 3, 40)),
+        "enable_prefix_caching": draw.random() < 0.8,
+        "enable_chunked_prefill": True,
+        "defrag_threshold": draw.choice((0, 4, 32)),
+        "kv_cache_memory_bytes": None,
+    }

@@ -1,0 +1,113 @@
+"""The check at boot for models that see images: a context with an image has the same logits however it is computed, and
+an image the same embeddings whatever is encoded with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.core import Image, Segment
+from preheat.errors import NotInvariant
+from preheat.execution.encoder import Encoder
+from preheat.plan.programs import ENCODER_SIZES
+from preheat.schedule.images import EncoderCache
+from preheat.verify.check_runner import CheckRunner, Row
+from preheat.verify.names import BEFORE_IMAGE, image_context
+
+
+class ImageCheck:
+    """Compares with the first run of the process, see :meth:`first`."""
+
+    def __init__(self, runner: CheckRunner) -> None:
+        encoder, rng = runner.executor.encoder, np.random.default_rng(1)
+        assert encoder is not None, "the model sees no images"
+        self._runner, self._encoder, limits = runner, encoder, runner.plan.limits
+        self._tokens = rng.integers(runner.vocab_size, size=image_context(limits), dtype=np.int32)
+        self._images = [_noise(encoder, number) for number in range(ENCODER_SIZES[0])]
+        self._segments = [Segment(BEFORE_IMAGE, BEFORE_IMAGE + limits.image_tokens, self._images[0])]
+        self._expected: Tensor | None = None
+
+    def first(self) -> Tensor:
+        """The context's logits in as few steps as hold it, fp32 [vocab] on the host; the first call computes them."""
+        if self._expected is None:
+            self._expected = self._logits([self._most()] * 2)
+        return self._expected
+
+    def run(self) -> int:
+        """Compare; how often that was possible. Raises NotInvariant."""
+        expected, count = self.first(), 0
+        for way, logits in self._ways():
+            if not torch.equal(logits.view(torch.int32), expected.view(torch.int32)):
+                gap = (logits - expected).abs().max().item()
+                raise NotInvariant(f"images: a context with an image has other logits {way}, by up to {gap:.3g}")
+            count += 1
+        return count + self._compare_embeddings()
+
+    def _ways(self) -> Iterator[tuple[str, Tensor]]:
+        """In ragged chunks, some of which end within the image, and behind blocks of another sequence."""
+        yield "when it is computed again", self._logits([self._most()] * 2)
+        tokens, size = self._runner.plan.limits.image_tokens, self._runner.slots.block_size
+        if min(self._most(), tokens) > 1:
+            yield "in chunks", self._logits([min(BEFORE_IMAGE + tokens // 3, self._most()), max(tokens // 3, 1)])
+        within = (BEFORE_IMAGE + tokens // 2) // size * size
+        for cached in dict.fromkeys((within, (len(self._tokens) - 1) // size * size)):
+            if cached and self._runner.slots.num_free > 1:
+                yield f"behind {cached} cached tokens", self._behind(cached)
+
+    def _behind(self, cached: int) -> Tensor:
+        """With the first ``cached`` tokens in the blocks of another sequence."""
+        with self._runner.sequence(self._tokens, segments=self._segments) as first:
+            self._read(first, [self._most()] * 2)
+            with self._runner.sequence(self._tokens, cached=cached, of=first, segments=self._segments) as slot:
+                return self._read(slot, [self._most()] * 2)
+
+    def _logits(self, sizes: list[int]) -> Tensor:
+        with self._runner.sequence(self._tokens, segments=self._segments) as slot:
+            return self._read(slot, sizes)
+
+    def _read(self, slot: int, sizes: list[int]) -> Tensor:
+        """Steps of the first size, then of the second one, then for the rest. The image is encoded again."""
+        runner = self._runner
+        runner.images = EncoderCache(runner.plan.limits.max_images, runner.plan.limits.image_tokens)
+        left, size = len(self._tokens) - int(runner.slots.cached_len[slot]), sizes[0]
+        while left > size:
+            runner.read(slot, size)
+            left, size = left - size, sizes[1]
+        return runner.step(slot)
+
+    def _most(self) -> int:
+        """How many tokens a step can have."""
+        size, length = len(self._tokens), len(self._tokens)
+        while size > 1 and not self._runner.bucket_of([Row(length - size, size)]):
+            size //= 2
+        return size
+
+    def _compare_embeddings(self) -> int:
+        """Each program, each place in it: embeddings are those of the image alone. How many were compared."""
+        expected = [self._encoded([image])[0] for image in self._images]
+        count = 0
+        for size in ENCODER_SIZES:
+            if size == 1 or size > self._runner.plan.limits.max_images:
+                continue
+            for turn in range(size):
+                order = [(turn + place) % size for place in range(size)]
+                for place, found in zip(order, self._encoded([self._images[place] for place in order]), strict=True):
+                    if not torch.equal(found, expected[place]):
+                        raise NotInvariant(f"images: an image has other embeddings among {size} than alone")
+                    count += 1
+        return count
+
+    def _encoded(self, images: list[Image]) -> list[Tensor]:
+        """The bits of the embeddings of ``images``, encoded together."""
+        self._runner.executor.encode(list(enumerate(images)))
+        kept = self._encoder.embeddings.view(torch.uint8).view(self._runner.plan.limits.max_images, -1)
+        return list(kept[: len(images)].cpu().clone().unbind(0))
+
+
+def _noise(encoder: Encoder, number: int) -> Image:
+    pixels = np.random.default_rng(number).standard_normal(encoder.tower.spec.pixel_shape, np.float32)
+    return Image(b"%d" % number, pixels.tobytes())

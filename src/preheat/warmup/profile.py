@@ -1,0 +1,86 @@
+"""The profiling run: the largest step, through the real model, before memory is divided between the cache and graphs.
+
+Source: vLLM on Gaudi, which runs a forward pass on dummy data for the same purpose. Here the whole engine is built
+around a cache of two blocks, so that its static buffers are measured too, and nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+from torch import Tensor
+
+from preheat.backends.base import Backend
+from preheat.core import Level
+from preheat.errors import SettingsError
+from preheat.execution.build import Build, build
+from preheat.model.loader import LoadedModel
+from preheat.plan.items import EncoderItem, SwapItem
+from preheat.plan.plan import Plan
+from preheat.plan.programs import SamplerProgram, encoder_programs
+from preheat.plan.sampler_settings import SAMPLER_SETTINGS
+from preheat.schedule.slots import Slots
+from preheat.settings import Settings
+from preheat.warmup.dummy_steps import DummySteps
+from preheat.warmup.run import OUT_OF_MEMORY
+
+CACHE_BLOCKS = 2
+"""A dummy step reads and writes the pad block alone."""
+
+ALL_AT_ONCE = "everything"
+"""The setting that samples with all that a request can ask for."""
+
+
+def profile_run(  # noqa: PLR0917 - what an engine is built of
+    settings: Settings,
+    backend: Backend,
+    model: LoadedModel,
+    plan: Plan,
+    first: Callable[[Tensor], None],
+    build: Build = build,
+) -> int:
+    """The most bytes that a step of ``plan`` needs beside the weights and the cache: the engine's buffers and the
+    working memory of the largest forward step, of sampling the most rows, of swapping the most blocks and of encoding
+    the most images.
+
+    Nothing is captured or compiled whole, which would need no more. Before all, ``first`` is told the logits of the
+    process's first step (:meth:`DummySteps.logits`). Raises SettingsError if a step does not fit.
+    """
+    try:
+        return backend.peak_memory(lambda: _run(settings, backend, model, plan, first, build))
+    except OUT_OF_MEMORY as error:
+        raise SettingsError(
+            f"memory ran out in the profiling run, a step of {plan.largest}: lower --max-num-batched-tokens or "
+            f"--max-num-seqs, or free memory on the device ({error})",
+            param="max_num_batched_tokens",
+        ) from None
+
+
+def _run(  # noqa: PLR0917 - as profile_run
+    settings: Settings, backend: Backend, model: LoadedModel, plan: Plan, first: Callable[[Tensor], None], build: Build
+) -> None:
+    first(_steps(settings, backend, model, plan, build))
+    gc.collect()  # the engine's parts refer to each other
+
+
+def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan, build: Build) -> Tensor:
+    limits, rows = plan.limits, plan.sampler_sizes[-1]
+    slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+    packer, executor = build(settings, backend, model, plan, slots, mode="eager", num_blocks=CACHE_BLOCKS)
+    params = SAMPLER_SETTINGS[ALL_AT_ONCE]
+    images = max((item.images for item in plan.items if isinstance(item, EncoderItem)), default=0)
+    samplers = [SamplerProgram(rows, level) for level in Level]
+    executor.compile([plan.largest, *samplers, *encoder_programs(images)], os.cpu_count() or 1)
+    steps = DummySteps(plan, packer, executor)
+    first = steps.logits()
+    steps.run(plan.largest, executor.execute)
+    steps.sample(rows, params, 1)
+    pairs = max((item.pairs for item in plan.items if isinstance(item, SwapItem)), default=0)
+    if pairs:
+        steps.swap(pairs)
+    if images:
+        steps.encode(images)
+    backend.synchronize()
+    return first
