@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from preheat.limits import Limits
+from preheat.ops.kinds import Activation, NormKind, Scheme
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from preheat.backends.cold import Watched
     from preheat.core import Level, TokenLogprobs
+    from preheat.ops.moe import Routing
+    from preheat.ops.quantization import QuantizedWeight
     from preheat.ops.sampling import SamplingInput
 
 HOST_COPIES = 2
@@ -37,12 +40,13 @@ NO_LAZY_BRIDGE = "it is the lazy backend of Gaudi's PyTorch bridge, which this p
 @dataclass(frozen=True, kw_only=True)
 class Modes:
     """The execution mode a backend takes by default, what each mode that it ``runs`` does there, and why the others are
-    ``rejected``.
+    ``rejected``. ``enforced`` is what ``enforce_eager`` alone asks for.
     """
 
     default: Mode
     runs: Mapping[Mode, str]
     rejected: Mapping[Mode, str]
+    enforced: Mode = "eager"
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,31 @@ class Machine:
     call_overhead: float
 
 
+@dataclass(frozen=True)
+class QuantizedKernel:
+    """What computes linear layers that are quantized in one way. ``itemsize``: bytes of a weight in memory, where it is
+    not held as codes and scales; 0 stands for those of the model's dtype. ``experts``: those too.
+    """
+
+    kernel: str
+    itemsize: int | None = None
+    experts: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What is known of a backend before anything is imported or allocated.
 
     ``split``: keys of a KV split. ``min_tokens``: a step is padded to at least so many. ``asynchronous``: the device
     goes on after a call returns, so that the host can prepare the next step. ``captures``: programs become graphs.
-    ``rejected``: options that must stay at their default, with the reason.
+    ``on_host``: its memory is the host's. ``logs_buckets``: the log tells of each bucket, as the platform's users know
+    it. ``pads_context``: the length of contexts is part of a decode program, whose attention is padded to it.
+    ``host_sampler``: sampling is a plain function on the host, which runs the same code for any number of rows.
+    ``quantized``: what computes quantized layers, by :attr:`preheat.ops.kinds.Scheme.kind`; others are refused.
+    ``own_graph_memory``: a graph shares its working memory with no other. ``simulated``: it is a fake, which every
+    result says. ``block_size``, ``max_num_seqs``, ``max_num_batched_tokens`` and ``defaults``, by option, serve where
+    none are set. ``rejected``: options that must stay at their default, with the reason. ``ignored``: options of
+    another platform's software, which have no effect here, as a warning says.
     """
 
     name: str
@@ -73,7 +95,26 @@ class Facts:
     min_tokens: int = 1
     asynchronous: bool = False
     captures: bool = False
+    on_host: bool = False
+    logs_buckets: bool = False
+    pads_context: bool = False
+    host_sampler: bool = False
+    own_graph_memory: bool = False
+    simulated: bool = False
+    block_size: int = 64
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    quantized: Mapping[str, QuantizedKernel] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_BRIDGE = dict.fromkeys(
+    ("lazy_collectives", "disable_tensor_cache", "metrics_gc_details", "pa_softmax_impl"),
+    "it is for Gaudi, which this platform is not",
+)
+"""Options of Gaudi's software, and what other platforms say of them."""
 
 
 class Linear(Protocol):
@@ -82,6 +123,25 @@ class Linear(Protocol):
     """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+class Experts(Protocol):
+    """The routed experts of a layer, see :mod:`preheat.ops.moe`."""
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden] and the router's ``logits`` [tokens, experts] -> [tokens, hidden]."""
+
+
+class Collective(Protocol):
+    """What the ranks that share a model's layers do together: all of them, in the same order."""
+
+    rank: int
+    world: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x`` of every rank, all of one shape and dtype: [world, *shape], the same on all ranks. Bits are moved and
+        nothing else: no conversion and no sum.
+        """
 
 
 class LinearSize(Protocol):
@@ -95,6 +155,8 @@ class LinearSize(Protocol):
     def gated(self) -> bool: ...
     @property
     def bias(self) -> bool: ...
+    @property
+    def scheme(self) -> Scheme | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +176,11 @@ class TuneRequest:
 
 
 class Norm(Protocol):
-    """A root-mean-square norm of rows, see :mod:`preheat.ops.norm`."""
+    """A norm of rows, see :mod:`preheat.ops.norm`."""
 
     weight: Tensor
     eps: float
+    kind: NormKind
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x``, a new tensor."""
@@ -179,21 +242,24 @@ class StepRows:
 class AttentionWork:
     """How a step is cut into work: ``lists[i]`` int32 [n, 2] are written behind the step's tokens, see
     :class:`preheat.execution.buffers.StepBuffers`. ``steady``: for so many more steps of the same rows, all decoding,
-    it stays what it is; negative: it is for this step alone.
+    it stays what it is; negative: it is for this step alone. ``table_writes``: only while the block tables have been
+    written so often; negative: whatever becomes of them.
     """
 
     lists: list[np.ndarray]
     steady: int
+    table_writes: int
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """A program's input on the device, all int32.
 
-    ``tokens`` [T] are ids, or -1 for the token that the device drew last for the slot. ``slots`` [T] name each token's
+    ``tokens`` [T] are ids, or -1 for the token that the device drew last for the slot, or below that embeddings of
+    images, see :meth:`Operations.embed`. ``slots`` [T] name each token's
     sequence, ``positions`` [T] its place in it; padding has the slot beyond all others. ``lists`` are attention's,
     ``counts`` say how many entries of each are in use. ``rows`` are the most that the program has; ``decode``: all of
-    its rows have one token.
+    its rows have one token. ``longest`` and ``blocks`` are those of the bucket, 0 where they are no part of it.
     """
 
     tokens: Tensor
@@ -203,12 +269,20 @@ class StepInputs:
     counts: Tensor
     rows: int
     decode: bool
+    longest: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
     """What one layer's attention works with. ``cache`` [blocks, 2, kv heads, block size, dim]; ``rope`` [positions, 2,
     1, dim], see :func:`preheat.model.rope.rope_table`; ``qk_norm`` norms each query and key head before they turn.
+    ``alibi`` fp32 [heads]: slope * (key's position - query's) is added to a head's scaled scores, in fp32, before
+    their maximum is taken.
+
+    Queries and outputs are of ``dtype``. Where the cache is of eight bits, keys and values are divided by ``kv_scales``
+    and rounded to it, see :mod:`preheat.ops.float8`, and all attention is to what is stored, that of a prompt's own
+    chunk too: ``scale`` times the keys' scale multiplies the scores, the values' scale the output.
     """
 
     num_heads: int
@@ -217,8 +291,11 @@ class AttentionLayer:
     scale: float
     window: int | None
     cache: Tensor
-    rope: Tensor
+    dtype: torch.dtype
+    rope: Tensor | None
     qk_norm: Norm | None
+    alibi: Tensor | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]
@@ -260,6 +337,11 @@ class Sampler(Protocol):
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
         """Let the device know of the rows to sample, which belong to the sequences in ``slots`` [step.size]."""
 
+    def masks(self, turn: int) -> np.ndarray:
+        """Host copy ``turn`` of the masks, int32 [rows, words]: bit i % 32 of word i // 32 says whether token i is
+        allowed. :meth:`describe` sends those of ``step.masked``, so they are written before.
+        """
+
     def sample(self, level: Level, logits: Tensor) -> None:
         """Draw a token for each row of ``logits`` [rows, vocab] as described; rows beyond ``step.size`` pad."""
 
@@ -287,6 +369,9 @@ class Sampler(Protocol):
         """Be as new."""
 
 
+StepCounter = Callable[[], tuple[int, float | None]]
+"""A number that only grows, and the seconds that went into it, None where nobody counts them."""
+
 SampledRows = tuple[np.ndarray, "list[TokenLogprobs]"]
 """Tokens, integers [rows], and the reports that were asked for."""
 
@@ -294,15 +379,45 @@ SampledRows = tuple[np.ndarray, "list[TokenLogprobs]"]
 class Operations(Protocol):
     """The operations of one model on one device."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+    def linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> Linear:
         """The linear layer of ``weight`` [outputs, inputs] and ``bias`` [outputs], which may be kept or packed anew.
-        ``gated``: the first half of its outputs is the gate of the second, and SwiGLU of both is what it gives.
+        What it gives is what ``activation`` makes of the outputs, or the outputs kept between -``clip`` and ``clip``.
         """
 
-    def norm(self, weight: Tensor, eps: float) -> Norm: ...
+    def experts(self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing) -> Experts:
+        """The experts whose weights are ``gate_up`` [experts, 2 * inner, hidden], gates first, and ``down`` [experts,
+        hidden, inner]; both may be kept or packed anew.
+        """
 
-    def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor) -> None:
-        """Fill ``out`` [tokens, hidden] with the rows of ``table`` that the step's tokens name."""
+    def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> Norm: ...
+
+    def embed(
+        self,
+        inputs: StepInputs,
+        last_token: Tensor,
+        table: Tensor,
+        out: Tensor,
+        *,
+        scale: float | None = None,
+        positions: Tensor | None = None,
+        images: Tensor | None = None,
+    ) -> None:
+        """Fill ``out`` [tokens, hidden] with the rows of ``table`` that the step's tokens name, times ``scale``, plus
+        the rows of ``positions`` [positions, hidden] at their positions; see :mod:`preheat.ops.embedding`. With
+        ``images`` [rows, hidden], the token -2 - row is that row of them.
+        """
+
+    def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+        """``routed`` plus what the ``shared`` expert gave for ``x``, times its ``gate``: all [tokens, hidden], but
+        ``gate`` [1, hidden]; see :func:`preheat.ops.moe.add_shared`.
+        """
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """The rows of ``x`` that ``index`` int32 names, a new tensor."""
@@ -311,11 +426,46 @@ class Operations(Protocol):
         """int64 [rows], see :mod:`preheat.ops.digest`."""
 
 
+class Sharing(Protocol):
+    """The operations of a model whose layers several ranks share, or one that adds as they do. The bits of each do not
+    depend on how many ranks there are; see :mod:`preheat.ops.leaves`.
+    """
+
+    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
+        """Meet the other ranks in ``folder``. ``check``, which raises where a rank has died, is called while one waits
+        for the others. One rank alone needs nobody.
+        """
+
+    def row_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiles: Sequence[int],
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> Linear:
+        """As :meth:`Operations.linear`, of a rank that has some rows of a matrix: those of some ``tiles``, as many rows
+        each. A tile's outputs have the same bits whichever other tiles the rank has.
+        """
+
+    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> Linear:
+        """The linear layer whose inputs the ranks share: ``weight`` [outputs, inputs of this rank], in so many
+        ``leaves``. The result is the same on all ranks.
+        """
+
+    def leaf_experts(
+        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+    ) -> Experts:
+        """As :meth:`Operations.experts`, whose inner numbers the ranks share: this one's are so many ``leaves``."""
+
+
 class Backend(Operations, Protocol):
-    """One kind of device."""
+    """One kind of device. ``sharing`` is None where no ranks can share layers."""
 
     facts: Facts
     device: torch.device
+    sharing: Sharing | None
 
     @property
     def fingerprint(self) -> str:
@@ -326,6 +476,11 @@ class Backend(Operations, Protocol):
 
     def used_memory(self) -> int:
         """Bytes that this process holds on the device."""
+
+    def peak_memory(self, run: Callable[[], None]) -> int:
+        """Run ``run``, which leaves nothing on the device; the most bytes that it held there at once, those of what it
+        had to load or compile included.
+        """
 
     def kv_cache_memory(self) -> int | None:
         """Bytes of KV cache if no size is set; None means a share of the free memory."""
@@ -356,8 +511,8 @@ class Backend(Operations, Protocol):
         ahead.
         """
 
-    def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
-        """Choose and prove what serves linear layers at so many rows, before there is a cache."""
+    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
+        """Choose and prove what serves linear layers and experts at so many rows, before there is a cache."""
 
     def tune(self, request: TuneRequest) -> str:
         """Measure which kernel is fastest for each linear layer, for later boots; what was done, in a sentence.
@@ -366,11 +521,15 @@ class Backend(Operations, Protocol):
         """
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> Attention:
-        """``contiguous``: decode reads the cache in place (``--contiguous-pa``)."""
+        """``contiguous``: where it can, decode reads the cache in place (``--contiguous-pa``)."""
 
     def sampler(
-        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool
-    ) -> Sampler: ...
+        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
+    ) -> Sampler:
+        """``masked``: rows may have masks."""
 
     def cold_sources(self) -> Mapping[str, Watched]:
         """How each of :data:`preheat.warmup.cold_sources.ORIGINS` is watched."""
+
+    def step_counters(self) -> Mapping[str, StepCounter]:
+        """What the log of every step reads: ``compilations``, and ``fallbacks`` of operations to the host."""

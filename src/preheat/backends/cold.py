@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import Any, Literal
+
+from preheat.utils.dynamo import compilations, compile_seconds, graph_breaks
 
 How = Literal["hook", "counter", "none"]
 
@@ -123,5 +125,12 @@ class Watched:
     make: Callable[[ExitStack], Counted] | None = None
 
 
+NO_RECIPES = Watched("none", "recipes are made by the graph compiler of another platform")
+NO_FALLBACK = Watched("none", "there is no device beside the host, or every operation is a kernel of the device")
+DYNAMO_COUNTERS: Mapping[str, Callable[[], tuple[int, float | None]]] = {
+    "compilations": lambda: (compilations(), compile_seconds()),
+    "fallbacks": lambda: (graph_breaks(), None),
+}
+"""What a step compiled and where it fell back, where torch.compile is the only compiler."""
 DYNAMO = Watched("counter", "graphs that Dynamo has compiled", dynamo)
 IMPORTS = Watched("hook", "a finder of modules, which looks whether a step is asking", imports)

@@ -1,3 +1,4 @@
 """The names that ``--device`` takes beside ``auto``. Imports nothing, so that the settings can list them."""
 
-DEVICES = ("cpu", "cuda")
+HOST = "cpu"
+DEVICES = (HOST, "cuda", "hpu")

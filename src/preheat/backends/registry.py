@@ -3,41 +3,64 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from preheat.backends.cpu import environment as cpu_environment
 from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda import environment as cuda_environment
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.hpu import environment as hpu_environment
+from preheat.backends.hpu.detect import detected
 from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.errors import SettingsError
+from preheat.utils.finding import Finding
 
 if TYPE_CHECKING:
     from preheat.backends.base import Backend, Facts
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"
+
 FACTS: Mapping[str, Facts] = {facts.name: facts for facts in (CPU, CUDA, HPU)}
 """What is known of every platform, by name."""
 
+ENVIRONMENTS: Mapping[str, Callable[[], Iterable[Finding]]] = {
+    CPU.name: cpu_environment.findings,
+    CUDA.name: cuda_environment.findings,
+    HPU.name: hpu_environment.findings,
+}
+"""What `preheat doctor` looks at, by platform."""
+
 
 def facts_of(device: str) -> Facts:
-    """What a plan is made for before anybody has looked at the machine: ``auto`` counts as a CPU."""
-    return CPU if device == "auto" else FACTS[device]
+    """What a plan is made for before anybody has looked at the machine: ``auto`` counts as a CPU, unless there is a
+    Gaudi, which can be seen without torch.
+    """
+    if device == AUTO:
+        return HPU if detected() else CPU
+    return FACTS[device]
 
 
 def wake(device: str) -> None:
     """Begin what takes time and needs no torch, such as waking a GPU, while torch is still being imported."""
-    if device != CPU.name:
+    if device in (AUTO, CUDA.name):
         from preheat.backends.cuda.early import wake_gpu
 
         wake_gpu()
 
 
 def pick_backend(device: str) -> Backend:
-    """The backend for ``--device``; ``auto`` takes an NVIDIA GPU where it can be used, and logs why not elsewhere.
+    """The backend for ``--device``; ``auto`` takes a Gaudi or an NVIDIA GPU where it can be used, and logs why not
+    elsewhere.
 
     Raises SettingsError, with the reason, where a device is asked for by name and cannot be used.
     """
+    if device == HPU.name or (device == AUTO and detected()):
+        from preheat.backends.hpu.backend import HpuBackend
+
+        return HpuBackend()
     if device != CPU.name:
         from preheat.backends.cuda.device import has_gpu, obstacle
 

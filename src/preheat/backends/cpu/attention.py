@@ -4,106 +4,114 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
+from preheat.backends.cpu.decode_attention import DecodeAttention, Heads
 from preheat.backends.cpu.paged_attention import PagedAttention, max_keys, widest_tile
-from preheat.backends.cpu.tiles import Rows, plan_tiles
+from preheat.backends.cpu.tiles import SPLIT, Rows, plan_tiles
+from preheat.ops.float8 import round_to
 from preheat.ops.rotary import apply_rope_
-
-
-class _Kind(NamedTuple):
-    """What decides how a layer's attention is cut into work."""
-
-    window: int | None
-    heads: int
-    kv_heads: int
-    dim: int
 
 
 @dataclass(slots=True)
 class CpuWork(AttentionWork):
-    """``groups`` of tiles for each kind of layer, and where each token's keys and values go: ``kv_rows`` int64 [T * 2 *
-    kv heads] rows of the cache, by kv heads.
+    """For each kind of layer the rows that decode, if there are any, and the ``prompts`` as groups of tiles.
+
+    ``first_rows`` int64 [T, 2 * kv heads], by kv heads: the rows of the cache for the first token of each token's
+    block, for every head its keys, then for every head its values.
     """
 
-    groups: dict[_Kind, list[PagedAttention]]
-    kv_rows: dict[int, Tensor]
+    decode: dict[Heads, DecodeAttention]
+    prompts: dict[Heads, PagedAttention]
+    first_rows: dict[int, Tensor]
 
 
 class CpuAttention:
-    """With ``contiguous`` reads, decoding rows read the cache in place, see :func:`plan_tiles`."""
+    """The host cuts a step into work; what decodes keeps its work for as long as it holds. With ``contiguous`` it reads
+    blocks of a whole split where they lie.
+
+    A cache of eight bits is widened as it is read, and the output, rounded to the dtype, times the values' scale is
+    rounded again.
+    """
 
     def __init__(self, layers: Sequence[AttentionLayer], contiguous: bool) -> None:
-        self._layers, self._contiguous = layers, contiguous
-        self._dtype = layers[0].cache.dtype
-        self._kinds = [_Kind(each.window, each.num_heads, each.num_kv_heads, each.head_dim) for each in layers]
-        self._rows = [each.cache.view(-1, each.head_dim) for each in layers]
+        self._layers, self._in_place = layers, contiguous and layers[0].cache.shape[-2] == SPLIT
+        self._dtype = layers[0].dtype
+        self._kinds = [Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim) for each in layers]
+        self._stores = [_Store(each) for each in layers]
+        self._block_size = layers[0].cache.shape[-2]
         self._widest = {
             kind: (max_keys(kind.kv_heads, kind.dim, self._dtype),
                    widest_tile(kind.heads // kind.kv_heads, kind.dim, self._dtype))
             for kind in dict.fromkeys(self._kinds)
         }  # fmt: skip
+        self._kv_heads = sorted({kind.kv_heads for kind in self._kinds})
         self._work: CpuWork | None = None
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self._new_rows: dict[int, Tensor] = {}
 
     def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
         """None: the work is not read from the step's buffers."""
         return ()
 
     def plan(self, step: StepRows, tables: BlockTables) -> CpuWork:
-        """Padding of a step that only decodes counts as rows that read the pad block; elsewhere it does not attend."""
-        size, count = step.tokens, int(step.ends[-1])
-        starts = step.ends - step.extend
+        """Work that holds until a row's block is full, if all rows decode. Padding does not attend."""
+        decode, count = step.num_decode, int(step.ends[-1])
         row = np.repeat(np.arange(len(step.slots)), step.extend)
-        position = np.zeros(size, np.int64)
-        position[:count] = step.first.astype(np.int64)[row] + np.arange(count) - starts[row]
-        block = np.zeros(size, np.int64)
-        block[:count] = tables.block_table[step.slots[row], position[:count] // tables.block_size]
-        kv_rows = {
-            heads: torch.from_numpy(_kv_rows(block, position % tables.block_size, heads, tables.block_size))
-            for heads in {kind.kv_heads for kind in self._kinds}
-        }
-        pad = size - count if step.num_decode == len(step.slots) else 0
-        groups = {kind: self._groups(kind, step, starts, tables, pad) for kind in self._widest}
-        return CpuWork([], -1, groups, kv_rows)
-
-    def _groups(
-        self, kind: _Kind, step: StepRows, starts: np.ndarray, tables: BlockTables, pad: int
-    ) -> list[PagedAttention]:
-        """The groups of tiles: decoding rows, with ``pad`` rows that read the pad block, and rows of several tokens."""
-        decode, groups = step.num_decode, []
-        most, widest = self._widest[kind]
         first = step.first.astype(np.int64)
-        for part, more in ((slice(0, decode), pad), (slice(decode, None), 0)):
-            rows = step.slots[part]
-            if not len(rows) + more:
-                continue
-            extend, begin = step.extend[part], first[part]
-            blocks = -(-int((begin + extend).max(initial=1)) // tables.block_size)
-            cut = Rows(starts[part], begin, extend, tables.block_table[rows, :blocks])
-            if more:
-                cut = _padded(cut, more)
-            tiles = plan_tiles(
-                cut, tables.block_size, kind.window, most, widest=widest, contiguous=self._contiguous
-            )  # fmt: skip
-            groups.append(PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype))
-        return groups
+        position = first[row] + np.arange(count) - (step.ends - step.extend)[row]
+        block = np.zeros(step.tokens, np.int64)
+        block[:count] = tables.block_table[step.slots[row], position // tables.block_size]
+        first_rows = {kv_heads: _first_rows(block, kv_heads, tables.block_size) for kv_heads in self._kv_heads}
+        only = decode == len(step.slots)
+        rows = {
+            kind: DecodeAttention(
+                first[:decode],
+                step.slots[:decode],
+                tables.block_table,
+                kind,
+                self._dtype,
+                block_size=tables.block_size,
+                tokens=step.tokens if only else decode,
+                max_keys=most,
+                in_place=self._in_place,
+            )
+            for kind, (most, _) in self._widest.items()
+            if decode
+        }
+        prompts = {} if only else {kind: self._tiles(kind, step, tables) for kind in self._widest}
+        steady = min(each.steady for each in rows.values()) if only else -1
+        return CpuWork([], steady, tables.table_writes, rows, prompts, first_rows)
+
+    def _tiles(self, kind: Heads, step: StepRows, tables: BlockTables) -> PagedAttention:
+        """The rows that do not decode."""
+        rows, (most, widest) = slice(step.num_decode, None), self._widest[kind]
+        begin, extend = step.first[rows].astype(np.int64), step.extend[rows]
+        blocks = -(-int((begin + extend).max()) // tables.block_size)
+        cut = Rows((step.ends - step.extend)[rows], begin, extend, tables.block_table[step.slots[rows], :blocks])
+        tiles = plan_tiles(cut, tables.block_size, kind.window, most, widest=widest)
+        return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         """The work holds the blocks already."""
 
     def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
-        """From now on programs run on ``work``; how far each token turns is looked up once for all layers."""
+        """From now on programs run on ``work``, with rows at the positions of ``inputs``. How far each token turns, and
+        where its keys and values go, is looked up once for all layers.
+        """
         assert isinstance(work, CpuWork)
         self._work = work
-        for rope in {id(layer.rope): layer.rope for layer in self._layers}.values():
+        for rope in {id(layer.rope): layer.rope for layer in self._layers if layer.rope is not None}.values():
             cos, sin = rope.index_select(0, inputs.positions).unbind(1)
             self._turns[id(rope)] = cos, sin
+        offset = inputs.positions.bitwise_and(self._block_size - 1).unsqueeze(1)
+        self._new_rows = {kv_heads: (first + offset).view(-1) for kv_heads, first in work.first_rows.items()}
+        for rows in work.decode.values():
+            rows.move(inputs.positions)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         work = self._work
@@ -115,15 +123,22 @@ class CpuAttention:
             turned = qkv[:, : heads + kind.kv_heads]
             if layer.qk_norm is not None:
                 turned.copy_(layer.qk_norm(turned))
-            apply_rope_(turned, *self._turns[id(layer.rope)])
-            self._rows[index].index_copy_(0, work.kv_rows[kind.kv_heads], qkv[:, heads:].reshape(-1, dim))
-            groups = work.groups[kind]
-            if len(groups) == 1 and len(groups[0].targets) == len(qkv):  # every token attends, in order
-                return groups[0](qkv[:, :heads], layer.cache, layer.scale).reshape(len(qkv), heads * dim)
-            found = out.view(-1, heads, dim).zero_()
-            for group in groups:
-                found.index_copy_(0, group.targets, group(qkv[:, :heads], layer.cache, layer.scale))
-            return out
+            if layer.rope is not None:
+                apply_rope_(turned, *self._turns[id(layer.rope)])
+            store = self._stores[index]
+            store.write(self._new_rows[kind.kv_heads], qkv[:, heads:])
+            decode = work.decode.get(kind)
+            if decode is not None:
+                found = decode(qkv, index, layer.cache, store.scale, layer.alibi)
+                if not work.prompts:
+                    return store.scaled(found)
+            out.zero_()
+            if decode is not None:
+                out[: len(found)] = found
+            prompts = work.prompts[kind]
+            found = prompts(qkv[:, :heads], layer.cache, store.scale, layer.alibi)
+            out.view(-1, heads, dim).index_copy_(0, prompts.targets, found)
+            return store.scaled(out)
 
         return attend
 
@@ -131,19 +146,31 @@ class CpuAttention:
         """Nothing of a block table is kept."""
 
 
-def _kv_rows(block: np.ndarray, offset: np.ndarray, kv_heads: int, block_size: int) -> np.ndarray:
-    """Each token's rows of the cache: for every head its key, then for every head its value."""
+class _Store:
+    """The cache of one layer, as rows of a head; ``scale`` is that of the scores of what is stored."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        key, value = layer.kv_scales
+        self._dtype = None if layer.cache.dtype == layer.dtype else layer.cache.dtype
+        self._rows = layer.cache.view(-1, layer.head_dim)
+        self._scales = torch.tensor([key, value]).repeat_interleave(layer.num_kv_heads).unsqueeze(1)
+        self._value = value
+        self.scale = layer.scale * key
+
+    def write(self, rows: Tensor, kv: Tensor) -> None:
+        """Store ``kv`` [tokens, 2 * kv heads, dim] in these ``rows``."""
+        if self._dtype is None:
+            self._rows.index_copy_(0, rows, kv.reshape(-1, kv.shape[-1]))
+            return
+        rounded = round_to(kv, self._scales, self._dtype).view(-1, kv.shape[-1])
+        self._rows.view(torch.uint8).index_copy_(0, rows, rounded.view(torch.uint8))
+
+    def scaled(self, out: Tensor) -> Tensor:
+        """``out``, which values as they are stored have given, in place."""
+        return out if self._value == 1.0 else out.mul_(self._value)
+
+
+def _first_rows(block: np.ndarray, kv_heads: int, block_size: int) -> Tensor:
+    """int64 [blocks, 2 * kv heads]: where each head's keys of each ``block`` begin, then its values."""
     heads = np.arange(2 * kv_heads)
-    rows: np.ndarray = (block[:, None] * len(heads) + heads) * block_size + offset[:, None]
-    return rows.reshape(-1)
-
-
-def _padded(rows: Rows, count: int) -> Rows:
-    """``count`` more rows of one token each, which are the next tokens of the step and read the pad block."""
-    zeros = np.zeros(count, np.int64)
-    return Rows(
-        np.concatenate((rows.first_query, len(rows.first_query) + np.arange(count))),
-        np.concatenate((rows.first_position, zeros)),
-        np.concatenate((rows.extend, zeros + 1)),
-        np.pad(rows.block_tables, ((0, count), (0, 0))),
-    )
+    return torch.from_numpy((block[:, None] * len(heads) + heads) * block_size)

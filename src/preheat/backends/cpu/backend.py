@@ -9,23 +9,42 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic
 
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs, TuneRequest
-from preheat.backends.cold import Watched
+from preheat.backends.base import (
+    AttentionLayer,
+    Experts,
+    K,
+    Linear,
+    Mode,
+    R,
+    Region,
+    Sharing,
+    StepCounter,
+    StepInputs,
+    TuneRequest,
+)
+from preheat.backends.calls import Calls
+from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cpu.attention import CpuAttention
 from preheat.backends.cpu.cold import COLD_SOURCES
 from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
-from preheat.backends.cpu.linear import GatedLinear, OneDnnLinear
+from preheat.backends.cpu.linear import OneDnnLinear, finished
+from preheat.backends.cpu.moe import CpuExperts
+from preheat.backends.cpu.quantized import Fp8Experts, Fp8Linear
 from preheat.backends.cpu.sampler import CpuSampler
+from preheat.backends.cpu.sharing import CpuSharing
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
-from preheat.ops.norm import RMSNorm
+from preheat.ops.embedding import embed
+from preheat.ops.kinds import Activation, NormKind
+from preheat.ops.moe import Routing, add_shared
+from preheat.ops.norm import RMSNorm, make_norm
+from preheat.ops.quantization import QuantizedWeight, dequantize
 from preheat.settings import Settings
 from preheat.utils import memory
 
@@ -37,6 +56,7 @@ class CpuBackend:
 
     facts = FACTS
     device = torch.device("cpu")
+    sharing: Sharing | None = CpuSharing()
 
     @property
     def fingerprint(self) -> str:
@@ -48,6 +68,10 @@ class CpuBackend:
 
     def used_memory(self) -> int:
         return memory.used_memory()
+
+    def peak_memory(self, run: Callable[[], None]) -> int:
+        """The peak of the resident set."""
+        return memory.peak_memory(run)
 
     def kv_cache_memory(self) -> int | None:
         """1 GiB: a host's memory is shared with everything else on it, so the default takes no share of it."""
@@ -81,7 +105,7 @@ class CpuBackend:
     def compiling(self, threads: int) -> None:
         """torch's kernels are there."""
 
-    def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
+    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
         """A linear layer proves a number of rows when it first occurs, which is before ready."""
 
     def tune(self, request: TuneRequest) -> str:
@@ -93,23 +117,59 @@ class CpuBackend:
         return CpuAttention(layers, contiguous)
 
     def sampler(
-        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool
+        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> CpuSampler:
-        return CpuSampler(limits.max_num_seqs, vocab_size, handle_topk_duplicates)
+        rows = limits.max_num_seqs
+        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=rows if masked else 0)
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return COLD_SOURCES
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-        linear = OneDnnLinear(weight, bias)
-        return GatedLinear(linear) if gated else linear
+    def step_counters(self) -> Mapping[str, StepCounter]:
+        return DYNAMO_COUNTERS
 
-    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return RMSNorm(weight, eps)
+    def linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> Linear:
+        linear: Linear
+        if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
+            linear = Fp8Linear(weight, bias)
+        else:
+            linear = OneDnnLinear(_plain(weight), bias)
+        return finished(linear, activation, clip)
 
-    def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor) -> None:
+    def experts(
+        self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
+    ) -> CpuExperts | Fp8Experts:
+        if isinstance(gate_up, QuantizedWeight) and gate_up.scheme.activations is not None:
+            assert isinstance(down, QuantizedWeight)
+            return Fp8Experts(gate_up, down, routing)
+        return CpuExperts(_plain(gate_up), _plain(down), routing)
+
+    def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
+        return make_norm(weight, eps, kind, bias)
+
+    def embed(
+        self,
+        inputs: StepInputs,
+        last_token: Tensor,
+        table: Tensor,
+        out: Tensor,
+        *,
+        scale: float | None = None,
+        positions: Tensor | None = None,
+        images: Tensor | None = None,
+    ) -> None:
         """IndexError for an id outside the table. Every token is known: a step has ended when the next one begins."""
-        torch.index_select(table, 0, inputs.tokens, out=out)
+        embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
+
+    def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+        return add_shared(routed, x, gate, shared)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)
@@ -118,24 +178,9 @@ class CpuBackend:
         return row_digests(logits)
 
 
+def _plain(weight: Tensor | QuantizedWeight) -> Tensor:
+    return dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
+
+
 def _copy(source: Tensor, out: Tensor) -> None:
     out.copy_(source)
-
-
-class Calls(Generic[K, R]):
-    """The graph driver of a device without graphs: it calls the function."""
-
-    def __init__(self, body: Callable[[K], R]) -> None:
-        self._body = body
-
-    def __contains__(self, key: K) -> bool:
-        return False
-
-    def run(self, key: K, *, eager: bool = False) -> R:
-        return self._body(key)
-
-    def capture(self, key: K) -> None:
-        """There is nothing to capture."""
-
-    def forget(self, key: K) -> None:
-        """Nor to give up."""

@@ -25,9 +25,9 @@ from preheat.errors import SettingsError
 class Regional:
     """``region``, compiled for each number of tokens when it is first called with it."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, backend: str = "inductor") -> None:
         assert isinstance(region, FunctionType)
-        self._region, self._programs = region, dict[int, Region]()
+        self._region, self._backend, self._programs = region, backend, dict[int, Region]()
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         program = self._programs.get(len(x)) or self._program(len(x))
@@ -42,7 +42,7 @@ class Regional:
         region = self._region
         code: CodeType = region.__code__.replace(co_name=f"{region.__name__}_{tokens}")
         copy = FunctionType(code, region.__globals__, None, region.__defaults__, region.__closure__)
-        program = self._programs[tokens] = torch.compile(copy, fullgraph=True, dynamic=False)
+        program = self._programs[tokens] = torch.compile(copy, backend=self._backend, fullgraph=True, dynamic=False)
         return program
 
 

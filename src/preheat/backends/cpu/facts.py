@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from preheat.backends.base import NO_LAZY_BRIDGE, Facts, Machine, Modes
+import os
+import shutil
+
+from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Mode, Modes, QuantizedKernel
+
+
+def modes() -> Modes:
+    """The modes that run on this machine: `compile` needs the compiler that Inductor looks for."""
+    runs: dict[Mode, str] = {
+        "eager": "torch runs one operation after the other",
+        "compile": "torch.compile, each kind of layer once for each number of tokens",
+        "graphs": "as eager; there are no graphs on a CPU, so the bytes that they would take are counted",
+    }
+    rejected: dict[Mode, str] = {"lazy": NO_LAZY_BRIDGE}
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        del runs["compile"]
+        rejected["compile"] = "it needs a C++ compiler: install g++, or name yours in the variable CXX"
+    return Modes(default="eager", runs=runs, rejected=rejected)
+
 
 FACTS = Facts(
     name="cpu",
-    modes=Modes(
-        default="eager",
-        runs={
-            "eager": "torch runs one operation after the other",
-            "compile": "torch.compile, each kind of layer once for each number of tokens",
-            "graphs": "as eager; there are no graphs on a CPU, so the bytes that they would take are counted",
-        },
-        rejected={"lazy": NO_LAZY_BRIDGE},
-    ),
+    modes=modes(),
     machine=Machine(flops=1e11, bandwidth=1e10, step_overhead=2e-3, call_overhead=5e-4),
     split=256,
     min_tokens=2,
+    on_host=True,
+    host_sampler=True,
+    block_size=256,
+    max_num_seqs=64,
+    max_num_batched_tokens=1024,
+    quantized={
+        "w8a8": QuantizedKernel("the contract said in float64, where sums of 128 products are exact", itemsize=8),
+        "w8a16": QuantizedKernel("dequantized while loading, then as any layer", itemsize=0),
+        "w4a16": QuantizedKernel("dequantized while loading, then as any layer", itemsize=0),
+    },
+    ignored=NO_BRIDGE,
     rejected={
+        "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "batch_invariant": "torch's own kernels serve, at sizes that were proven to keep their bits; none is faster "
         "without that",
         "async_scheduling": "a step has ended when its call returns, so there is nothing to work ahead of",
         "defrag_with_graphs": "there are no graphs on a CPU",
     },
 )
-"""``split`` is part of attention's contract here; ``min_tokens``: one row never has the bits of many."""
+"""``split`` is part of attention's contract here; ``min_tokens``: one row never has the bits of many. Steps are
+small, because whoever arrives waits for the end of one."""

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: y = x W^T + b, and the same with SwiGLU behind it.
+"""Linear layers on a CPU: y = x W^T + b, and the same with an activation behind it or kept within bounds.
 
 Contract. Every output is one dot product over the inputs, accumulated in fp32 in an order fixed by the shape of W and
 the number of threads, plus the bias, rounded once to the dtype. A row's bits do not depend on the number of rows.
@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from preheat.backends.base import Linear
 from preheat.backends.cpu.facts import FACTS
 from preheat.errors import SettingsError
-from preheat.ops.activation import silu_and_mul
+from preheat.ops.activation import ACTIVATIONS, clip
+from preheat.ops.kinds import Activation
 from preheat.ops.opaque import opaque
 from preheat.ops.proof import noise, signed_pairs
 
@@ -42,30 +44,49 @@ class OneDnnLinear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], a new tensor of its dtype."""
-        return _linear(x, self._weight, self._bias, self._outputs)
+        return packed_linear(x, self._weight, self._bias, self._outputs)
 
 
-class GatedLinear:
-    """``linear``, whose outputs are gate and up, followed by :func:`~preheat.ops.activation.silu_and_mul`."""
+class ActivatedLinear:
+    """``linear``, followed by one of :data:`~preheat.ops.activation.ACTIVATIONS`."""
 
-    def __init__(self, linear: OneDnnLinear) -> None:
-        self._linear = linear
+    def __init__(self, linear: Linear, activation: Activation) -> None:
+        self._linear, self._activation = linear, activation
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [tokens, inputs] -> [tokens, inner]."""
-        return silu_and_mul(self._linear(x))
+        return ACTIVATIONS[self._activation](self._linear(x))
+
+
+class ClippedLinear:
+    """``linear``, whose outputs are kept between -``limit`` and ``limit``."""
+
+    def __init__(self, linear: Linear, limit: float) -> None:
+        self._linear, self._limit = linear, limit
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [tokens, inputs] -> [tokens, outputs]."""
+        return clip(self._linear(x), self._limit)
+
+
+def finished(linear: Linear, activation: Activation | None, clip: float | None) -> Linear:
+    """``linear`` with what follows its product."""
+    if activation is not None:
+        return ActivatedLinear(linear, activation)
+    return linear if clip is None else ClippedLinear(linear, clip)
 
 
 @opaque(
     "(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor",
     lambda x, weight, bias, outputs: x.new_empty(len(x), outputs),
 )
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """``weight`` is oneDNN's."""
     rows, inputs = x.shape
-    size = _proven_size(rows, outputs, inputs, x.dtype, torch.get_num_threads())
+    size = proven_size(rows, outputs, inputs, x.dtype, torch.get_num_threads())
     if size == rows:
-        return _product(x, weight, bias)
+        y: Tensor = _kernel(x, weight, bias, "none", [], "")
+        return y
     if size > rows:
         return _product(F.pad(x, (0, 0, 0, size - rows)), weight, bias)[:rows].clone()
     return _in_parts(x, weight, bias, size)
@@ -82,7 +103,7 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tens
 
 
 @functools.cache
-def _proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
+def proven_size(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
     """The least size at which ``rows`` rows have the reference's bits; the reference's, for parts, if none has."""
     reference = _reference(outputs, inputs, dtype, threads)
     candidates = _candidates(rows)

@@ -4,17 +4,23 @@ Contract. Keys are cut into splits at fixed absolute positions (:data:`preheat.b
 split: scores = q . k * scale in fp32, softmax over the visible keys in fp32, output = p . v, rounded to the model's
 dtype, together with the split's log-sum-exp in fp32. Across the splits of a query, in rising order: w_i = exp(lse_i -
 max), out = (sum w_i * out_i) / (sum w_i), in fp32, rounded once. A query with one split is that split's output.
+With ALiBi, slope * (key - query), one fp32 product of the head's slope and the distance of the positions, is added to
+the scores before their softmax.
 
 Every query row therefore has the same bits whatever tile, batch, chunk or cache state it was computed in. The CPU
-kernel is torch's flash attention. Its products take other kernels for few rows, where depends on the processor: so
-what it gives for ``REFERENCE_ROWS`` query rows a head is the contract, tiles are padded to a number of rows that was
-proven, on this machine, to give the same bits, and calls read a power of two of keys.
+kernel is torch's flash attention. Its products are a library's, which takes other kernels for few rows, for the last
+rows of a block and for the parts that it cuts a call into for several threads; which ones depends on the processor. So
+what it gives for one number of query rows a head (:func:`_reference`), reading a whole split, is the contract. Tiles
+are padded to a number of rows that was proven, on this machine, to give each row those bits at every place in the call,
+for every number of keys that a call reads, with a mask and without, for one pair and for several. Whoever changes the
+call must keep to what is proven: a number of rows from :func:`padded_rows`, a span of :data:`SPANS`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +30,14 @@ from preheat.backends.cpu.tiles import MAX_TILE, SPLIT, KernelCall, Tiles
 from preheat.errors import ModelError
 from preheat.ops.proof import noise, signed_pairs
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-REFERENCE_ROWS = 64
+REFERENCES = (64, 32, 24, 16, 12, 8, 4)
+"""Numbers of query rows that may be the contract's: the first one is whose rows have one order wherever they stand."""
+
+STEPS = (4, 8, 12, 16, 24, 32, 64)
+"""Rows are padded to a multiple of one of these."""
+
 SPANS = (64, 128, 256)
 
 Reader = Callable[[Tensor], Sequence[Tensor]]
@@ -48,13 +59,13 @@ class PagedAttention:
         self.kv_heads, self.group, self.dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self.num_tiles, self.width = tiles.queries.shape
         self.rows = self.group * self.width
-        self.pad_rows = _padded_rows(self.rows, head_dim, dtype) - self.rows
+        self.pad_rows = padded_rows(self.rows, head_dim, dtype) - self.rows
         self.queries = torch.from_numpy(tiles.queries.reshape(-1))
         self.valid = None if tiles.valid.all() else torch.from_numpy(np.flatnonzero(tiles.valid))
         self.targets = self.queries if self.valid is None else self.queries[self.valid]
+        self.dtype = dtype
         self.calls = [
-            (torch.from_numpy(call.tile), self._reader(call), call.span, self._mask(call, dtype))
-            for call in tiles.calls
+            (torch.from_numpy(call.tile), self._reader(call), call, self._mask(call, dtype)) for call in tiles.calls
         ]
         pairs = sum(len(call.tile) for call in tiles.calls)
         self.direct = (
@@ -65,8 +76,8 @@ class PagedAttention:
         unseen = torch.from_numpy(~tiles.seen)[:, :, None, None, :]
         self.unseen = unseen.expand(-1, -1, self.kv_heads, self.group, -1).flatten(3)
 
-    def __call__(self, q: Tensor, cache: Tensor, scale: float) -> Tensor:
-        """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, 2, kv heads, slots, dim].
+    def __call__(self, q: Tensor, cache: Tensor, scale: float, alibi: Tensor | None = None) -> Tensor:
+        """Attend with ``q`` [tokens, heads, dim] over ``cache`` [blocks, 2, kv heads, slots, dim]; ``alibi`` [heads].
 
         Returns [queries, heads, dim] for the tokens in ``targets``.
         """
@@ -77,7 +88,7 @@ class PagedAttention:
             tiled = tiled.permute(0, 2, 3, 1, 4).reshape(self.num_tiles, self.kv_heads, self.rows, self.dim)
         if self.pad_rows:
             tiled = torch.nn.functional.pad(tiled, (0, 0, 0, self.pad_rows))
-        done = [self._pairs(call, tiled, cache, scale) for call in self.calls]
+        done = [self._pairs(call, tiled, cache, scale, alibi) for call in self.calls]
         merged = done[0][0] if len(done) == 1 else torch.cat([part for part, _ in done])
         if self.num_splits > 1:
             merged = self._merge(merged, torch.cat([lse for _, lse in done]))
@@ -92,15 +103,22 @@ class PagedAttention:
         return flat if self.valid is None else flat.index_select(0, self.valid)
 
     def _pairs(
-        self, call: tuple[Tensor, Reader, int, Tensor | None], tiled: Tensor, cache: Tensor, scale: float
+        self,
+        call: tuple[Tensor, Reader, KernelCall, Tensor | None],
+        tiled: Tensor,
+        cache: Tensor,
+        scale: float,
+        alibi: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The partial output [pairs, kv heads, rows, dim] and log-sum-exp [pairs, kv heads, rows] of a call's pairs."""
-        tile, read, span, mask = call
+        tile, read, kernel_call, mask = call
         key, value = read(cache)
         query = tiled if self.direct else tiled.index_select(0, tile)
-        if mask is not None:
-            mask = mask.expand(len(tile), 1, query.shape[2], span)
-        part, lse = _flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+        if alibi is not None:
+            mask = self._bias(kernel_call, mask, alibi)
+        elif mask is not None:
+            mask = mask.expand(len(tile), 1, query.shape[2], kernel_call.span)
+        part, lse = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         return part, lse
 
     def _merge(self, part: Tensor, lse: Tensor) -> Tensor:
@@ -116,19 +134,22 @@ class PagedAttention:
         return (total / norm).to(part.dtype)
 
     def _reader(self, call: KernelCall) -> Reader:
-        """Gathers the call's keys and its values, head by head, or looks at them where they lie."""
-        if call.in_place:
-            return lambda cache: cache[: len(call.tile)].unbind(1)
+        """Gathers the call's keys and its values, head by head, in the dtype of the queries."""
         places = np.arange(2 * self.kv_heads).reshape(2, 1, self.kv_heads, 1)  # within a block: all keys, all values
         rows = torch.from_numpy((call.blocks[:, None] * (2 * self.kv_heads) + places).reshape(-1))
         shape = (2, len(call.tile), self.kv_heads, call.span, self.dim)
-        return lambda cache: cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows).view(shape).unbind()
+
+        def read(cache: Tensor) -> Sequence[Tensor]:
+            found = cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows)
+            return found.to(self.dtype).view(shape).unbind()
+
+        return read
 
     def _mask(self, call: KernelCall, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [pairs, 1, rows or 1, span]: 0 where the query sees the key, -inf elsewhere."""
         if not call.masked:
             return None
-        before, after = _bounds(dtype)
+        before, after = hidden_keys(dtype)
         mask = after[:, : call.span].index_select(0, torch.from_numpy(call.end.reshape(-1)))
         if call.begin is not None:
             mask += before[:, : call.span].index_select(0, torch.from_numpy(call.begin.reshape(-1)))
@@ -136,6 +157,16 @@ class PagedAttention:
         if self.width == 1:
             return mask
         return torch.nn.functional.pad(mask.repeat(1, 1, self.group, 1), (0, 0, 0, self.pad_rows))
+
+    def _bias(self, call: KernelCall, mask: Tensor | None, alibi: Tensor) -> Tensor:
+        """ALiBi's bias with the ``mask``, fp32 [pairs, kv heads, rows, span]. It is made anew in each layer: kept, it
+        would be as large as the scores of a whole step.
+        """
+        distance = torch.arange(call.span) - torch.from_numpy(call.query)[:, :, None]
+        slopes = alibi.view(1, self.kv_heads, self.group, 1, 1)
+        bias = (slopes * distance[:, None, None].float()).flatten(2, 3)
+        bias = torch.nn.functional.pad(bias, (0, 0, 0, self.pad_rows))
+        return bias if mask is None else bias.add_(mask)
 
 
 def widest_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -146,7 +177,8 @@ def widest_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:
     return width
 
 
-def _padded_rows(rows: int, head_dim: int, dtype: torch.dtype) -> int:
+def padded_rows(rows: int, head_dim: int, dtype: torch.dtype) -> int:
+    """The query rows of a call for ``rows`` of them. Raises ModelError where no number was proven."""
     size = _proven_rows(rows, head_dim, dtype, torch.get_num_threads())
     if not size:
         raise ModelError(
@@ -158,34 +190,77 @@ def _padded_rows(rows: int, head_dim: int, dtype: torch.dtype) -> int:
 @functools.cache
 def _proven_rows(rows: int, head_dim: int, dtype: torch.dtype, threads: int) -> int:
     """The least number of rows, not below ``rows``, that have the reference's bits on ``threads`` threads; 0: none."""
-    for size in sorted({-(-rows // step) * step for step in (4, 8, 16, 32, REFERENCE_ROWS)}):
-        if all(_is_reference(size, head_dim, span, dtype) for span in SPANS):
-            return size
-    return 0
+    reference = _reference(head_dim, dtype, threads)
+    sizes = sorted({-(-rows // step) * step for step in STEPS}) if reference else []
+    return next((size for size in sizes if _agrees(size, reference, head_dim, dtype, threads)), 0)
 
 
-def _is_reference(size: int, head_dim: int, span: int, dtype: torch.dtype) -> bool:
-    """Whether ``size`` rows and the same rows in parts of ``REFERENCE_ROWS`` add in one order, in both products."""
-    rows = -(-size // REFERENCE_ROWS) * REFERENCE_ROWS
-    query, key, value = (noise(1, 1, n, head_dim, seed=n) for n in (rows, span, span + 1))
-    zero_scores = signed_pairs(query.clone(), -1.0), signed_pairs(key.clone(), 1.0), value[:, :, 1:], 1e6
-    equal, opposite = (signed_pairs(x.mT.clone(), sign).mT for x, sign in ((key, 1.0), (value[:, :, 1:], -1.0)))
-    for q, k, v, scale in (zero_scores, (query, equal, opposite, head_dim**-0.5)):
-        run = functools.partial(_attend, key=k.to(dtype), value=v.to(dtype), scale=scale)
-        parts = torch.cat([run(part) for part in torch.split(q.to(dtype), REFERENCE_ROWS, 2)], 2)
-        if not torch.equal(run(q[:, :, :size].to(dtype)), parts[:, :, :size]):
-            return False
+@functools.cache
+def _reference(head_dim: int, dtype: torch.dtype, threads: int) -> int:
+    """The number of rows whose bits are the contract: the first that gives a row the same ones at all places; 0: none.
+
+    MKL on processors without AVX512, for one, computes the last two of 32 rows by another kernel than the others.
+    """
+    return next((rows for rows in REFERENCES if _agrees(rows, rows, head_dim, dtype, threads)), 0)
+
+
+def _agrees(size: int, reference: int, head_dim: int, dtype: torch.dtype, threads: int) -> bool:
+    """Whether ``size`` rows, which stand at other places than in the reference, add in its order in both products:
+    for every number of keys read, masked or not, for one pair and, where these are shared among threads, for several.
+    """
+    order = torch.randperm(reference, generator=torch.Generator().manual_seed(size))
+    order = order.repeat(-(-size // reference))[:size]
+    for keys in SPANS:
+        for products, expected in _expected(keys, reference, head_dim, dtype, threads):
+            for span in (span for span in SPANS if span >= keys):
+                for pairs in (1,) if threads == 1 else (1, 3):
+                    found = _attend(products._replace(query=products.query[:, :, order]), keys, span, pairs)
+                    if not bool((found == expected[:, :, order]).all()):
+                        return False
     return True
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[1, 1, rows, dim]."""
-    part: Tensor = _flash(query.contiguous(), key.contiguous(), value.contiguous(), 0.0, False, scale=scale)[0]
+class _Products(NamedTuple):
+    """The two products of a call, each tensor [1, 1, rows or keys, dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+
+
+@functools.lru_cache(maxsize=16)
+def _expected(
+    keys: int, reference: int, head_dim: int, dtype: torch.dtype, threads: int
+) -> list[tuple[_Products, Tensor]]:
+    """Products in which the scores, then the outputs over the first ``keys`` keys are exactly zero, each with what the
+    reference gives. See :mod:`preheat.ops.proof`.
+    """
+    query, key, value = (noise(1, 1, n, head_dim, seed=seed) for seed, n in enumerate((reference, SPLIT, SPLIT), 1))
+    scores = signed_pairs(query.clone(), -1.0), signed_pairs(key.clone(), 1.0), value.clone()
+    for x, sign in ((key, 1.0), (value, -1.0)):
+        x[:, :, :keys] = signed_pairs(x[:, :, :keys].mT.clone(), sign).mT
+    found = []
+    for tensors, scale in ((scores, 1e6), ((query, key, value), head_dim**-0.5)):
+        q, k, v = (x.to(dtype) for x in tensors)
+        products = _Products(q, k, v, scale)
+        found.append((products, _attend(products, keys, SPLIT, 1)))
+    return found
+
+
+def _attend(products: _Products, keys: int, span: int, pairs: int) -> Tensor:
+    """[pairs, 1, rows, dim] of a call that reads ``span`` keys, of which the first ``keys`` are seen."""
+    query, key, value = (x.expand(pairs, -1, -1, -1).contiguous() for x in products[:3])
+    key, value = key[:, :, :span].contiguous(), value[:, :, :span].contiguous()
+    mask = None
+    if keys < span:
+        mask = hidden_keys(query.dtype)[1][keys, :span].expand(pairs, 1, query.shape[2], span)
+    part: Tensor = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=products.scale)[0]
     return part
 
 
 @functools.cache
-def _bounds(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def hidden_keys(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Row n of the first hides the keys before the n-th, row n of the second those from the n-th on."""
     hidden = torch.arange(SPLIT) < torch.arange(SPLIT + 1)[:, None]
     zero, hide = torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype)

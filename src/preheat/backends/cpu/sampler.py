@@ -10,24 +10,28 @@ from preheat.backends.base import SampledRows
 from preheat.core import Level, TokenLogprobs
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.sampler import HostSampler
-from preheat.ops.sampling import SamplingInput
+from preheat.ops.sampling import SamplingInput, words_of
 
 
 class CpuSampler:
     """Samples what it was told of last."""
 
-    def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0) -> None:
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32)  # never read: every token is known to the host
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
         self._step = SamplingInput(0, None, None, None)
         self._tokens = np.empty(0, np.int64)
         self._raw = torch.empty(0, 0)
+        self._masks = np.zeros((masked_rows, words_of(vocab_size)), np.int32)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
         self._step = step
 
+    def masks(self, turn: int) -> np.ndarray:
+        return self._masks
+
     def sample(self, level: Level, logits: Tensor) -> None:
-        self._tokens = self._host.sample(logits[: self._step.size].float(), self._step).numpy()
+        self._tokens = self._host.sample(logits[: self._step.size].float(), self._step, self._masks).numpy()
 
     def report(self, logits: Tensor) -> None:
         self._raw = logits[: self._step.size].float()

@@ -37,7 +37,8 @@ class KernelCall:
     Pair p is tile ``tile[p]`` against ``span`` keys in the physical blocks ``blocks[p]``. Its query q sees keys
     from ``begin[p, q]`` up to ``end[p, q]``; without ``masked`` all real queries see all keys. ``begin`` is None where
     no layer limits how far back a query sees. A query that sees nothing is given all keys, lest its softmax be of
-    nothing; its output is not used. ``in_place``: pair p reads block p, so that the keys need not be gathered.
+    nothing; its output is not used. ``query[p, q]`` is the query's position, counted from the first key of the pair's
+    split.
     """
 
     tile: np.ndarray
@@ -46,7 +47,7 @@ class KernelCall:
     masked: bool
     begin: np.ndarray | None
     end: np.ndarray
-    in_place: bool = False
+    query: np.ndarray
 
 
 @dataclass(slots=True)
@@ -84,18 +85,16 @@ def plan_tiles(
     max_keys: int,
     *,
     widest: int = MAX_TILE,
-    contiguous: bool = False,
 ) -> Tiles:
     """Cut ``rows`` into tiles and pairs.
 
     ``window`` limits how far back a query sees, ``max_keys`` how many keys a call gathers, ``widest`` (a power of two)
-    how many queries a tile has. With ``contiguous``, which needs blocks of ``SPLIT`` tokens, tiles of one query read
-    the cache in place, from block 0 to the highest of theirs.
+    how many queries a tile has.
     """
     width = min(widest, _power_of_two(int(rows.extend.max())))
     tiles_per_row = -(-rows.extend // width)
     row = np.repeat(np.arange(len(rows.extend)), tiles_per_row)
-    offset = _ranges(tiles_per_row) * width
+    offset = ranges(tiles_per_row) * width
     step = np.arange(width)
     valid = offset[:, None] + step < rows.extend[row][:, None]
     first = rows.first_position[row] + offset
@@ -105,28 +104,23 @@ def plan_tiles(
 
     first_split = np.maximum(first - window + 1, 0) // SPLIT if window else np.zeros_like(first)
     splits = last // SPLIT - first_split + 1
-    tile, nth = np.repeat(np.arange(len(row)), splits), _ranges(splits)
+    tile, nth = np.repeat(np.arange(len(row)), splits), ranges(splits)
     start = (first_split[tile] + nth) * SPLIT
     full = start + SPLIT - 1 <= first[tile]
     if window:
         full &= start > last[tile] - window
     if width == 1:
         full[:] = False  # one mask row a pair costs less than a call of its own
-    span = _spans(np.minimum(last[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
+    span = spans(np.minimum(last[tile] + 1 - start, SPLIT), full, max(MIN_SPAN, block_size))
 
     columns = start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
     last_column = rows.block_tables.shape[1] - 1
     blocks = rows.block_tables[row[tile][:, None], np.minimum(columns, last_column)].astype(np.int64)
     pairs = _Pairs(tile, start, span, full, blocks)
     number = np.empty(len(tile), np.int64)
-    gathered = np.lexsort((span, ~full))
-    calls: list[KernelCall] = []
-    if contiguous and width == 1:
-        calls, served = _in_place(pairs, position, window)
-        number[served] = blocks[served, 0]
-        gathered = gathered[~served[gathered]]
-    number[gathered] = sum(len(call.tile) for call in calls) + np.arange(len(gathered))
-    calls += _gathering(pairs.take(gathered), position, (block_size, window, max_keys))
+    order = np.lexsort((span, ~full))
+    number[order] = np.arange(len(order))
+    calls = _gathering(pairs.take(order), position, (block_size, window, max_keys))
     pair_of = np.zeros((len(row), int(splits.max())), np.int64)
     pair_of[tile, nth] = number
     split_start = (first_split[:, None] + np.arange(pair_of.shape[1])) * SPLIT
@@ -136,7 +130,7 @@ def plan_tiles(
     return Tiles(queries, valid, calls, pair_of, seen)
 
 
-def _spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
+def spans(keys: np.ndarray, full: np.ndarray, least: int) -> np.ndarray:
     """How many keys each pair reads, for the ``keys`` it needs: few different numbers, as each is a call of its own."""
     span = np.where(full, SPLIT, least)
     narrow = least
@@ -170,27 +164,11 @@ class _Pairs:
         return _Pairs(self.tile[some], self.start[some], self.span[some], self.full[some], self.blocks[some])
 
 
-def _in_place(pairs: _Pairs, position: np.ndarray, window: int | None) -> tuple[list[KernelCall], np.ndarray]:
-    """One call that reads every block from 0 to the highest of the pairs' where it lies, and which pairs it serves.
-
-    Of several pairs with one block it serves the first, and of the pad block's all: their outputs are not used. A block
-    that no pair wants is read in vain.
-    """
-    block = pairs.blocks[:, 0]
-    wanted, first = np.unique(block, return_index=True)
-    count = int(wanted[-1]) + 1
-    tile, start = np.zeros(count, np.int64), np.full(count, position.max() + 1)  # behind all: sees nothing
-    tile[wanted], start[wanted] = pairs.tile[first], pairs.start[first]
-    served = block == 0
-    served[first] = True
-    begin, end = _visible(position[tile] - start[:, None], window)
-    return [KernelCall(tile, np.arange(count)[:, None], SPLIT, True, begin, end, in_place=True)], served
-
-
 def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None, int]) -> list[KernelCall]:
     """The pairs, which are in the order of their calls, cut into calls of one span and at most ``max_keys`` keys."""
     block_size, window, max_keys = sizes
-    begin, end = _visible(position[pairs.tile] - pairs.start[:, None], window)
+    query = position[pairs.tile] - pairs.start[:, None]
+    begin, end = _visible(query, window)
     calls = []
     edges = np.flatnonzero((np.diff(pairs.span) != 0) | (np.diff(pairs.full) != 0)) + 1
     for at, to in itertools.pairwise([0, *edges.tolist(), len(pairs.tile)] if len(pairs.tile) else []):
@@ -200,7 +178,7 @@ def _gathering(pairs: _Pairs, position: np.ndarray, sizes: tuple[int, int | None
             some = slice(i, min(i + count, to))
             seen_from = None if begin is None else begin[some]
             blocks = pairs.blocks[some, : span // block_size]
-            calls.append(KernelCall(pairs.tile[some], blocks, span, masked, seen_from, end[some]))
+            calls.append(KernelCall(pairs.tile[some], blocks, span, masked, seen_from, end[some], query[some]))
     return calls
 
 
@@ -215,7 +193,7 @@ def _visible(query: np.ndarray, window: int | None) -> tuple[np.ndarray | None, 
     return begin, end
 
 
-def _ranges(counts: np.ndarray) -> np.ndarray:
+def ranges(counts: np.ndarray) -> np.ndarray:
     """0..counts[0]-1, 0..counts[1]-1, ... in one array."""
     ends = np.cumsum(counts)
     ranges: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts, counts)

@@ -1,6 +1,6 @@
-"""The gated activation of the feed-forward block on CUDA, where it is not part of the product before it.
+"""The activation of the feed-forward block on CUDA, where it is not part of the product before it.
 
-Contract. :func:`preheat.backends.cuda.elementwise.silu_mul` of each element.
+Contract. :func:`preheat.backends.cuda.elementwise.silu_mul` of each element, and as :mod:`preheat.ops.activation` says.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.elementwise import gelu, gelu_tanh, quick_gelu, silu_mul
 from preheat.backends.cuda.launch import begin, options
+from preheat.ops.kinds import Activation
 
 COLUMNS = 1024
 """Elements of a program. Changes no bits."""
@@ -33,4 +34,50 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(tokens, inner)
     programs = (tokens, triton.cdiv(inner, COLUMNS))
     _silu_and_mul[programs](gate_up, out, inner, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
+    return out
+
+
+@triton.jit
+def _activate(x, out, inner, limit, KIND: tl.constexpr, COLUMNS: tl.constexpr, overlap: tl.constexpr):
+    """A row of ``inner`` numbers of ``out``, of as many of x or twice as many."""
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < inner
+    if KIND == "gelu_tanh_and_mul":
+        gate = tl.load(x + token * 2 * inner + at, mask=inside, other=0.0)
+        up = tl.load(x + token * 2 * inner + inner + at, mask=inside, other=0.0)
+        result = (gelu_tanh(gate).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    else:
+        value = tl.load(x + token * inner + at, mask=inside, other=0.0)
+        if KIND == "gelu":
+            result = gelu(value)
+        elif KIND == "gelu_tanh":
+            result = gelu_tanh(value)
+        elif KIND == "quick_gelu":
+            result = quick_gelu(value)
+        else:
+            wide = value.to(tl.float32)
+            wide = tl.where(wide > limit, limit, tl.where(wide < -limit, -limit, wide))  # NaN stays
+            result = wide.to(value.dtype)
+    tl.store(out + token * inner + at, result, mask=inside)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """``activation`` of ``x`` [tokens, outputs], contiguous: a new tensor."""
+    if activation == "silu_and_mul":
+        return silu_and_mul(x)
+    return _launch(x, x.shape[1] // 2 if activation.endswith("_and_mul") else x.shape[1], 0.0, activation)
+
+
+def clip(x: Tensor, limit: float) -> Tensor:
+    """``x`` [tokens, outputs], contiguous, kept between -``limit`` and ``limit``: a new tensor."""
+    return _launch(x, x.shape[1], limit, "clip")
+
+
+def _launch(x: Tensor, inner: int, limit: float, kind: str) -> Tensor:
+    out = x.new_empty(len(x), inner)
+    programs = (len(x), triton.cdiv(inner, COLUMNS))
+    more = options(num_warps=4, num_stages=1)
+    _activate[programs](x, out, inner, limit, KIND=kind, COLUMNS=COLUMNS, enable_fp_fusion=False, **more)
     return out

@@ -33,6 +33,7 @@ from preheat.backends.cuda.paged_attention import (
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, steady_steps
 from preheat.limits import Limits
+from preheat.ops.kinds import NormKind
 
 _NO_WORK = np.empty((0, 2), np.int32)
 
@@ -51,7 +52,7 @@ class CudaAttention:
     ) -> None:
         first = layers[0]
         self._layers, self._split, self._max_len = layers, split, limits.max_model_len
-        config = prefill_config(first.head_dim, first.cache.dtype)
+        config = prefill_config(first.head_dim, first.dtype)
         self._tile = tile or query_tile(first.num_heads, first.num_kv_heads, config)
         self._windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
         self._max_splits = -(-limits.max_model_len // split)
@@ -76,7 +77,7 @@ class CudaAttention:
             tiles = prefill_tiles(starts, extend[longer], step.first[longer], self._tile)
         splits = [decode_work(token_index, positions, self._split, window) for window in self._windows]
         steady = min((steady_steps(positions, self._split, window) for window in self._windows), default=self._max_len)
-        return AttentionWork([tiles, *splits], steady)
+        return AttentionWork([tiles, *splits], steady, table_writes=-1)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         self.table.write(turn, tables)
@@ -90,21 +91,28 @@ class CudaAttention:
 
         def attend(index: int, qkv: Tensor) -> Tensor:
             layer = self._layers[index]
-            heads, scale, window, norm = layer.num_heads, layer.scale, layer.window, layer.qk_norm
+            heads, window, norm = layer.num_heads, layer.window, layer.qk_norm
+            scale, value_scale = layer.scale * layer.kv_scales[0], None
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            kind: NormKind = "rms" if norm is None else norm.kind
+            scales = None
+            if layer.cache.dtype != layer.dtype:
+                scales, value_scale = layer.kv_scales, layer.kv_scales[1]
             rope_and_write(
-                qkv, layer.rope, slots, positions, table, layer.cache, heads, layer.num_kv_heads, weight, eps
+                qkv, layer.rope, slots, positions, table, layer.cache, heads, layer.num_kv_heads, weight, eps, kind,
+                scales=scales,
             )  # fmt: skip
             query = qkv[:, :heads]
             if len(tiles):
                 prefill_attention(
                     query, layer.cache, table, slots, positions, tiles, counts[0:1], out, scale, window,
-                    split=self._split,
+                    split=self._split, alibi=layer.alibi, value_scale=value_scale,
                 )  # fmt: skip
             at = 1 + self._windows.index(window)
             decode_attention(
                 query, layer.cache, table, slots, positions, inputs.lists[at], counts[at : at + 1], out, workspace,
                 scale, window, split=self._split, rows=0 if len(tiles) else inputs.rows,
+                alibi=layer.alibi, value_scale=value_scale,
             )  # fmt: skip
             return out
 

@@ -318,9 +318,10 @@ def fits(q: Tensor, cache: Tensor) -> bool:
         q.is_cuda
         and is_hopper(q.device)
         and q.element_size() == 2
+        and cache.dtype == q.dtype
         and dim in (64, 128)
         and block % TILE.value == 0
-        and triton.next_power_of_2(heads // kv_heads) <= ROWS.value
+        and triton.next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a tile no larger than the matrix
         and all(stride % 8 == 0 for stride in (*q.stride()[:2], *cache.stride()[:3]))  # of 16 bytes, for TMA
     )
 

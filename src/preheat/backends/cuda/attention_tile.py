@@ -24,10 +24,13 @@ def key_offsets(blocks, start, block_stride, DIM: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def absorb(
-    top, total, acc, q, seen_from, seen_to, keys, values, blocks, start, end, scale, block_stride,
+    top, total, acc, q, seen_from, seen_to, keys, values, blocks, start, end, scale, slopes, block_stride,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the online softmax. ``FULL``: every query sees all of them; changes no bits."""
+    """One tile of keys into the online softmax; keys and values of another dtype are widened to that of the queries,
+    which is exact. ``FULL``: every query sees all of them; changes no bits. ``slopes``
+    are each query row's for ALiBi, times log2(e), or None.
+    """
     WIDTH: tl.constexpr = acc.shape[1]
     at = start + tl.arange(0, TILE)
     dims = tl.arange(0, WIDTH)
@@ -39,12 +42,22 @@ def absorb(
         real = (at < end)[:, None] & (dims < DIM)[None, :]
         k = tl.load(keys + offsets, mask=real, other=0.0)
         v = tl.load(values + offsets, mask=real, other=0.0)
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if slopes is not None:
+        distance = at[None, :] + 1 - seen_to[:, None]  # a query sees all up to itself
+        s = tl.fma(s, scale, slopes[:, None] * distance.to(tl.float32))
     if not FULL:
         s = tl.where((at[None, :] < seen_to[:, None]) & (at[None, :] >= seen_from[:, None]), s, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(v.dtype)
+    if slopes is not None:
+        new_top = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        p = tl.exp2(s - base[:, None]).to(v.dtype)
+    else:
+        new_top = tl.maximum(top, tl.max(s, 1) * scale)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(v.dtype)
     fade = tl.exp2(top - base)[:, None]
     ones = tl.full([TILE, 16], 1.0, tl.float32).to(v.dtype)
     total = tl.dot(p, ones, total * fade, input_precision="ieee")

@@ -13,8 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, K, Linear, Mode, R, Region, StepInputs, TuneRequest
-from preheat.backends.cold import Watched
+from preheat.backends.base import (
+    AttentionLayer,
+    Experts,
+    K,
+    Linear,
+    Mode,
+    R,
+    Region,
+    Sharing,
+    StepCounter,
+    StepInputs,
+    TuneRequest,
+)
+from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.cold import COLD_SOURCES
 from preheat.backends.cuda.device import driver_version, fix_arithmetic, obstacle
@@ -23,15 +35,21 @@ from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.launch import compiling
-from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.linear import CudaLinear, FinishedLinear
+from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
+from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import settle
+from preheat.backends.cuda.prove import settle, settle_experts
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.tuning import KernelConfigs, kernel_configs
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.ops.kinds import Activation, NormKind
+from preheat.ops.moe import Routing
+from preheat.ops.quantization import QuantizedWeight
 from preheat.settings import Settings
 
 
@@ -39,13 +57,14 @@ class CudaBackend:
     """torch and Triton on a GPU. SettingsError, saying what to change, where there is none that can be used."""
 
     facts = FACTS
+    sharing: Sharing | None = None
 
     def __init__(self) -> None:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
         self.device = torch.device("cuda", 0)
         self._used_before = 0
-        self._configs = KernelConfigs()
+        self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -65,6 +84,20 @@ class CudaBackend:
         own figures, and so does what others take meanwhile.
         """
         return self._used() - self._used_before
+
+    def peak_memory(self, run: Callable[[], None]) -> int:
+        """The peak of torch's allocator, which then gives back what it holds unused, and what kernels and libraries
+        took beside it, which they keep.
+        """
+        used, held = self._used(), torch.cuda.memory_reserved(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.device) - allocated
+        beside = self._used() - used - (torch.cuda.memory_reserved(self.device) - held)
+        torch.cuda.empty_cache()
+        return peak + max(beside, 0)
 
     def kv_cache_memory(self) -> int | None:
         """A share of the free memory."""
@@ -117,9 +150,12 @@ class CudaBackend:
     def compiling(self, threads: int) -> AbstractContextManager[None]:
         return compiling(threads)
 
-    def settle(self, layers: Iterable[tuple[Linear, Sequence[int]]]) -> None:
+    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
         """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
+        layers = list(layers)
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
+        experts = {each.shape: (each, rows) for each, rows in layers if isinstance(each, CudaExperts)}
+        settle_experts(experts.values(), invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
         return tune_layers(request, self.device)
@@ -128,22 +164,58 @@ class CudaBackend:
         return CudaAttention(layers, limits, self)
 
     def sampler(
-        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool
+        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> CudaSampler:
-        rows = limits.max_num_seqs
-        return CudaSampler(rows, vocab_size, self, rows, handle_topk_duplicates, max_logprobs=max_logprobs)
+        seqs, rows = limits.max_num_seqs, limits.max_sampled
+        return CudaSampler(
+            seqs, vocab_size, self, rows, handle_topk_duplicates, max_logprobs=max_logprobs, masked=masked
+        )
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return COLD_SOURCES
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> CudaLinear:
-        return CudaLinear(weight, bias, gated=gated, configs=self._configs)
+    def step_counters(self) -> Mapping[str, StepCounter]:
+        return DYNAMO_COUNTERS
 
-    def norm(self, weight: Tensor, eps: float) -> CudaNorm:
-        return CudaNorm(weight, eps)
+    def linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> CudaLinear:
+        gated, layer = activation == "silu_and_mul", _on_device(weight)
+        if gated or (activation is None and clip is None):
+            return CudaLinear(layer, bias, gated=gated, configs=self._configs)
+        return FinishedLinear(layer, bias, configs=self._configs, activation=activation, limit=clip)
 
-    def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor) -> None:
-        embed(inputs.tokens, inputs.slots, last_token, table, out)
+    def experts(
+        self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
+    ) -> CudaExperts:
+        return CudaExperts(_on_device(gate_up), _on_device(down), routing, self._experts_configs)
+
+    def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> CudaNorm:
+        return CudaNorm(weight, eps, kind, bias)
+
+    def embed(
+        self,
+        inputs: StepInputs,
+        last_token: Tensor,
+        table: Tensor,
+        out: Tensor,
+        *,
+        scale: float | None = None,
+        positions: Tensor | None = None,
+        images: Tensor | None = None,
+    ) -> None:
+        embed(
+            inputs.tokens, inputs.slots, last_token, table, out,
+            scale=scale, positions=positions, at=inputs.positions, images=images,
+        )  # fmt: skip
+
+    def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+        return add_shared(routed, x, gate, shared)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return take_rows(x, index)
@@ -154,3 +226,7 @@ class CudaBackend:
     def _used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
+
+
+def _on_device(weight: Tensor | QuantizedWeight) -> Tensor | DeviceWeight:
+    return DeviceWeight.of(weight) if isinstance(weight, QuantizedWeight) else weight

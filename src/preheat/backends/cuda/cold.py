@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from preheat.backends.cold import DYNAMO, IMPORTS, SELDOM, Counted, Tally, Watched
+from preheat.backends.cold import DYNAMO, IMPORTS, NO_FALLBACK, NO_RECIPES, SELDOM, Counted, Tally, Watched
 
 
 def triton(undo: ExitStack) -> Counted:
@@ -86,6 +86,8 @@ def allocator(undo: ExitStack) -> Counted:
 COLD_SOURCES: Mapping[str, Watched] = {
     "dynamo": DYNAMO,
     "triton": Watched("hook", "Triton's compilation listener and kernel load hook", triton),
+    "recipe": NO_RECIPES,
+    "host fallback": NO_FALLBACK,
     "graph capture": Watched("hook", "calls of `torch.cuda.CUDAGraph.capture_begin`", graph_capture),
     "allocator": Watched("counter", "`num_device_alloc` of torch's caching allocator, every eighth step", allocator),
     "module loading": Watched(

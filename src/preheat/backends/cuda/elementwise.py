@@ -12,3 +12,25 @@ def silu_mul(gate, up):
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def gelu(x):
+    """GELU by the error function, in fp32, rounded to the dtype."""
+    wide = x.to(tl.float32)
+    return ((tl.erf(wide * 0.7071067811865476) + 1.0) * (wide * 0.5)).to(x.dtype)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """GELU approximated by tanh, in fp32, rounded to the dtype."""
+    wide = x.to(tl.float32)
+    inner = (wide * wide * wide * 0.044715 + wide) * -1.5957691216057308
+    return (wide / (tl.exp(inner) + 1.0)).to(x.dtype)
+
+
+@triton.jit
+def quick_gelu(x):
+    """x * sigmoid(1.702 * x), in fp32, rounded to the dtype."""
+    wide = x.to(tl.float32)
+    return (wide / (tl.exp(wide * -1.702) + 1.0)).to(x.dtype)

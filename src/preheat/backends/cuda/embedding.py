@@ -1,6 +1,7 @@
 """Copies of rows on CUDA: token embedding, and the choice of rows to go on with.
 
-Contract. Copies; no arithmetic.
+Contract. Copies; embeddings of tokens may be scaled, and a row for their position be added, as
+:mod:`preheat.ops.embedding` says.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.ops.embedding import rounded
 
 COLUMNS = 1024
 """Numbers that a program copies."""
@@ -24,12 +26,38 @@ def _copy_row(source, out, row, size, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _embed(tokens, slots, last_token, table, out, size, COLUMNS: tl.constexpr, overlap: tl.constexpr):
+def _embed(
+    tokens, slots, last_token, table, out, size, scale, learned, positions, images,
+    COLUMNS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     begin(overlap)
     token = tl.load(tokens + tl.program_id(0))
+    if images is None:
+        _embed_token(token, slots, last_token, table, out, size, scale, learned, positions, COLUMNS)
+    else:
+        if token < -1:
+            _copy_row(images, out, -2 - token, size, COLUMNS)
+        else:
+            _embed_token(token, slots, last_token, table, out, size, scale, learned, positions, COLUMNS)
+
+
+@triton.jit
+def _embed_token(token, slots, last_token, table, out, size, scale, learned, positions, COLUMNS: tl.constexpr):
     if token < 0:
         token = tl.load(last_token + tl.load(slots + tl.program_id(0)))
-    _copy_row(table, out, token, size, COLUMNS)
+    if scale is None and learned is None:
+        _copy_row(table, out, token, size, COLUMNS)
+    else:
+        at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = at < size
+        row = tl.load(table + token.to(tl.int64) * size + at, mask=inside, other=0.0)
+        if scale is not None:
+            row = (row.to(tl.float32) * scale).to(row.dtype)
+        if learned is not None:
+            position = tl.load(positions + tl.program_id(0)).to(tl.int64)
+            more = tl.load(learned + position * size + at, mask=inside, other=0.0)
+            row = (row.to(tl.float32) + more.to(tl.float32)).to(row.dtype)
+        tl.store(out + tl.program_id(0).to(tl.int64) * size + at, row, mask=inside)
 
 
 @triton.jit
@@ -38,15 +66,32 @@ def _take_rows(hidden, index, out, size, COLUMNS: tl.constexpr, overlap: tl.cons
     _copy_row(hidden, out, tl.load(index + tl.program_id(0)), size, COLUMNS)
 
 
-def embed(tokens: Tensor, slots: Tensor, last_token: Tensor, table: Tensor, out: Tensor) -> None:
+def embed(
+    tokens: Tensor,
+    slots: Tensor,
+    last_token: Tensor,
+    table: Tensor,
+    out: Tensor,
+    *,
+    scale: float | None = None,
+    positions: Tensor | None = None,
+    at: Tensor | None = None,
+    images: Tensor | None = None,
+) -> None:
     """Fill ``out`` [tokens, hidden] with the rows of ``table`` [vocab, hidden] that ``tokens`` int32 [tokens] name; -1
-    stands for ``last_token[slot]``.
+    stands for ``last_token[slot]``. They are multiplied by ``scale``, and the rows of ``positions`` [positions, hidden]
+    that ``at`` int32 [tokens] names are added. With ``images`` [rows, hidden], -2 - row stands for that row of them.
 
     ``slots`` int32 [tokens], ``last_token`` int32 [slots]. Ids must be inside the table: nothing here checks them.
     """
     size = table.shape[1]
     programs = (len(tokens), triton.cdiv(size, COLUMNS))
-    _embed[programs](tokens, slots, last_token, table, out, size, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
+    if scale is not None:
+        scale = rounded(scale, table.dtype)
+    _embed[programs](
+        tokens, slots, last_token, table, out, size, scale, positions, None if positions is None else at, images,
+        COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1),
+    )  # fmt: skip
 
 
 def take_rows(hidden: Tensor, index: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preheat.backends.base import NO_LAZY_BRIDGE, Facts, Machine, Modes
+from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Modes, QuantizedKernel
 
 FACTS = Facts(
     name="cuda",
@@ -22,7 +22,14 @@ FACTS = Facts(
     split=512,
     asynchronous=True,
     captures=True,
+    quantized={
+        "w8a8": QuantizedKernel("float8 matrix unit, promoted to fp32 every 128 inputs"),
+        "w8a16": QuantizedKernel("dequantized in the tile; in memory for many rows", experts=False),
+        "w4a16": QuantizedKernel("dequantized in the tile; in memory for many rows", experts=False),
+    },
+    ignored=NO_BRIDGE,
     rejected={
+        "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "contiguous_pa": "attention reads every block where it lies",
         "defrag_with_graphs": "blocks are swapped operation by operation",
     },

@@ -22,18 +22,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from preheat.backends.cuda.activation import silu_and_mul
+from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_hopper import wide
-from preheat.backends.cuda.tuning import KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
-
-GROUP: tl.constexpr = tl.constexpr(8)
-"""Programs that run together share this many tiles of weights, so that what they read of x stays in the L2 cache."""
+from preheat.backends.cuda.linear_quantized import DeviceWeight, by_codes, dequantized
+from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
+from preheat.ops.kinds import Activation
 
 
 @triton.jit
-def _weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+def load_weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EVEN: tl.constexpr):
     """[outputs, inputs] of the weights, from input ``k`` on."""
     if tiles is not None:
         return tiles.load([first, k])
@@ -41,13 +41,6 @@ def _weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EVEN: 
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=(k + tl.arange(0, INPUTS))[None, :] < inputs, other=0.0)
-
-
-@triton.jit
-def _rounded(acc, bias, rows, dtype: tl.constexpr):
-    if bias is not None:
-        acc += tl.load(bias + rows).to(tl.float32)[:, None]
-    return acc.to(dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -74,13 +67,7 @@ def in_order(
     if given, are the same matrices for the copy engine.
     """
     begin(overlap)
-    across = tl.cdiv(outputs, OUTPUTS)
-    down = tl.cdiv(rows, ROWS)
-    group = tl.program_id(0) // (GROUP * down)
-    inside = tl.program_id(0) % (GROUP * down)
-    size = tl.minimum(across - group * GROUP, GROUP)
-    first = (group * GROUP + inside % size) * OUTPUTS
-    row = inside // size * ROWS
+    first, row = corner(rows, outputs, OUTPUTS, ROWS)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
 
@@ -92,29 +79,41 @@ def in_order(
         else:
             at = x + token[None, :] * inputs + (k + tl.arange(0, INPUTS))[:, None]
             xs = tl.load(at) if EVEN else tl.load(at, mask=(k + tl.arange(0, INPUTS))[:, None] < inputs, other=0.0)
-        ws = _weights(weight, weight_tiles, out, first, k, inputs, INPUTS, EVEN)
+        ws = load_weights(weight, weight_tiles, out, first, k, inputs, INPUTS, EVEN)
         acc = tl.dot(ws, xs, acc, input_precision="ieee")
         if gated:
-            ws = _weights(weight, weight_tiles, out + outputs, first + outputs, k, inputs, INPUTS, EVEN)
+            ws = load_weights(weight, weight_tiles, out + outputs, first + outputs, k, inputs, INPUTS, EVEN)
             acc_up = tl.dot(ws, xs, acc_up, input_precision="ieee")
 
     dtype: tl.constexpr = y.dtype.element_ty
-    result = _rounded(acc, bias, out, dtype)
+    result = rounded(acc, bias, out, dtype)
     if gated:
-        result = silu_mul(result, _rounded(acc_up, bias, out + outputs, dtype))
+        result = silu_mul(result, rounded(acc_up, bias, out + outputs, dtype))
     outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
-    corner = y + tl.cast(row, tl.int64) * outputs + first
+    to = y + tl.cast(row, tl.int64) * outputs + first
     stored = (first + outs < outputs) & (row + tokens < rows)
-    tl.store(corner + tokens * outputs + outs, result, mask=stored)
+    tl.store(to + tokens * outputs + outs, result, mask=stored)
 
 
 def apply(
-    choice: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None = None
+    choice: KernelConfig,
+    x: Tensor,
+    weight: Tensor | DeviceWeight,
+    bias: Tensor | None,
+    gated: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``x`` [rows, inputs] through the map by the implementation ``choice``, into ``out`` where it is given.
 
     All are contiguous.
     """
+    if isinstance(weight, DeviceWeight):
+        if isinstance(choice, Expanded):
+            return apply(choice.choice, x, dequantized(weight), bias, gated, out)
+        assert isinstance(choice, Tile)
+        y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
+        by_codes(choice, x, weight, bias, gated, y)
+        return y
     if isinstance(choice, Library):
         y = _by_library(x, weight, bias, choice.split, None if gated else out)
         if not gated:
@@ -125,6 +124,7 @@ def apply(
     if isinstance(choice, Wide):
         wide(choice, x, weight, bias, gated, y)
     else:
+        assert isinstance(choice, Tile)
         blocks = triton.cdiv(y.shape[1], choice.outputs) * triton.cdiv(len(x), choice.rows)
         in_order[(blocks,)](*_arguments(choice, x, weight, bias, y), **_keywords(choice, weight.shape[1], gated))
     return y
@@ -169,16 +169,18 @@ def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None, split: bool, out
 
 
 class CudaLinear:
-    """``weight`` [outputs, inputs] and ``bias`` [outputs], used as they lie in memory. ``gated``: see the contract.
+    """``weight`` [outputs, inputs], plain or quantized, and ``bias`` [outputs], used as they lie in memory. ``gated``:
+    see the contract.
 
     ``configs`` say which implementation serves a number of rows.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
+        self, weight: Tensor | DeviceWeight, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
     ) -> None:
         self._weight, self._bias, self._gated, self.configs = weight, bias, gated, configs
-        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
+        scheme = weight.scheme if isinstance(weight, DeviceWeight) else None
+        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None, scheme)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated: ``out`` or a new tensor.
@@ -186,3 +188,26 @@ class CudaLinear:
         Both are contiguous.
         """
         return apply(self.configs(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
+
+
+class FinishedLinear(CudaLinear):
+    """The same, followed by an ``activation`` that is no part of it, or with its outputs kept within ``limit``."""
+
+    def __init__(
+        self,
+        weight: Tensor | DeviceWeight,
+        bias: Tensor | None = None,
+        *,
+        configs: KernelConfigs,
+        activation: Activation | None,
+        limit: float | None,
+    ) -> None:
+        super().__init__(weight, bias, configs=configs)
+        self._activation, self._limit = activation, limit
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """A new tensor."""
+        y = super().__call__(x)
+        if self._activation is not None:
+            y = activate(y, self._activation)
+        return y if self._limit is None else clip(y, self._limit)

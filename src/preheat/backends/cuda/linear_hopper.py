@@ -39,36 +39,47 @@ about as many rows of W meet them in the tiles that are computed at a time."""
 
 
 @gluon.jit
-def _tiles(x, y, WIDTH: gl.constexpr):
-    """AttentionConfig many tiles of y there are down and across; ``WIDTH`` are its columns in a tile."""
-    return gl.cdiv(x.shape[0], 2 * x.block_shape[0]), gl.cdiv(y.shape[1], WIDTH)
+def _tiles(x, y, starts, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
+    """How many tiles of y there are; ``WIDTH`` are its columns in a tile."""
+    down = gl.cdiv(x.shape[0], 2 * x.block_shape[0]) if starts is None else gl.load(starts + EXPERTS)
+    return down * gl.cdiv(y.shape[1], WIDTH)
 
 
 @gluon.jit
-def _place(tile, down, across, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """The first row and the first column of a tile of y. Tiles below each other follow each other."""
-    AT_ONCE: gl.constexpr = GROUP // ROWS
-    group = tile // (AT_ONCE * across)
-    inside = tile % (AT_ONCE * across)
-    size = gl.minimum(down - group * AT_ONCE, AT_ONCE)
-    return (group * AT_ONCE + inside % size) * ROWS, inside // size * WIDTH
+def _place(tile, x, y, experts, starts, WIDTH: gl.constexpr):
+    """The first row and the first column of a tile of y, and whose weights it needs. Tiles below each other follow each
+    other: those of one expert, or of ``GROUP`` rows.
+    """
+    ROWS: gl.constexpr = 2 * x.block_shape[0]
+    across = gl.cdiv(y.shape[1], WIDTH)
+    if starts is None:
+        AT_ONCE: gl.constexpr = GROUP // ROWS
+        expert = 0
+        start = tile // (AT_ONCE * across) * AT_ONCE
+        down = gl.minimum(gl.cdiv(x.shape[0], ROWS) - start, AT_ONCE)
+    else:
+        expert = gl.load(experts + tile // across)
+        start = gl.load(starts + expert)
+        down = gl.load(starts + expert + 1) - start
+    inside = tile - start * across
+    return (start + inside % down) * ROWS, inside // down * WIDTH, expert
 
 
 @gluon.jit
-def _load(x, weight, y, xs, weights, full, empty, WIDTH: gl.constexpr):
+def _load(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
     """Keep the ring full. Of rows that x or W has not, it gets zeros."""
     ROWS: gl.constexpr = x.block_shape[0]
     STAGES: gl.constexpr = weights.shape[0]
-    down, across = _tiles(x, y, WIDTH)
+    HALVES: gl.constexpr = weight.block_shape[0]
     at = 0
-    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        row, first = _place(tile, down, across, 2 * ROWS, WIDTH)
+    for tile in range(gl.program_id(0), _tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
+        row, first, expert = _place(tile, x, y, experts, starts, WIDTH)
         for k in range(0, x.shape[1], INPUTS):
             place, phase = ring(at, STAGES)
             mbarrier.wait(empty.index(place), phase ^ 1)
             ready = full.index(place)
             mbarrier.expect(ready, 2 * x.block_type.nbytes + weight.block_type.nbytes)
-            tma.async_copy_global_to_shared(weight, [0, first, k], ready, weights.index(place))
+            tma.async_copy_global_to_shared(weight, [expert * HALVES, first, k], ready, weights.index(place))
             for half in gl.static_range(2):
                 tma.async_copy_global_to_shared(x, [row + half * ROWS, k], ready, xs.index(place * 2 + half))
             at += 1
@@ -96,7 +107,8 @@ def _store(y, row, first, result, memory):
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, x, y, bias, xs, weights, memory, full, empty, gated: gl.constexpr, WIDTH: gl.constexpr,
+    half: gl.constexpr, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated: gl.constexpr,
+    EXPERTS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """One half of the rows of each tile of y."""
     ROWS: gl.constexpr = x.block_shape[0]
@@ -104,11 +116,10 @@ def _multiply(
     OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, OUTPUTS, 16])
     memory = memory.index(half)
-    down, across = _tiles(x, y, WIDTH)
     columns = y.shape[1]
     at = 0
-    for tile in range(gl.program_id(0), down * across, gl.num_programs(0)):
-        row, first = _place(tile, down, across, 2 * ROWS, WIDTH)
+    for tile in range(gl.program_id(0), _tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
+        row, first, _ = _place(tile, x, y, experts, starts, WIDTH)
         acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
         before = 0
         for k in range(0, x.shape[1], INPUTS):
@@ -136,7 +147,10 @@ def _multiply(
 
 
 @gluon.jit
-def _wide(x, weight, y, bias, gated: gl.constexpr, STAGES: gl.constexpr, overlap: gl.constexpr):
+def _wide(
+    x, weight, y, bias, experts, starts, gated: gl.constexpr, EXPERTS: gl.constexpr, STAGES: gl.constexpr,
+    overlap: gl.constexpr,
+):  # fmt: skip
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     memory = gl.allocate_shared_memory(x.dtype, [2] + y.block_shape, y.layout)  # noqa: RUF005
@@ -145,9 +159,9 @@ def _wide(x, weight, y, bias, gated: gl.constexpr, STAGES: gl.constexpr, overlap
     begin(overlap)
     gl.warp_specialize(
         [
-            (_multiply, (0, x, y, bias, xs, weights, memory, full, empty, gated, WIDTH)),
-            (_multiply, (1, x, y, bias, xs, weights, memory, full, empty, gated, WIDTH)),
-            (_load, (x, weight, y, xs, weights, full, empty, WIDTH)),
+            (_multiply, (0, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated, EXPERTS, WIDTH)),
+            (_multiply, (1, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated, EXPERTS, WIDTH)),
+            (_load, (x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS, WIDTH)),
         ],
         [4, 1],
         [240, 24],
@@ -163,20 +177,29 @@ def fits(shape: LinearShape) -> bool:
     )
 
 
-def wide(choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+def wide(
+    choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor,
+    experts: Tensor | None = None, starts: Tensor | None = None,
+) -> None:  # fmt: skip
     """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
 
-    The grid has at most one program for each multiprocessor.
+    With ``experts`` and ``starts`` of an arrangement in blocks of ``choice.rows`` (:mod:`preheat.backends.cuda.moe`),
+    ``weight`` [experts, outputs, inputs] has the weights of each block. The grid has at most one program for each
+    multiprocessor.
     """
-    halves = weight.view(2, -1, weight.shape[1]) if gated else weight.view(1, *weight.shape)
+    num_experts, outputs, inputs = weight.shape if weight.dim() == 3 else (1, *weight.shape)
+    halves = 2 if gated else 1
     group = choice.rows // 2
-    tiles = triton.cdiv(len(x), choice.rows) * triton.cdiv(len(weight), choice.outputs)
+    tiles = triton.cdiv(len(x), choice.rows) * triton.cdiv(outputs, choice.outputs)
     _wide[(min(tiles, processors(x.device)),)](
         descriptor(x, group, INPUTS.value),
-        descriptor(halves, len(halves), choice.outputs // len(halves), INPUTS.value),
+        descriptor(weight.view(num_experts * halves, -1, inputs), halves, choice.outputs // halves, INPUTS.value),
         descriptor(y, group, choice.outputs // 2),
         bias,
+        experts,
+        starts,
         gated=gated,
+        EXPERTS=num_experts,
         STAGES=choice.stages,
         **options(num_warps=4, num_stages=1, maxnreg=168),
     )

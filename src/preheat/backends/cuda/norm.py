@@ -1,8 +1,8 @@
-"""Root-mean-square norm on CUDA, alone or with the residual addition before it.
+"""Norms on CUDA, alone or with the residual addition before them.
 
-Contract. As in :mod:`preheat.ops.norm`: per row, in fp32, the sum of the squares, times 1 / length, plus eps,
-reciprocal square root, times x; rounded to the dtype; times weight, rounded again. Nothing is fused. The order of the
-sum is fixed by the length alone: one program a row, whose block and warps follow from the length.
+Contract. As in :mod:`preheat.ops.norm`; of kind "rms": per row, in fp32, the sum of the squares, times 1 / length, plus
+eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. Nothing is fused. The order of
+a sum is fixed by the length alone: one program a row, whose block and warps follow from the length.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.ops.kinds import NormKind
 
 
 @triton.jit
@@ -24,7 +25,10 @@ def inverse_rms(total, share, eps):
 
 
 @triton.jit
-def _norm(x, residual, weight, out, share, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr):
+def _norm(
+    x, residual, weight, bias, out, share, eps,
+    KIND: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     """One row a program; with ``residual``, x is added to it first."""
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
@@ -37,8 +41,18 @@ def _norm(x, residual, weight, out, share, eps, SIZE: tl.constexpr, WIDTH: tl.co
         row = (before.to(tl.float32) + row.to(tl.float32)).to(row.dtype)
         tl.store(residual + here, row, mask=inside)
     wide = row.to(tl.float32)
-    normed = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps)).to(row.dtype)
-    tl.store(out + here, (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype), mask=inside)
+    if KIND == "layer":
+        centred = tl.where(inside, wide - tl.sum(wide, 0) * share, 0.0)
+        result = centred * inverse_rms(tl.sum(centred * centred, 0), share, eps) * scales.to(tl.float32)
+        if bias is not None:
+            result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + here, result.to(row.dtype), mask=inside)
+    elif KIND == "rms_plus_one":
+        result = wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * (1.0 + scales.to(tl.float32))
+        tl.store(out + here, result.to(row.dtype), mask=inside)
+    else:
+        normed = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps)).to(row.dtype)
+        tl.store(out + here, (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,25 +65,33 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return _launch(x, residual, weight, eps)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    kind: NormKind = "rms",
+    bias: Tensor | None = None,
+) -> Tensor:
     size, out = x.shape[1], torch.empty_like(x)
-    _norm[(len(x),)](x, residual, weight, out, 1.0 / size, eps, SIZE=size, **_layout(size))
+    _norm[(len(x),)](x, residual, weight, bias, out, 1.0 / size, eps, KIND=kind, SIZE=size, **layout(size))
     return out
 
 
-def _layout(size: int) -> dict[str, Any]:
+def layout(size: int) -> dict[str, Any]:
+    """Keywords of a launch of one program for each row of ``size`` numbers."""
     width = triton.next_power_of_2(size)
     return {"WIDTH": width, "enable_fp_fusion": False, **options(num_warps=min(max(width // 512, 1), 16), num_stages=1)}
 
 
 class CudaNorm:
-    """The norm of rows of ``len(weight)`` numbers."""
+    """The norm of rows of ``len(weight)`` numbers; only kind "layer" may have a ``bias``."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
+    def __init__(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> None:
+        self.weight, self.eps, self.kind, self._bias = weight, eps, kind, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return _launch(x, None, self.weight, self.eps, self.kind, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return _launch(x, residual, self.weight, self.eps, self.kind, self._bias)

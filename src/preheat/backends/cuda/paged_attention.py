@@ -7,6 +7,12 @@ dtype; fade = exp2(maximum - top); sum = sum * fade + p . 1 and output = output 
 unit. Across the splits of a query, in rising order and from (-inf, 0, 0) again: both sides are scaled to the greater
 maximum, then added with one fma. At the end output / sum, rounded once. ``scale`` includes log2(e).
 
+A cache of eight bits is widened to the dtype of the queries, exactly, as tiles are loaded. ``scale`` then includes the
+scale of the keys, and output / sum is multiplied by that of the values before it is rounded.
+
+With ALiBi, s = fma(q . k, scale, slope * log2(e) * (key - query)), the bias in fp32, takes the place of s * scale in
+both the maximum and the exponent.
+
 A tile in which a query sees no key leaves its three numbers as they are, and so does a split. Hence the bits of a
 query depend on its position and on what it attends to, never on the kernel, its tiles, its warps, its neighbours, the
 blocks or how the sequence was cut into steps. Sums of a row go through the matrix unit because the order of an ordinary
@@ -31,6 +37,7 @@ TILE = 64
 """Keys of a tile. Part of the contract."""
 
 LOG2_E = 1.4426950408889634
+LOG2E: tl.constexpr = tl.constexpr(LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,8 @@ def _claim(claims, units, programs):
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _decode(
-    q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims,
-    scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
+    q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims, alibi,
+    scale, value_scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
     overlap: tl.constexpr,
@@ -143,6 +150,9 @@ def _decode(
             first = oldest // SPLIT
             start = tl.maximum(start, oldest // TILE * TILE)
         end = tl.minimum(split * SPLIT + SPLIT, position + 1)
+        slopes = None
+        if alibi is not None:
+            slopes = tl.load(alibi + kv_head * GROUP + row, mask=own, other=0.0) * LOG2E
         begin(overlap)  # this late, so that what the host copied is read while earlier kernels end
         token_q = q + token.to(tl.int64) * q_stride + kv_head * GROUP * head_stride
         queries = tl.load(token_q + row[:, None] * head_stride + dims[None, :], mask=real, other=0.0)
@@ -152,13 +162,16 @@ def _decode(
         for at in range(start, end, TILE):
             top, total, acc = absorb(
                 top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, blocks, at, end, scale,
-                block_stride, DIM, BLOCK, TILE, False,
+                slopes, block_stride, DIM, BLOCK, TILE, False,
             )  # fmt: skip
             blocks = blocks_of(pages, at + TILE, end, BLOCK, TILE)
         head, count = kv_head * GROUP, position // SPLIT - first + 1
         result = out + (token.to(tl.int64) * HEADS + head) * DIM + row[:, None] * DIM + dims[None, :]
         if count == 1:
-            tl.store(result, (acc / tl.max(total, 1)[:, None]).to(out.dtype.element_ty), mask=real)
+            done = acc / tl.max(total, 1)[:, None]
+            if value_scale is not None:
+                done = done * value_scale
+            tl.store(result, done.to(out.dtype.element_ty), mask=real)
         else:
             _keep_part(parts, tops, totals, piece, head, top, total, acc, own, HEADS, DIM)
             if MERGE:
@@ -169,7 +182,10 @@ def _decode(
                     sums, outs = _merge_parts(
                         parts, tops, totals, piece - (split - first), count, head, own, HEADS, DIM, WIDTH
                     )
-                    tl.store(result, (outs / sums).to(out.dtype.element_ty), mask=real)
+                    done = outs / sums
+                    if value_scale is not None:
+                        done = done * value_scale
+                    tl.store(result, done.to(out.dtype.element_ty), mask=real)
                     tl.store(counter, 0)
         unit = _claim(claims, units, programs)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
@@ -177,8 +193,8 @@ def _decode(
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _prefill(
-    q, cache, table, slots, positions, tiles, num_tiles, out,
-    scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
+    q, cache, table, slots, positions, tiles, num_tiles, out, alibi,
+    scale, value_scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     overlap: tl.constexpr,
@@ -212,38 +228,45 @@ def _prefill(
             start = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
             full_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, end)
             full_to = tl.maximum(full_to, full_from)
+        slopes = None
+        if alibi is not None:
+            slopes = tl.load(alibi + head, mask=of_group < GROUP, other=0.0) * LOG2E
         keys = cache + kv_head * kv_stride
         tops, totals, accs = nothing(ROWS, WIDTH)
         top, total, acc = nothing(ROWS, WIDTH)
         if WINDOW > 0:
             tops, totals, accs, top, total, acc = _walk(
                 tops, totals, accs, top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, pages,
-                start, full_from, end, scale, block_stride, DIM, BLOCK, SPLIT, TILE, False,
+                start, full_from, end, scale, slopes, block_stride, DIM, BLOCK, SPLIT, TILE, False,
             )  # fmt: skip
         tops, totals, accs, top, total, acc = _walk(
             tops, totals, accs, top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, pages,
-            full_from, full_to, end, scale, block_stride, DIM, BLOCK, SPLIT, TILE, True,
+            full_from, full_to, end, scale, slopes, block_stride, DIM, BLOCK, SPLIT, TILE, True,
         )  # fmt: skip
         tops, totals, accs, top, total, acc = _walk(
             tops, totals, accs, top, total, acc, queries, seen_from, seen_to, keys, keys + value_stride, pages,
-            full_to, end, end, scale, block_stride, DIM, BLOCK, SPLIT, TILE, False,
+            full_to, end, end, scale, slopes, block_stride, DIM, BLOCK, SPLIT, TILE, False,
         )  # fmt: skip
         tops, totals, accs = merge(tops, totals, accs, top, total, acc)
         result = out + ((token_row * HEADS + head) * DIM)[:, None] + dims[None, :]
-        tl.store(result, (accs / tl.max(totals, 1)[:, None]).to(out.dtype.element_ty), mask=real)
+        done = accs / tl.max(totals, 1)[:, None]
+        if value_scale is not None:
+            done = done * value_scale
+        tl.store(result, done.to(out.dtype.element_ty), mask=real)
     begin(overlap)
 
 
 @triton.jit
 def _walk(
     tops, totals, accs, top, total, acc, queries, seen_from, seen_to, keys, values, pages, start, stop, end, scale,
-    block_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
+    slopes, block_stride,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Absorb the tiles from ``start`` to ``stop`` and merge every split that ends among them."""
     blocks = blocks_of(pages, start, end, BLOCK, TILE)
     for at in range(start, stop, TILE):
         top, total, acc = absorb(
-            top, total, acc, queries, seen_from, seen_to, keys, values, blocks, at, end, scale, block_stride,
+            top, total, acc, queries, seen_from, seen_to, keys, values, blocks, at, end, scale, slopes, block_stride,
             DIM, BLOCK, TILE, FULL,
         )  # fmt: skip
         blocks = blocks_of(pages, at + TILE, end, BLOCK, TILE)
@@ -289,6 +312,8 @@ def decode_attention(
     split: int = SPLIT,
     config: AttentionConfig | None = None,
     rows: int = 0,
+    alibi: Tensor | None = None,
+    value_scale: float | None = None,
 ) -> None:
     """Attention of tokens that are the only one of their sequence in the step, written to their rows of ``out``.
 
@@ -298,21 +323,23 @@ def decode_attention(
     :func:`preheat.backends.cuda.work.decode_work` gives for the same ``split`` and ``window``. What the host copies for
     a step (``work``, ``num_work``, ``slots``, ``positions``) is read before earlier kernels end: no kernel may write
     it. The grid is persistent, of a program for every kv head of ``rows`` at least: a grid for all the work that there
-    can be would mostly start programs that have nothing to do.
+    can be would mostly start programs that have nothing to do. ``alibi`` fp32 [heads] are slopes. ``cache`` may be of
+    eight bits: ``scale`` then includes its keys' scale, and ``value_scale`` multiplies what comes out.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     units = len(work) * kv_heads
     config = config or decode_config(rows, dim, q.dtype)
+    group_rows = triton.next_power_of_2(heads // kv_heads)
     programs = min(units, max(config.programs * processors(q.device), rows * kv_heads)) if config.programs else units
     _decode[(programs,)](
         q, cache, table, slots, positions, work, num_work, out,
-        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
-        scale * LOG2_E, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
+        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims, alibi,
+        scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
-        ROWS=max(config.rows, triton.next_power_of_2(heads // kv_heads)),
+        ROWS=max(config.rows, group_rows),
         BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, MERGE=True,
-        **options(num_warps=config.warps, num_stages=config.stages),
+        **options(num_warps=max(config.warps, group_rows // 16), num_stages=config.stages),
     )  # fmt: skip
 
 
@@ -330,6 +357,8 @@ def prefill_attention(
     *,
     split: int = SPLIT,
     config: AttentionConfig | None = None,
+    alibi: Tensor | None = None,
+    value_scale: float | None = None,
 ) -> None:
     """Attention of runs of tokens, whose keys are in the cache, written to their rows of ``out``.
 
@@ -337,7 +366,7 @@ def prefill_attention(
     :func:`preheat.backends.cuda.work.prefill_tiles` gives for tiles of :func:`query_tile` tokens; the rest as in
     :func:`decode_attention`. Where Hopper's kernel fits, it runs unless ``config`` is given, and gives the same bits.
     """
-    if config is None and hopper.fits(q, cache):
+    if config is None and alibi is None and hopper.fits(q, cache):
         hopper.prefill_attention(
             q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split
         )  # fmt: skip
@@ -347,8 +376,8 @@ def prefill_attention(
     config = config or prefill_config(dim, q.dtype)
     group_rows = triton.next_power_of_2(heads // kv_heads)
     _prefill[(len(tiles) * kv_heads,)](
-        q, cache, table, slots, positions, tiles, num_tiles, out,
-        scale * LOG2_E, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
+        q, cache, table, slots, positions, tiles, num_tiles, out, alibi,
+        scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         ROWS=max(config.rows, group_rows), GROUP_ROWS=group_rows,
         BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0,

@@ -1,8 +1,9 @@
 """Proof that implementations of linear maps give the contract's bits, on this device.
 
 Three times, on data that tells: all rows and columns of what an implementation gives, eager and captured in a graph,
-are compared with the plain kernel. Normal numbers show an error; numbers of all magnitudes whose exact sums are zero
-leave nothing but the order in which they were added.
+are compared with the plain kernel (of quantized weights, with what it gives for dequantized ones; with float8
+activations, with one tile of their own kernel). Normal numbers show an error; numbers of all magnitudes whose exact
+sums are zero leave nothing but the order in which they were added.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.tuning import REFERENCE, KernelConfig, KernelConfigs, Library, LinearShape
+from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
+from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, reference
 from preheat.ops.proof import signed_pairs
+from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ def settle(
     for shape, rows in layers:
         sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
     used = [(shape, configs(shape, size)) for shape, numbers in sizes.items() for size in numbers]
-    used += [(shape, REFERENCE[shape.dtype]) for shape in sizes]
+    used += [(shape, reference(shape)) for shape in sizes]
     compile_kernels(used)
     proven: dict[tuple[LinearShape, int], bool] = {}
     if configs.invariant:
@@ -52,9 +56,12 @@ def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_
     """Compile what is not compiled yet of our kernels among ``used``, side by side."""
     with compiling(os.cpu_count() or 1, ignore_errors=ignore_errors):
         for shape, choice in dict.fromkeys(used):
-            if not isinstance(choice, Library):
-                x, weight, bias, y = _operands(shape, choice.rows)
+            kernel = choice.choice if isinstance(choice, Expanded) else choice
+            x, weight, bias, y = _operands(shape, 1 if isinstance(kernel, Library) else kernel.rows)
+            if not isinstance(kernel, Library):
                 apply(choice, x, weight, bias, shape.gated, y)
+            elif isinstance(weight, DeviceWeight):
+                dequantized(weight)
 
 
 def prove(
@@ -69,7 +76,7 @@ def prove(
             proven[shape, size] = (size, choice) not in wrong
             if not proven[shape, size]:
                 configs.reject(shape, size)
-                logger.info("%s has not the contract's bits for %d rows of %s: done without", choice, size, shape)
+                logger.info("%s has other bits than the reference for %d rows of %s: not used", choice, size, shape)
     return proven
 
 
@@ -88,7 +95,7 @@ def differing(
     graph = None
     for seed in range(seeds):
         fill(x, weight, seed)
-        apply(REFERENCE[shape.dtype], x, weight, bias, shape.gated, expected)
+        apply(reference(shape), x, weight, bias, shape.gated, expected)
         compare(differs[0])
         if graph is None:
             graph = capture(partial(compare, differs[1]))
@@ -96,22 +103,93 @@ def differing(
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 
 
-def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def settle_experts(used: Iterable[tuple[CudaExperts, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+    """The same for experts at numbers of tokens, with the weights that they have; nothing is proven unless
+    ``invariant``.
+    """
+    for experts, sizes in used:
+        x, logits = _routed(experts.shape, max(sizes))
+        plain = plain_config(experts.shape)
+        with compiling(os.cpu_count() or 1):
+            for tokens in sizes:
+                experts(x[:tokens], logits[:tokens])
+            experts.by(plain, x, logits)
+        wrong: set[int] = set()
+        for seed in range(seeds if invariant else 0):
+            fill(x, logits, seed)
+            logits.normal_()
+            expected = experts.by(plain, x, logits)
+            wrong |= {n for n in sizes if _bits(experts(x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
+        for tokens in sorted(wrong):
+            logger.info("%s has not the contract's bits for %d tokens of %s: done without", *_choice(experts, tokens))
+            experts.configs.reject(experts.shape, tokens)
+
+
+def _choice(experts: CudaExperts, tokens: int) -> tuple[object, int, object]:
+    return experts.configs(experts.shape, tokens), tokens, experts.shape
+
+
+def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
+    """x and logits of ``tokens`` tokens."""
+    x = torch.empty(tokens, shape.hidden, device="cuda", dtype=shape.dtype)
+    return x, torch.empty(tokens, shape.num_experts, device="cuda", dtype=shape.dtype)
+
+
+def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
     """x, W, b (zeros) and y of ``rows`` rows."""
     x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
-    weight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+    weight: Tensor | DeviceWeight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+    if shape.scheme is not None:
+        weight = random_weight(shape, x.device, 0)
     bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
     return x, weight, bias, torch.empty(rows, shape.columns, device="cuda", dtype=shape.dtype)
 
 
-def fill(x: Tensor, weight: Tensor, seed: int) -> None:
+def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
     """New numbers, in place: normal for ``seed`` 0, else of all magnitudes, with products that sum to zero exactly."""
     random = torch.Generator(x.device).manual_seed(seed)
-    for tensor, sign in ((x, 1.0), (weight, -1.0)):
-        tensor.normal_(generator=random)
-        if seed:
-            tensor.mul_(torch.empty_like(tensor).uniform_(-6, 6, generator=random).exp_())
-            signed_pairs(tensor, sign)
+    _fill(x, 1.0, seed, random)
+    if isinstance(weight, DeviceWeight):
+        outputs, inputs = weight.shape
+        shape = LinearShape(outputs, inputs, dtype=weight.dtype, scheme=weight.scheme)
+        for tensor, new in zip(weight.tensors, random_weight(shape, x.device, seed).tensors, strict=True):
+            tensor.copy_(new)
+    else:
+        _fill(weight, -1.0, seed, random)
+
+
+def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> None:
+    tensor.normal_(generator=random)
+    if seed:
+        tensor.mul_(torch.empty_like(tensor).uniform_(-6, 6, generator=random).exp_())
+        signed_pairs(tensor, sign)
+
+
+def random_weight(shape: LinearShape, device: torch.device, seed: int) -> DeviceWeight:
+    """The same of a quantized weight: codes of all sizes and random scales for ``seed`` 0; else one scale, no zero
+    points, and codes in pairs that cancel.
+    """
+    assert shape.scheme is not None
+    random = torch.Generator(device).manual_seed(seed)
+    weight = empty_weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype, device=device)
+    numbers = torch.empty(weight.shape, device=device)
+    _fill(numbers, -1.0, seed, random)
+    top = {"fp8": E4M3_MAX, "int4": 7.0, "int8": 127.0}[shape.scheme.code]
+    numbers.mul_(top / 4).clamp_(-top, top)
+    weight.codes.copy_(numbers if shape.scheme.code == "fp8" else numbers.round_())
+    weight.scales.uniform_(0.5, 2, generator=random).mul_(2.0**-10)
+    if weight.zeros is not None:
+        weight.zeros.random_(-7, 9, generator=random)
+    if weight.index is not None:
+        groups = torch.arange(shape.inputs, device=device) // shape.scheme.group
+        weight.index.copy_(groups[torch.randperm(shape.inputs, generator=random, device=device)])
+    if weight.static is not None:
+        weight.static.fill_(2.0**-5)
+    if seed:
+        weight.scales.fill_(2.0**-10)
+        if weight.zeros is not None:
+            weight.zeros.zero_()
+    return DeviceWeight.of(weight)
 
 
 def _bits(y: Tensor) -> Tensor:

@@ -1,18 +1,22 @@
 """What happens between the projection of queries, keys and values and attention, on CUDA, in one kernel.
 
-Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.backends.cuda.norm`, then
-rotary embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype. Keys so turned, and
-values as they are, go into the cache. A head's bits depend on its own numbers and position alone.
+Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.backends.cuda.norm`, then, if
+there are angles, rotary embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype.
+Keys so turned, and values as they are, go into the cache; into one of eight bits they go divided by a scale, which is
+rounded correctly, and rounded to it (:mod:`preheat.ops.float8`). A head's bits depend on its own numbers and position
+alone.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.norm import inverse_rms
+from preheat.ops.kinds import NormKind
 
 HEADS_PER_PROGRAM = 8
 
@@ -28,12 +32,20 @@ def _plus(a, b):
     return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
 
 
+@triton.jit
+def _stored(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
+    """What the cache of eight bits holds of ``x``; NaN stays NaN."""
+    quotient = tl.div_rn(x.to(tl.float32), scale)
+    bounded = tl.minimum(tl.maximum(quotient, -MOST, tl.PropagateNan.ALL), MOST, tl.PropagateNan.ALL)
+    return bounded.to(dtype)
+
+
 @triton.jit(do_not_specialize=["max_blocks"])
 def _rope_and_write(
-    qkv, rope, slots, positions, table, cache, weight, eps,
+    qkv, rope, slots, positions, table, cache, weight, eps, key_scale, value_scale,
     block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PER_PROGRAM: tl.constexpr, overlap: tl.constexpr,
+    PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, MOST: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """``PER_PROGRAM`` heads of one token, as two halves of ``HALF`` numbers, the least power of two that holds them."""
     MIDDLE: tl.constexpr = DIM // 2
@@ -46,12 +58,13 @@ def _rope_and_write(
     position = tl.load(positions + token)  # these two and the tables of weights and angles: no kernel writes them
     slot = tl.load(slots + token).to(tl.int64)
     block = tl.load(table + slot * max_blocks + position // BLOCK).to(tl.int64)
-    angles = rope + position.to(tl.int64) * (2 * DIM) + dims
-    cos_left, cos_right = tl.load(angles, mask=inside, other=0.0), tl.load(angles + MIDDLE, mask=inside, other=0.0)
-    sin_left, sin_right = (
-        tl.load(angles + DIM, mask=inside, other=0.0),
-        tl.load(angles + DIM + MIDDLE, mask=inside, other=0.0),
-    )
+    if rope is not None:
+        angles = rope + position.to(tl.int64) * (2 * DIM) + dims
+        cos_left, cos_right = tl.load(angles, mask=inside, other=0.0), tl.load(angles + MIDDLE, mask=inside, other=0.0)
+        sin_left, sin_right = (
+            tl.load(angles + DIM, mask=inside, other=0.0),
+            tl.load(angles + DIM + MIDDLE, mask=inside, other=0.0),
+        )
     begin(overlap)
 
     heads_at = qkv + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + dims[None, :]
@@ -62,14 +75,23 @@ def _rope_and_write(
         wide_left, wide_right = left.to(tl.float32), right.to(tl.float32)
         total = tl.sum(wide_left * wide_left + wide_right * wide_right, 1)
         inverse = inverse_rms(total, 1.0 / DIM, eps)[:, None]
-        normed_left = _times((wide_left * inverse).to(left.dtype), tl.load(scales_at, mask=turned, other=0.0))
-        normed_right = _times(
-            (wide_right * inverse).to(left.dtype), tl.load(scales_at + MIDDLE, mask=turned, other=0.0)
-        )
+        if KIND == "rms_plus_one":
+            scales_left = 1.0 + tl.load(scales_at, mask=turned, other=0.0).to(tl.float32)
+            scales_right = 1.0 + tl.load(scales_at + MIDDLE, mask=turned, other=0.0).to(tl.float32)
+            normed_left = (wide_left * inverse * scales_left).to(left.dtype)
+            normed_right = (wide_right * inverse * scales_right).to(left.dtype)
+        else:
+            normed_left = _times((wide_left * inverse).to(left.dtype), tl.load(scales_at, mask=turned, other=0.0))
+            normed_right = _times(
+                (wide_right * inverse).to(left.dtype), tl.load(scales_at + MIDDLE, mask=turned, other=0.0)
+            )
     else:
         normed_left, normed_right = left, right
-    new_left = _plus(_times(normed_left, cos_left[None, :]), _times(normed_right, sin_left[None, :]))
-    new_right = _plus(_times(normed_right, cos_right[None, :]), _times(normed_left, sin_right[None, :]))
+    if rope is not None:
+        new_left = _plus(_times(normed_left, cos_left[None, :]), _times(normed_right, sin_left[None, :]))
+        new_right = _plus(_times(normed_right, cos_right[None, :]), _times(normed_left, sin_right[None, :]))
+    else:
+        new_left, new_right = normed_left, normed_right
 
     query = (head < HEADS)[:, None] & inside[None, :]
     tl.store(heads_at, new_left, mask=query)
@@ -79,13 +101,19 @@ def _rope_and_write(
     lies = block * block_stride + tl.where(is_value, value_stride, 0) + kv_head * kv_stride + position % BLOCK * DIM
     cached = real & (head >= HEADS)[:, None]
     cache_at = cache + lies[:, None] + dims[None, :]
-    tl.store(cache_at, tl.where(is_value[:, None], left, new_left), mask=cached)
-    tl.store(cache_at + MIDDLE, tl.where(is_value[:, None], right, new_right), mask=cached)
+    stored_left = tl.where(is_value[:, None], left, new_left)
+    stored_right = tl.where(is_value[:, None], right, new_right)
+    if key_scale is not None:
+        scale = tl.where(is_value, value_scale, key_scale)[:, None]
+        stored_left = _stored(stored_left, scale, MOST, cache.dtype.element_ty)
+        stored_right = _stored(stored_right, scale, MOST, cache.dtype.element_ty)
+    tl.store(cache_at, stored_left, mask=cached)
+    tl.store(cache_at + MIDDLE, stored_right, mask=cached)
 
 
 def rope_and_write(
     qkv: Tensor,
-    rope: Tensor,
+    rope: Tensor | None,
     slots: Tensor,
     positions: Tensor,
     table: Tensor,
@@ -94,6 +122,9 @@ def rope_and_write(
     kv_heads: int,
     norm: Tensor | None,
     eps: float,
+    kind: NormKind = "rms",
+    *,
+    scales: tuple[float, float] | None = None,
 ) -> None:
     """Norm (if ``norm``) and turn the queries of ``qkv`` in place; store its keys, normed and turned, and its values.
 
@@ -101,13 +132,19 @@ def rope_and_write(
     are. ``rope`` [positions, 2, dim], or with a 1 before dim, is what :func:`preheat.model.rope.rope_table` gives.
     ``slots`` and ``positions`` int32 [tokens], ``table`` int32 [slots, max blocks]: the token's place in ``cache``
     [blocks, 2, kv heads, block size, dim] (any strides but the last two) is block ``table[slot, position // block
-    size]``. ``norm`` [heads + kv heads, dim]. What the host copies for a step (``slots``, ``positions``, ``table``) is
-    read before earlier kernels end: no kernel may write it.
+    size]``. ``norm`` [heads + kv heads, dim] are the weights of a root-mean-square norm of this ``kind``. What the host
+    copies for a step (``slots``, ``positions``, ``table``) is read before earlier kernels end: no kernel may write it.
+    ``scales`` of keys and of values are for a ``cache`` of eight bits.
     """
+    assert kind != "layer", "heads have root-mean-square norms"
+    key_scale, value_scale = (None, None) if scales is None else scales
     dim, block = cache.shape[4], cache.shape[3]
     programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))
     _rope_and_write[programs](
-        qkv, rope, slots, positions, table, cache, norm, eps, *cache.stride()[:3], table.stride(0),
+        qkv, rope, slots, positions, table, cache, norm, eps, key_scale, value_scale,
+        *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK=block,
-        PER_PROGRAM=HEADS_PER_PROGRAM, enable_fp_fusion=False, **options(num_warps=2, num_stages=1),
+        PER_PROGRAM=HEADS_PER_PROGRAM, KIND=kind,
+        MOST=torch.finfo(cache.dtype).max if scales else 0.0,
+        enable_fp_fusion=False, **options(num_warps=2, num_stages=1),
     )  # fmt: skip

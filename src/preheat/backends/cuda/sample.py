@@ -32,6 +32,7 @@ ROW = np.dtype(
         ("repetition", np.float32),  # 1: off
         ("frequency", np.float32),
         ("presence", np.float32),
+        ("masked", np.int32),  # 1: the row has a mask
     ]
 )
 """AttentionConfig a row is sampled, as the kernels read it: 32-bit words, one record a row."""
@@ -51,7 +52,7 @@ HEADER_WORDS = tl.constexpr(HEADER)
 ROW_WORDS = tl.constexpr(ROW.itemsize // 4)
 SLOT, TEMPERATURE, SEED, POSITION, CHOICE = map(_word, ("slot", "temperature", "seed", "position", "choice"))
 TOP_P, TOP_K, FURTHEST = map(_word, ("top_p", "top_k", "furthest"))
-REPETITION, FREQUENCY, PRESENCE = map(_word, ("repetition", "frequency", "presence"))
+REPETITION, FREQUENCY, PRESENCE, MASKED = map(_word, ("repetition", "frequency", "presence", "masked"))
 
 IMPOSSIBLE = tl.constexpr(-float(np.finfo(np.float32).max))
 """The logit of what the model rules out. Minus infinity is that of a banned token, which is worse still."""

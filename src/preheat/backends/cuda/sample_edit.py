@@ -14,6 +14,7 @@ from preheat.backends.cuda.sample import (
     EDIT,
     FREQUENCY,
     HEADER_WORDS,
+    MASKED,
     PRESENCE,
     REPETITION,
     ROW_WORDS,
@@ -34,11 +35,12 @@ PART_WORDS = tl.constexpr(PART)
 
 @triton.jit
 def penalise(
-    settings, logits, stride, history, edited,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, overlap: tl.constexpr,
+    settings, logits, stride, history, masks, edited,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, rows): ``edited`` float32 [rows, vocab] gets mended logits after repetition_penalty on every token
-    seen, then frequency and presence on those of the output.
+    seen, then frequency and presence on those of the output; minus infinity where the row's mask has no bit.
+    ``masks`` int32 [rows, WORDS]: bit i % 32 of word i // 32 allows token i; None where no row ever has one.
     """
     begin(overlap)
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -54,7 +56,13 @@ def penalise(
         value = tl.where(past != 0, repeated, value)
         value = tl.where(count > 0, value - real(settings, row, FREQUENCY) * count.to(tl.float32), value)
         value = tl.where(count > 0, value - real(settings, row, PRESENCE), value)
-    tl.store(edited + row.to(tl.int64) * VOCAB + ids, mend(value), mask=ids < VOCAB)
+    value = mend(value)
+    if masks is not None:  # noqa: SIM102  (known when the kernel is compiled, the other when it runs)
+        if word(settings, row, MASKED) != 0:
+            place = masks + row.to(tl.int64) * WORDS + (ids >> 5)
+            bits = tl.load(place, mask=ids < VOCAB, other=0) >> (ids & 31)
+            value = tl.where((bits & 1) != 0, value, float("-inf"))
+    tl.store(edited + row.to(tl.int64) * VOCAB + ids, value, mask=ids < VOCAB)
 
 
 @triton.jit
@@ -74,7 +82,8 @@ def edit(settings, edited, MAX_ROWS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: t
         there &= (token >= 0) & (token < VOCAB)
         place = edited + row.to(tl.int64) * VOCAB + token
         value = tl.load(place, mask=there, other=0.0)
-        tl.store(place, tl.where(change == float("-inf"), change, mend(value + change)), mask=there)
+        banned = (change == float("-inf")) | (value == float("-inf"))  # logits are mended: a mask has banned it
+        tl.store(place, tl.where(banned, float("-inf"), mend(value + change)), mask=there)
 
 
 @triton.jit

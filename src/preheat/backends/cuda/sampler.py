@@ -22,7 +22,7 @@ from preheat.backends.cuda.sample_gumbel import LAPPED, enter
 from preheat.backends.cuda.sample_logprobs import report, tally
 from preheat.backends.cuda.sampler_layout import SamplerLayout
 from preheat.core import Level, TokenLogprobs
-from preheat.ops.sampling import Penalties, SamplingInput
+from preheat.ops.sampling import Penalties, SamplingInput, words_of
 
 _NO_OWNER = -1
 _COUNTED = 4096  # tokens of a sequence that one program counts
@@ -156,6 +156,7 @@ class CudaSampler:
     """Draws tokens for the sequences of a step.
 
     ``layout`` says how the host describes a step; ``settings`` int32 [layout.words] is that description on the device.
+    ``masked``: rows may have masks.
     ``tokens`` int32 [max rows] are the answers in row order, ``last_token`` int32 [slots + 1] is each slot's latest;
     the last slot is that of rows that pad. Log-probabilities are reported with the ``max_logprobs`` most likely tokens.
     """
@@ -170,6 +171,7 @@ class CudaSampler:
         *,
         max_logprobs: int = 20,
         cut: Cut = Cut(),
+        masked: bool = False,
     ) -> None:
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"the sampler takes up to {MAX_VOCAB} tokens, the model has {vocab_size}")
@@ -183,6 +185,8 @@ class CudaSampler:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.settings = zeros(self.layout.words)
+        self._masks = zeros(max_rows, words_of(vocab_size)) if masked else None
+        self._host_masks = [] if self._masks is None else [backend.host_copy(self._masks) for _ in range(HOST_COPIES)]
         self.tokens, self.last_token = zeros(max_rows), zeros(num_slots + 1)
         self.report_ids = zeros(max_rows, 1 + self.max_logprobs)
         self.report_values = zeros(max_rows, 1 + self.max_logprobs, dtype=torch.float32)
@@ -210,6 +214,9 @@ class CudaSampler:
         self.settings.zero_()
         self._described = None
 
+    def masks(self, turn: int) -> np.ndarray:
+        return self._host_masks[turn].numpy()
+
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
         """What the device was told already is neither written nor sent again."""
         if step.penalties:
@@ -224,6 +231,9 @@ class CudaSampler:
         if self._described is not step:
             self.settings[:used].copy_(self._host[turn][:used], non_blocking=True)
             self._described = step
+        if step.masked is not None and self._masks is not None:
+            rows = slice(int(step.masked[0]), int(step.masked[-1]) + 1)
+            self._masks[rows].copy_(self._host_masks[turn][rows], non_blocking=True)
 
     def report(self, logits: Tensor) -> None:
         self._launch_logprobs(self.settings, logits, self.tokens)
@@ -306,11 +316,12 @@ class CudaSampler:
         )  # fmt: skip
 
     def _edit(self, logits: Tensor, rows: int) -> Tensor:
-        """A float32 copy [rows, vocab] after penalties, logit_bias and bans."""
+        """A float32 copy [rows, vocab] after penalties, masks, logit_bias and bans."""
         edited = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=logits.device)
         penalise[self._chunks, rows](
-            self.settings, logits, logits.stride(0), self.counts.history, edited, **self._cut, **sampling(num_warps=8)
-        )
+            self.settings, logits, logits.stride(0), self.counts.history, self._masks, edited,
+            **self._cut, WORDS=words_of(self.vocab_size), **sampling(num_warps=8),
+        )  # fmt: skip
         edit[_EDIT_PROGRAMS,](
             self.settings, edited, self.layout.max_rows, self.vocab_size, _EDITS, **sampling(num_warps=4)
         )

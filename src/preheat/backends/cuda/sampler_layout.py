@@ -61,6 +61,8 @@ class SamplerLayout:
         if penalties := step.penalties:
             for name in ("repetition", "frequency", "presence"):
                 records[name][penalties.rows] = getattr(penalties, name)
+        if step.masked is not None:
+            records["masked"][step.masked] = 1
         count = self._pack_edits(host[self._edits_at :], step.edits) if step.edits else 0
         host[:HEADER] = step.size, count, 0, 0
         return self._edits_at + count * EDIT

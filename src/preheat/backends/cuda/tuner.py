@@ -11,13 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
 
 import torch
+from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits
-from preheat.backends.cuda.prove import compile_kernels, differing
-from preheat.backends.cuda.tuning import SHARED_BYTES, Entry, KernelConfig, Library, LinearShape, Tile, Wide
+from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
+from preheat.backends.cuda.tuning import SHARED_BYTES, Entry, Expanded, KernelConfig, Library, LinearShape, Tile, Wide
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 COPIED_BYTES = 200 << 20
@@ -36,6 +38,12 @@ WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6)]
 
 def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
     """Everything worth trying for ``rows`` rows of ``shape``."""
+    if shape.scheme is not None:
+        yield from _on_codes(shape, rows)
+        if shape.scheme.activations is None and rows >= 128:
+            yield Expanded(Library())
+            yield from (Expanded(each) for each in WIDE if fits(shape))
+        return
     yield Library()
     yield Library(split=True)
     if rows >= 128 and fits(shape):
@@ -47,6 +55,14 @@ def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
             tile = Tile(outputs, height, inputs, warps, stages, bulk)
             if shape.inputs % inputs == 0 and _fits(tile, shape.gated):
                 yield tile
+
+
+def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
+    """Tiles of the kernels that read codes, of 128 inputs, with at least 64 outputs and four warps."""
+    height = min(max(16, _power(rows)), 128)
+    for outputs, each, stages in product((64, 128), sorted({height, min(height, 64)}), (3, 4, 6)):
+        if outputs * each * (4 if shape.gated else 2) <= 128 * 128 * 2:
+            yield Tile(outputs, each, 128, 8 if outputs * each > 64 * 64 else 4, stages)
 
 
 def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
@@ -82,9 +98,16 @@ class Bench:
 
     def __init__(self, shape: LinearShape, rows: int) -> None:
         size = shape.outputs * shape.inputs * shape.dtype.itemsize
+        if shape.scheme is not None:
+            size = shape.scheme.bytes(shape.outputs, shape.inputs)
         copies = max(2 if size < 1 << 29 else 1, math.ceil(COPIED_BYTES / size))
         self.shape = shape
-        self.weights = torch.randn(copies, shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype).mul_(0.02)
+        self.weights: Sequence[Tensor | DeviceWeight]
+        if shape.scheme is None:
+            weights = torch.randn(copies, shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+            self.weights = weights.mul_(0.02).unbind()
+        else:
+            self.weights = [random_weight(shape, torch.device("cuda"), 0) for _ in range(copies)]
         self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
         self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
 

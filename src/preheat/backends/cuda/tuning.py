@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from preheat.backends.base import LinearSize
+from preheat.ops.kinds import Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +32,16 @@ FEW_OUTPUTS = 1 << 17
 
 
 class LinearShape(NamedTuple):
-    """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W."""
+    """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W, ``scheme``
+    says how they are quantized, if they are.
+    """
 
     outputs: int
     inputs: int
     gated: bool = False
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
+    scheme: Scheme | None = None
 
     @property
     def columns(self) -> int:
@@ -77,10 +81,29 @@ class Library(msgspec.Struct, frozen=True):
     split: bool = False
 
 
-KernelConfig = Tile | Wide | Library
+class Expanded(msgspec.Struct, frozen=True):
+    """Of quantized weights: they are dequantized into memory, then ``choice`` computes with them."""
+
+    choice: Tile | Wide | Library
+
+
+KernelConfig = Tile | Wide | Library | Expanded
 
 REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32, 32, 4, 2)}
 """The plain kernel, whose bits are the contract's."""
+
+FP8_REFERENCE = Tile(64, 64, 128, 4, 3)
+"""The same of layers with float8 activations."""
+
+MANY_ROWS = 512
+"""From so many rows on, quantized weights are dequantized first: reading them is then little beside the product."""
+
+
+def reference(shape: LinearShape) -> KernelConfig:
+    """The implementation whose bits are the contract's: of quantized weights, that of the dequantized model."""
+    if shape.scheme is None:
+        return REFERENCE[shape.dtype]
+    return FP8_REFERENCE if shape.scheme.activations else Expanded(REFERENCE[shape.dtype])
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,18 +123,24 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     split: bool = False
     tile: Tile | None = None
     wide: Wide | None = None
+    scheme: Scheme | None = None
+    expanded: bool = False
 
     @property
     def choice(self) -> KernelConfig:
-        return self.tile or self.wide or Library(self.split)
+        choice = self.tile or self.wide or Library(self.split)
+        return Expanded(choice) if self.expanded else choice
 
     @property
     def shape(self) -> LinearShape:
         """A bias makes no difference to the choice."""
-        return LinearShape(self.outputs, self.inputs, self.gated, getattr(torch, self.dtype))
+        return LinearShape(self.outputs, self.inputs, self.gated, getattr(torch, self.dtype), scheme=self.scheme)
 
     @classmethod
     def of(cls, shape: LinearShape, rows: int, choice: KernelConfig, microseconds: float, ordered: bool) -> Entry:
+        expanded = isinstance(choice, Expanded)
+        if isinstance(choice, Expanded):
+            choice = choice.choice
         return cls(
             outputs=shape.outputs,
             inputs=shape.inputs,
@@ -123,6 +152,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             split=isinstance(choice, Library) and choice.split,
             tile=choice if isinstance(choice, Tile) else None,
             wide=choice if isinstance(choice, Wide) else None,
+            scheme=shape.scheme,
+            expanded=expanded,
         )
 
 
@@ -156,7 +187,7 @@ class KernelConfigs:
 
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
         if (shape, rows) in self._rejected:
-            return tile_rule(shape, rows)
+            return tile_rule(shape, rows) if shape.scheme is None else reference(shape)
         found = self._entries.get(shape._replace(bias=False), {})
         size = min((size for size in found if size >= rows), default=None)
         return rule(shape, rows) if size is None else found[size]
@@ -217,7 +248,7 @@ def read(path: Path) -> list[Table]:
 
 def shape_of(layer: LinearSize, dtype: torch.dtype) -> LinearShape:
     """What the choice of a kernel depends on."""
-    return LinearShape(layer.outputs, layer.inputs, layer.gated, dtype, layer.bias)
+    return LinearShape(layer.outputs, layer.inputs, layer.gated, dtype, layer.bias, layer.scheme)
 
 
 def merged(before: Sequence[Table], new: Table) -> Table:
@@ -236,6 +267,10 @@ def encode(table: Table) -> bytes:
 
 def rule(shape: LinearShape, rows: int) -> KernelConfig:
     """A guess for what is in no table."""
+    if shape.scheme is not None:
+        if shape.scheme.activations is None and rows >= MANY_ROWS:
+            return Expanded(rule(shape._replace(scheme=None), rows))  # type: ignore[arg-type]  # plain: not expanded again
+        return codes_rule(shape, rows)
     many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
     return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
 
@@ -254,3 +289,13 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
         width, depth = (32, 256) if shape.columns < 6144 else (128, 128)
     bytes_a_stage = (width * (2 if shape.gated else 1) + height) * depth * 2
     return Tile(width, height, depth, min(4, width // 16), min(6, SHARED_BYTES // bytes_a_stage))
+
+
+def codes_rule(shape: LinearShape, rows: int) -> Tile:
+    """The kernel that reads codes, 128 inputs a step, with tiles as low as the rows allow. Two accumulators of a gated
+    layer, and what is to be added to them, have to fit into registers.
+    """
+    height = max(16, min(1 << (rows - 1).bit_length(), 64))
+    if rows > 64 and shape.scheme is not None and shape.scheme.activations and not shape.gated:
+        return Tile(128, 128, 128, 8, 3)
+    return Tile(64, height, 128, 4, 3 if height > 32 else 4)

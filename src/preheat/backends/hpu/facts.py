@@ -1,6 +1,8 @@
-"""What is known of Gaudi without its software: the table of execution modes of its PyTorch bridge."""
+"""What is known of the Gaudi backend without torch: the seat of its execution modes and defaults."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from preheat.backends.base import Facts, Machine, Modes
 
@@ -15,9 +17,23 @@ FACTS = Facts(
             "lazy": "the bridge's lazy backend, without graphs",
         },
         rejected={},
+        enforced="lazy",
     ),
     machine=Machine(flops=2e14, bandwidth=2e12, step_overhead=2e-2, call_overhead=1e-3),
-    split=256,
-    asynchronous=True,
+    split=128,
     captures=True,
+    own_graph_memory=True,
+    logs_buckets=True,
+    pads_context=True,
+    host_sampler=True,
+    block_size=128,
+    defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
+    rejected={
+        "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
+        "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
+    },
 )
+"""``split`` equals the block: attention merges block by block. The defaults are those of vLLM on Gaudi."""
+
+SIMULATED = replace(FACTS, name="hpu (simulated)", simulated=True)
+"""The facts of a fake device."""

@@ -1,0 +1,230 @@
+"""Paged attention of rows that decode: one query each, in the step's first tokens.
+
+The contract is that of :mod:`preheat.backends.cpu.paged_attention`, and so are the bits. What is done once for several
+steps is kept: which pairs of a row and a KV split there are, where their keys lie, and where their results go. A step
+only moves the ends of what each row sees.
+
+Blocks of a whole split can be read where they lie: neighbours in memory by one kernel call, and a block that several
+rows share by another, in which it is repeated without being copied. Smaller blocks are gathered. A cache of fewer bits
+than the queries have is widened by every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.cpu.paged_attention import hidden_keys, kernel, padded_rows
+from preheat.backends.cpu.tiles import MIN_SPAN, SPLIT, ranges, spans
+
+
+class Heads(NamedTuple):
+    """What decides how a layer's attention is cut into work."""
+
+    window: int | None
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+class _Call(NamedTuple):
+    """Pairs ``first`` to ``last`` - 1, which read ``span`` keys each: in place from the block ``block`` on, the same
+    one for all if ``shared``, or in the ``gathered`` rows of the cache.
+    """
+
+    first: int
+    last: int
+    span: int
+    block: int = 0
+    shared: bool = False
+    gathered: Tensor | None = None
+
+    def keys_and_values(self, cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[pairs, kv heads, span, dim] of ``cache`` [blocks, 2, kv heads, slots, dim], in ``dtype``."""
+        _, _, kv_heads, slots, dim = cache.shape
+        count = self.last - self.first
+        if self.gathered is not None:
+            rows = cache.view(-1, slots * dim).index_select(0, self.gathered)
+            key, value = rows.to(dtype).view(2, count, kv_heads, self.span, dim).unbind()
+            return key, value
+        blocks = cache[self.block : self.block + (1 if self.shared else count), :, :, : self.span].to(dtype)
+        key, value = blocks.expand(count, -1, -1, -1, -1).unbind(1)
+        return key, value
+
+
+class DecodeAttention:
+    """Rows at ``position`` int64 [rows], whose blocks are in the rows ``slots`` of ``block_table``; results are given
+    for ``tokens`` tokens, of which those beyond the rows pad. Good for ``steady`` more steps of the same rows.
+
+    ``max_keys`` limits what a call gathers; ``in_place``, which needs blocks of ``SPLIT`` tokens: nothing is gathered.
+    """
+
+    def __init__(
+        self,
+        position: np.ndarray,
+        slots: np.ndarray,
+        block_table: np.ndarray,
+        heads: Heads,
+        dtype: torch.dtype,
+        *,
+        block_size: int,
+        tokens: int,
+        max_keys: int,
+        in_place: bool,
+    ) -> None:
+        self.heads, self.tokens, self._dtype = heads, tokens, dtype
+        first = np.maximum(position - heads.window + 1, 0) // SPLIT if heads.window else np.zeros_like(position)
+        splits = position // SPLIT + 1 - first
+        row = np.repeat(np.arange(len(position)), splits)
+        split = first[row] + ranges(splits)
+        start = split * SPLIT
+        keys = np.minimum(position[row] + 1 - start, SPLIT)
+        if in_place:
+            order, self._calls, span = _in_place(block_table[slots[row], split], keys)
+        else:
+            columns = start[:, None] // block_size + np.arange(max(SPLIT // block_size, 1))
+            blocks = block_table[slots[row][:, None], np.minimum(columns, block_table.shape[1] - 1)]
+            order, self._calls, span = _gathering(blocks.astype(np.int64), keys, block_size, heads.kv_heads, max_keys)
+        self.steady = min(_steady(position, keys, span, block_size), _until_behind(position, first, heads.window))
+        self._hidden = hidden_keys(dtype)
+        self._row = torch.from_numpy(row[order].astype(np.int32))
+        self._before = torch.from_numpy((start[order] - 1).astype(np.int32))
+        self._views: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._masks: list[Tensor] = []
+        self._lay_out(row, order, splits, padded_rows(heads.heads // heads.kv_heads, heads.dim, dtype))
+
+    def _lay_out(self, row: np.ndarray, order: np.ndarray, splits: np.ndarray, query_rows: int) -> None:
+        """Where queries come from and results go: rows of the step's heads, and of the results of all pairs."""
+        _, heads, kv_heads, _ = self.heads
+        group = heads // kv_heads
+        self._query_shape = len(row), kv_heads, query_rows, self.heads.dim
+        padded = np.minimum(np.arange(query_rows), group - 1)  # rows that pad repeat the last head
+        head = (np.arange(kv_heads)[:, None] * group + padded).reshape(-1)
+        self._heads = torch.from_numpy(head)
+        self._queries = torch.from_numpy((row[order][:, None] * (heads + 2 * kv_heads) + head).reshape(-1))
+        number = np.empty(len(row), np.int64)
+        number[order] = np.arange(len(row))
+        most = int(splits.max())
+        pair_of = np.zeros((most, self.tokens), np.int64)  # any pair, where there is none
+        seen = np.arange(most)[:, None] < splits
+        pair_of[:, : len(splits)].T[seen.T] = number
+        place = np.arange(heads) % group * kv_heads + np.arange(heads) // group
+        self._results = torch.from_numpy((pair_of[:, :, None] * (query_rows * kv_heads) + place).reshape(-1))
+        unseen = np.zeros((most, self.tokens), bool)
+        unseen[:, : len(splits)] = ~seen
+        self._unseen = torch.from_numpy(unseen.repeat(heads, 1)) if most > 1 else None
+
+    def move(self, positions: Tensor) -> None:
+        """From now on the rows are at ``positions`` int32 [tokens]."""
+        before, after = self._hidden
+        at = positions.index_select(0, self._row).sub_(self._before)
+        self._at = at - 1  # each row's position in the split
+        mask = after.index_select(0, at.clamp(max=SPLIT))
+        if self.heads.window:
+            mask += before.index_select(0, at.sub_(self.heads.window).clamp_(min=0))
+        mask = mask.view(-1, 1, 1, SPLIT)
+        rows = self._query_shape[2]
+        self._masks = [mask[call.first : call.last, :, :, : call.span].expand(-1, 1, rows, -1) for call in self._calls]
+
+    def __call__(self, qkv: Tensor, layer: int, cache: Tensor, scale: float, alibi: Tensor | None = None) -> Tensor:
+        """Attend with the queries of ``qkv`` [tokens, heads + 2 * kv heads, dim] over the ``cache`` of ``layer``;
+        [tokens, heads * dim]. ``alibi`` fp32 [heads] are slopes.
+        """
+        masks = self._masks
+        if alibi is not None:
+            masks = [self._bias(call, mask, alibi) for call, mask in zip(self._calls, masks, strict=True)]
+        query = qkv.view(-1, self.heads.dim).index_select(0, self._queries).view(self._query_shape)
+        done = [
+            kernel(query[call.first : call.last], *read, 0.0, False, attn_mask=mask, scale=scale)
+            for call, read, mask in zip(self._calls, self._read(layer, cache), masks, strict=True)
+        ]
+        found = _flat([part for part, _ in done]).view(-1, self.heads.dim).index_select(0, self._results)
+        if self._unseen is not None:
+            found = self._merge(found, _flat([lse for _, lse in done]).index_select(0, self._results))
+        return found.view(self.tokens, -1)
+
+    def _bias(self, call: _Call, mask: Tensor, alibi: Tensor) -> Tensor:
+        """ALiBi's bias with the ``mask`` of a call, fp32 [pairs, kv heads, rows, span]."""
+        _, kv_heads, rows, _ = self._query_shape
+        distance = (torch.arange(call.span) - self._at[call.first : call.last, None]).float()
+        slopes = alibi.index_select(0, self._heads).view(1, kv_heads, rows, 1)
+        return (slopes * distance[:, None, None]).add_(mask)
+
+    def _read(self, layer: int, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each call; views of the cache are kept."""
+        views = self._views.get(layer)
+        if views is None:
+            views = [call.keys_and_values(cache, self._dtype) for call in self._calls]
+            if self._calls[0].gathered is None and cache.dtype == self._dtype:
+                self._views[layer] = views
+        return views
+
+    def _merge(self, part: Tensor, lse: Tensor) -> Tensor:
+        """Add up each row's splits in rising order: ``part`` [splits * tokens * heads, dim]."""
+        assert self._unseen is not None
+        lse = lse.view(self._unseen.shape).masked_fill_(self._unseen, -torch.inf)
+        weight = torch.exp(lse - lse.amax(dim=0)).unsqueeze(-1)
+        weighted = part.view(*lse.shape, -1) * weight
+        total, norm = weighted[0], weight[0]
+        for nth in range(1, len(weight)):
+            total += weighted[nth]
+            norm += weight[nth]
+        return (total / norm).to(part.dtype)
+
+
+def _flat(results: list[Tensor]) -> Tensor:
+    """The calls' ``results`` [pairs, kv heads, rows, ...] one behind the other, by pairs, then rows, then heads."""
+    flat = [result.transpose(1, 2).reshape(-1) for result in results]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _in_place(block: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, list[_Call], np.ndarray]:
+    """The order of pairs that read a ``block`` each, the calls that read neighbours together, and each pair's span."""
+    order = block.argsort(kind="stable")
+    gaps = np.diff(block[order])
+    same = np.concatenate(([False], gaps == 0, [False]))
+    shared = same[1:] | same[:-1]
+    cut = (gaps > 1) | ((gaps == 1) & (shared[1:] | shared[:-1]))
+    edges = [0, *(cut.nonzero()[0] + 1).tolist(), len(order)]
+    keys, calls, spans = keys[order], [], np.empty(len(order), np.int64)
+    for first, last in itertools.pairwise(edges):
+        span = max(MIN_SPAN, 1 << (int(keys[first:last].max()) - 1).bit_length())
+        calls.append(_Call(first, last, span, int(block[order[first]]), bool(shared[first])))
+        spans[order[first:last]] = span
+    return order, calls, spans
+
+
+def _gathering(
+    blocks: np.ndarray, keys: np.ndarray, block_size: int, kv_heads: int, max_keys: int
+) -> tuple[np.ndarray, list[_Call], np.ndarray]:
+    """As :func:`_in_place`, for pairs of several ``blocks`` [pairs, n] each: a call gathers at most ``max_keys``."""
+    span = spans(keys, np.zeros(len(keys), bool), max(MIN_SPAN, block_size))
+    order = span.argsort(kind="stable")
+    ordered, calls = span[order], []
+    places = np.arange(2 * kv_heads).reshape(2, 1, kv_heads, 1)  # within a block: all keys, all values
+    edges = [0, *((np.diff(ordered) != 0).nonzero()[0] + 1).tolist(), len(order)]
+    for begin, end in itertools.pairwise(edges):
+        width = int(ordered[begin])
+        count = max(1, max_keys // width)
+        for first in range(begin, end, count):
+            last = min(first + count, end)
+            read = blocks[order[first:last], : width // block_size]
+            rows = torch.from_numpy((read[:, None] * (2 * kv_heads) + places).reshape(-1))
+            calls.append(_Call(first, last, width, gathered=rows))
+    return order, calls, span
+
+
+def _steady(position: np.ndarray, keys: np.ndarray, span: np.ndarray, block_size: int) -> int:
+    """For how many more steps no row enters a block or sees more keys than are read."""
+    steady = int((block_size - 1 - position % block_size).min())
+    return int((span - keys)[keys < SPLIT].min(initial=steady))
+
+
+def _until_behind(position: np.ndarray, first: np.ndarray, window: int | None) -> int:
+    """For how many more steps each row sees some key of its ``first`` split."""
+    left = (first + 1) * SPLIT - 1 - (position - window + 1) if window else np.full(1, SPLIT)
+    return int(left.min())

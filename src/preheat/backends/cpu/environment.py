@@ -1,0 +1,48 @@
+"""What `preheat doctor` looks at for the CPU backend. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from preheat.utils.finding import Finding
+from preheat.utils.memory import free_memory, total_memory
+
+MIN_MEMORY = 2 * 2**30
+CPUINFO = Path("/proc/cpuinfo")
+WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
+"""Instruction sets by how much they help, best first."""
+
+
+def findings() -> Iterator[Finding]:
+    """Cores, instruction set, threads, memory, compiler."""
+    cores, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    yield Finding("CPU cores", f"{allowed} of {cores} may be used" if allowed < cores else str(cores))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > allowed:
+        advice = "threads that share a core wait for each other: unset it, or set --num-threads"
+        yield Finding("OMP_NUM_THREADS", f"{asked}, more than the cores", "note", advice)
+    yield _instructions()
+    free, total = free_memory(), total_memory()
+    found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    if free < MIN_MEMORY:
+        yield Finding("memory", found, "note", "only small models fit; a container's limit counts")
+    else:
+        yield Finding("memory", found)
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        yield Finding("C++ compiler", "none", "note", "execution mode compile needs one: install g++ or set CXX")
+
+
+def _instructions() -> Finding:
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return Finding("instruction set", "unknown")
+    flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
+    best = next((name for name in WIDE if name in flags), None)
+    if best is None:
+        return Finding("instruction set", "none that torch is fast with", "note", "expect a slow engine here")
+    dtype = "bfloat16" if best in WIDE[:2] else "float32, as there are no bfloat16 instructions"
+    return Finding("instruction set", f"{best}; models run in {dtype} by default")

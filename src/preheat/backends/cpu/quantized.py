@@ -1,0 +1,89 @@
+"""Quantized layers on a CPU, see :mod:`preheat.ops.quantization`.
+
+Weights whose activations are not quantized are dequantized when they are loaded, and then are plain ones. With float8
+activations a layer is computed to the letter of the contract, in float64, whose sums of 128 products are exact: a row's
+bits cannot depend on the rows beside it, whatever the library does. The codes are kept in float64 for it, eight bytes
+each: this is for small models, and for what a GPU does to be seen without one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from preheat.ops.activation import silu_and_mul
+from preheat.ops.kinds import ActivationScales
+from preheat.ops.moe import Routing, route, routed
+from preheat.ops.opaque import opaque
+from preheat.ops.quantization import PROMOTED, QuantizedWeight, quantize_rows, scaled_product
+
+
+class Fp8Linear:
+    """W8A8: ``weight`` [outputs, inputs] and ``bias`` [outputs]."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        assert weight.scheme.activations is not None
+        self._parts, self._scales, self._static = parts_of(weight.codes), weight.scales, weight.static
+        self._kind, self._bias = weight.scheme.activations, bias
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs] -> [rows, outputs], a new tensor of its dtype."""
+        return _fp8_linear(x, self._parts, self._scales, self._bias, self._static, self._kind)
+
+
+class Fp8Experts:
+    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], W8A8. A static
+    scale of activations is one for all experts.
+    """
+
+    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, routing: Routing) -> None:
+        assert gate_up.scheme.activations is not None
+        self._kind, self._routing = gate_up.scheme.activations, routing
+        self._gate_up, self._down = (
+            ([part for codes in weight.codes for part in parts_of(codes)], weight.scales, weight.static)
+            for weight in (gate_up, down)
+        )
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], a new tensor."""
+        return _fp8_experts(x, logits, *self._gate_up, *self._down, self._kind, *self._routing)
+
+
+@opaque(
+    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor gate_up_scales, Tensor? gate_up_static, Tensor[] down, "
+    "Tensor down_scales, Tensor? down_static, str kind, int top_k, bool renormalize, bool round_weights) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+)
+def _fp8_experts(  # noqa: PLR0917 - arguments of torch's operations are told by their place
+    x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: Tensor, gate_up_static: Tensor | None,
+    down: list[Tensor], down_scales: Tensor, down_static: Tensor | None, kind: ActivationScales,
+    top_k: int, renormalize: bool, round_weights: bool,
+) -> Tensor:  # fmt: skip
+    """``gate_up`` and ``down`` are the parts of all experts, one expert's after the other's."""
+    count = len(gate_up_scales)
+
+    def layer(number: int, rows: Tensor, parts: list[Tensor], scales: Tensor, static: Tensor | None) -> Tensor:
+        each = len(parts) // count
+        return _fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], None, static, kind)
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        inner = silu_and_mul(layer(number, rows, gate_up, gate_up_scales, gate_up_static))
+        return layer(number, inner, down, down_scales, down_static)
+
+    return routed(x, *route(logits, Routing(top_k, renormalize, round_weights)), count, expert)
+
+
+def parts_of(codes: Tensor) -> list[Tensor]:
+    """``codes`` [outputs, inputs] in float64, 128 inputs a part: [inputs, outputs] each."""
+    return [part.double().t() for part in torch.split(codes.float(), PROMOTED, 1)]
+
+
+@opaque(
+    "(Tensor x, Tensor[] parts, Tensor scales, Tensor? bias, Tensor? static, str kind) -> Tensor",
+    lambda x, parts, scales, *_: x.new_empty(len(x), len(scales)),
+)
+def _fp8_linear(  # noqa: PLR0917 - arguments of torch's operations are told by their place
+    x: Tensor, parts: list[Tensor], scales: Tensor, bias: Tensor | None, static: Tensor | None, kind: ActivationScales
+) -> Tensor:
+    codes, x_scales = quantize_rows(x, kind, static)
+    return scaled_product(codes, x_scales, parts, scales, bias, x.dtype)

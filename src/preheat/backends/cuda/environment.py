@@ -1,0 +1,75 @@
+"""What `preheat doctor` looks at for the CUDA backend, by asking nvidia-smi. No torch, and no memory of a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from preheat.utils.finding import Finding
+
+MIN_CAPABILITY, MIN_DRIVER = (9, 0), 580
+
+
+class Gpu(NamedTuple):
+    """A line of nvidia-smi's answer; the names are its fields, in which a point is written as two underscores."""
+
+    name: str
+    compute_cap: str
+    driver_version: str
+    memory__free: str
+    memory__total: str
+    clocks__sm: str
+    clocks__max__sm: str
+    power__limit: str
+    power__default_limit: str
+    ecc__mode__current: str
+    mig__mode__current: str
+    compute_mode: str
+
+
+def findings() -> Iterator[Finding]:
+    """The driver, and of each GPU: capability, memory, clocks, power, ECC, MIG; the compiler that Triton needs."""
+    if shutil.which("nvidia-smi") is None:
+        yield Finding("NVIDIA driver", "no nvidia-smi", "note", "without a GPU models run on the CPU")
+        return
+    query = ",".join(field.replace("__", ".") for field in Gpu._fields)
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stdout", "") or str(error)).strip().splitlines()[-1]
+        yield Finding("NVIDIA driver", f"nvidia-smi failed: {said}", "fail", "reinstall or restart the driver")
+        return
+    for number, line in enumerate(answer.splitlines()):
+        yield from of_gpu(f"GPU {number}", Gpu(*(field.strip() for field in line.split(","))))
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        yield Finding("C compiler", "none", "fail", "Triton builds its launchers with one: install gcc")
+
+
+def of_gpu(what: str, gpu: Gpu) -> Iterator[Finding]:
+    """The findings about one GPU, called ``what``."""
+    capability = tuple(int(part) for part in gpu.compute_cap.split("."))
+    found = f"{gpu.name}, compute capability {gpu.compute_cap}, driver {gpu.driver_version}"
+    if capability < MIN_CAPABILITY:
+        yield Finding(what, found, "fail", "the kernels need the Hopper generation (9.0) or later: use --device cpu")
+    elif int(gpu.driver_version.split(".")[0]) < MIN_DRIVER:
+        yield Finding(
+            what, found, "note", f"CUDA 13 wants driver {MIN_DRIVER} or later; an older one may not load torch"
+        )
+    else:
+        yield Finding(what, found)
+    yield Finding(f"{what} memory", f"{gpu.memory__free} of {gpu.memory__total} MiB free")
+    yield Finding(f"{what} clock", f"{gpu.clocks__sm} MHz now, {gpu.clocks__max__sm} MHz at most")
+    if gpu.power__limit != gpu.power__default_limit:
+        advice = "timings differ from those of a card at its default limit"
+        yield Finding(f"{what} power", f"{gpu.power__limit} W, by default {gpu.power__default_limit} W", "note", advice)
+    if gpu.ecc__mode__current == "Disabled":
+        yield Finding(f"{what} ECC", "off", "note", "a flipped bit in memory would go unnoticed")
+    if gpu.mig__mode__current == "Enabled":
+        yield Finding(
+            f"{what} MIG", "on", "note", "an instance has fewer multiprocessors: `preheat tune` measures for it"
+        )
+    if gpu.compute_mode == "Prohibited":
+        yield Finding(f"{what} compute mode", gpu.compute_mode, "fail", "nvidia-smi --compute-mode=0 allows it")

@@ -1,0 +1,319 @@
+"""Quantized linear layers on CUDA, see :mod:`preheat.ops.quantization`. Not yet run on a GPU.
+
+Without quantized activations a tile of codes becomes a tile of weights in registers, rounded to the model's dtype, and
+is the first operand of the matrix unit, as the plain kernel's weights are (:mod:`preheat.backends.cuda.linear`): in the
+same order, so with the bits of the dequantized model. Or the whole weight is dequantized into memory first, for many
+rows, and what serves plain weights takes over.
+
+With float8 activations the matrix unit multiplies codes, 128 inputs at a time, each time from zero; what it gives is
+scaled and added to the accumulator in fp32. Its tiles have at least 64 outputs and four warps, because fewer would make
+another instruction of it, which sums in another precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.tuning import Tile
+from preheat.ops.kinds import Scheme
+from preheat.ops.quantization import QuantizedWeight
+
+STEP: tl.constexpr = tl.constexpr(128)
+"""Inputs of a step. Of these, a byte of four-bit codes holds one of the first half, in its low bits, and the one as
+far into the second half."""
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """A quantized weight as the kernels read it. ``codes`` are [outputs, inputs], of whole numbers of four bits uint8
+    [outputs, whole steps * 64]; ``scales`` fp32 and ``zeros`` int16 [groups, outputs]; experts come before, if there
+    are any.
+    """
+
+    scheme: Scheme
+    dtype: torch.dtype
+    shape: torch.Size
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    index: Tensor | None
+    static: Tensor | None
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> DeviceWeight:
+        """The scales are laid out so that those of neighbouring outputs are neighbours."""
+        codes = _packed(weight.codes) if weight.scheme.code == "int4" else weight.codes
+        zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous()
+        return cls(
+            weight.scheme, weight.dtype, weight.shape, codes, weight.scales.transpose(-1, -2).contiguous(), zeros,
+            weight.index, weight.static,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        return (
+            tensor for tensor in (self.codes, self.scales, self.zeros, self.index, self.static) if tensor is not None
+        )
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Two int8 codes between -8 and 7 a byte; inputs are filled up with zeros to whole steps."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
+    low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+@triton.jit
+def _signed(nibbles):
+    """Numbers of four bits between -8 and 7."""
+    return ((nibbles ^ 8).to(tl.int32) - 8).to(tl.float32)
+
+
+@triton.jit
+def _weights(
+    numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    INPUTS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """[outputs, INPUTS] of weights, from input ``k`` on, of codes as fp32 ``numbers``. ``EVEN``: all of one
+    group.
+    """
+    if GROUP == 0:
+        at = out[:, None]
+    elif EVEN:
+        at = (k // GROUP) * outputs + out[:, None]
+    else:
+        columns = k + tl.arange(0, INPUTS)
+        if index is not None:
+            group = tl.load(index + columns, mask=columns < inputs, other=0)
+        else:
+            group = tl.minimum(columns // GROUP, groups - 1)
+        at = group[None, :] * outputs + out[:, None]
+    if zeros is not None:
+        numbers = numbers - tl.load(zeros + at).to(tl.float32)
+    return (numbers * tl.load(scales + at)).to(dtype)
+
+
+@triton.jit
+def _inputs(x, token, k, inputs, INPUTS: tl.constexpr):
+    """[INPUTS, rows] of x, from input ``k`` on; zeros beyond the last."""
+    columns = k + tl.arange(0, INPUTS)
+    return tl.load(x + token[None, :] * inputs + columns[:, None], mask=columns[:, None] < inputs, other=0.0)
+
+
+@triton.jit
+def _step(
+    acc, codes, scales, zeros, index, xs, xs_high, out, k, inputs, outputs, groups, row_bytes, FOUR: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """``acc`` [outputs, rows] and the products of a step's inputs, in order."""
+    dtype: tl.constexpr = xs.dtype
+    HALF: tl.constexpr = STEP // 2
+    if FOUR:
+        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        w = _weights(
+            _signed(pair & 0xF), scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, HALF, dtype
+        )
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+        w = _weights(
+            _signed(pair >> 4), scales, zeros, index, out, k + HALF, inputs, outputs, groups, GROUP, EVEN, HALF, dtype
+        )
+        return tl.dot(w, xs_high, acc, input_precision="ieee")
+    columns = k + tl.arange(0, STEP)
+    at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]
+    numbers = tl.load(at, mask=columns[None, :] < inputs, other=0.0).to(tl.float32)
+    w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
+    return tl.dot(w, xs, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def in_order_codes(
+    x, codes, scales, zeros, index, bias, y, rows, outputs, inputs, groups, row_bytes, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One tile [OUTPUTS, ROWS] of y a program, as :func:`preheat.backends.cuda.linear.in_order`, whose tiles are loaded
+    as codes. ``outputs`` are the columns of y.
+    """
+    begin(overlap)
+    first, row = corner(rows, outputs, OUTPUTS, ROWS)
+    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1)
+    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+    height = outputs * 2 if gated else outputs
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for k in range(0, inputs, STEP):
+        if FOUR:
+            xs, high = _inputs(x, token, k, inputs, STEP // 2), _inputs(x, token, k + STEP // 2, inputs, STEP // 2)
+        else:
+            xs = _inputs(x, token, k, inputs, STEP)
+            high = xs
+        acc = _step(
+            acc, codes, scales, zeros, index, xs, high, out, k, inputs, height, groups, row_bytes, FOUR, GROUP, EVEN
+        )
+        if gated:
+            acc_up = _step(
+                acc_up, codes, scales, zeros, index, xs, high, out + outputs, k, inputs, height, groups, row_bytes,
+                FOUR, GROUP, EVEN,
+            )  # fmt: skip
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = rounded(acc, bias, out, dtype)
+    if gated:
+        result = silu_mul(result, rounded(acc_up, bias, out + outputs, dtype))
+    _store(y, result, row, first, rows, outputs, OUTPUTS, ROWS)
+
+
+@triton.jit
+def _store(y, result, row, first, rows, outputs, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):
+    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
+    at = y + tl.cast(row, tl.int64) * outputs + first
+    tl.store(at + tokens * outputs + outs, result, mask=(first + outs < outputs) & (row + tokens < rows))
+
+
+@triton.jit
+def fp8_step(
+    acc, x, codes, x_scales, scales, token, out, k, inputs, outputs, X_GROUPS, GROUPED: tl.constexpr,
+    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr,
+):  # fmt: skip
+    """``acc`` [outputs, rows] and the sum of a step's products, scaled where scales are of groups. ``scales`` are
+    [groups, outputs], ``out`` the rows of ``codes``.
+    """
+    columns = k + tl.arange(0, STEP)
+    inside = columns < inputs
+    xs = tl.load(x + token[None, :] * inputs + columns[:, None], mask=inside[:, None], other=0.0)
+    ws = tl.load(codes + out.to(tl.int64)[:, None] * inputs + columns[None, :], mask=inside[None, :], other=0.0)
+    part = tl.dot(ws, xs, out_dtype=tl.float32)
+    if GROUPED:
+        part *= tl.load(x_scales + token * X_GROUPS + (k // STEP if X_GROUPED else 0))[None, :]
+        part *= tl.load(scales + (k // STEP if W_GROUPED else 0) * outputs + out)[:, None]
+    return acc + part
+
+
+@triton.jit
+def fp8_result(acc, x_scales, scales, bias, token, out, GROUPED: tl.constexpr, dtype: tl.constexpr):
+    """Scaled where that is still to be done, with the bias, rounded."""
+    if not GROUPED:
+        acc *= tl.load(x_scales + token)[None, :]
+        acc *= tl.load(scales + out)[:, None]
+    return rounded(acc, bias, out, dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def in_order_fp8(
+    x, x_scales, codes, scales, bias, y, rows, outputs, inputs, X_GROUPS, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    GROUPED: tl.constexpr, X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One tile [OUTPUTS, ROWS] of y a program, of float8 ``x`` and ``codes``. ``outputs`` are the columns of y."""
+    begin(overlap)
+    first, row = corner(rows, outputs, OUTPUTS, ROWS)
+    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1)
+    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+    height = outputs * 2 if gated else outputs
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for k in range(0, inputs, STEP):
+        acc = fp8_step(
+            acc, x, codes, x_scales, scales, token, out, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED, W_GROUPED
+        )
+        if gated:
+            acc_up = fp8_step(
+                acc_up, x, codes, x_scales, scales, token, out + outputs, k, inputs, height, X_GROUPS, GROUPED,
+                X_GROUPED, W_GROUPED,
+            )  # fmt: skip
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = fp8_result(acc, x_scales, scales, bias, token, out, GROUPED, dtype)
+    if gated:
+        result = silu_mul(result, fp8_result(acc_up, x_scales, scales, bias, token, out + outputs, GROUPED, dtype))
+    _store(y, result, row, first, rows, outputs, OUTPUTS, ROWS)
+
+
+@triton.jit
+def _dequantize(
+    codes, scales, zeros, index, weight, outputs, inputs, groups, row_bytes, FOUR: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """A step's inputs of some outputs."""
+    begin(overlap)
+    HALF: tl.constexpr = STEP // 2
+    dtype: tl.constexpr = weight.dtype.element_ty
+    rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    out, k = tl.minimum(rows, outputs - 1), tl.program_id(1) * STEP
+    to = weight + out.to(tl.int64)[:, None] * inputs
+    if FOUR:
+        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        for half in tl.static_range(2):
+            at = k + half * HALF
+            w = _weights(
+                _signed((pair >> (4 * half)) & 0xF), scales, zeros, index, out, at, inputs, outputs, groups, GROUP,
+                EVEN, HALF, dtype,
+            )  # fmt: skip
+            columns = (at + tl.arange(0, HALF))[None, :]
+            tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < inputs))
+    else:
+        columns = (k + tl.arange(0, STEP))[None, :]
+        at = codes + out.to(tl.int64)[:, None] * row_bytes + columns
+        numbers = tl.load(at, mask=columns < inputs, other=0.0).to(tl.float32)
+        w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
+        tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < inputs))
+
+
+def dequantized(weight: DeviceWeight) -> Tensor:
+    """The weight [outputs, inputs] in the model's dtype, a new tensor."""
+    outputs, inputs = weight.shape
+    result = torch.empty((outputs, inputs), dtype=weight.dtype, device=weight.codes.device)
+    _dequantize[(triton.cdiv(outputs, 32), triton.cdiv(inputs, STEP.value))](
+        weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *_layout(weight), OUTPUTS=32,
+        **_scheme(weight), **options(num_warps=4, num_stages=1),
+    )  # fmt: skip
+    return result
+
+
+def _layout(weight: DeviceWeight) -> tuple[int, int]:
+    """Groups, and bytes of an output's codes."""
+    return weight.scales.shape[-2], weight.codes.shape[-1]
+
+
+def _scheme(weight: DeviceWeight) -> dict[str, Any]:
+    four, group = weight.scheme.code == "int4", weight.scheme.group
+    depth = STEP.value // 2 if four else STEP.value
+    return {"FOUR": four, "GROUP": group, "EVEN": weight.index is None and group % depth == 0}
+
+
+def by_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+    """``y`` [rows, columns] from ``x`` [rows, inputs] by the kernel that reads codes; all contiguous."""
+    grid = (triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows),)
+    common: dict[str, Any] = {
+        "OUTPUTS": tile.outputs, "ROWS": tile.rows, "gated": gated,
+        **options(num_warps=tile.warps, num_stages=tile.stages),
+    }  # fmt: skip
+    if weight.scheme.activations is None:
+        in_order_codes[grid](
+            x, weight.codes, weight.scales, weight.zeros, weight.index, bias, y, len(x), y.shape[1], x.shape[1],
+            *_layout(weight), **_scheme(weight), **common,
+        )  # fmt: skip
+        return
+    codes, scales = quantize_rows(x, weight.scheme.activations, weight.static)
+    in_order_fp8[grid](
+        codes, scales, weight.codes, weight.scales, bias, y, len(x), y.shape[1], x.shape[1], scales.shape[1],
+        **grouping(scales, weight), enable_fp_fusion=False, **common,
+    )  # fmt: skip
+
+
+def grouping(x_scales: Tensor, weight: DeviceWeight) -> dict[str, bool]:
+    """Whether scales are those of groups: at all, of activations, of the weight."""
+    x_grouped, w_grouped = x_scales.shape[1] > 1, weight.scales.shape[-2] > 1
+    return {"GROUPED": x_grouped or w_grouped, "X_GROUPED": x_grouped, "W_GROUPED": w_grouped}

@@ -1,0 +1,151 @@
+"""Routed experts on CUDA, see :mod:`preheat.ops.moe`: route, arrange, two linear layers of all experts, combine.
+
+Every expert's rows go through the contract of linear layers (:mod:`preheat.backends.cuda.linear`), so that a token has
+the same bits alone, where each slot is a block of its own and nothing is arranged, and among thousands. The host never
+waits for the choice of experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from preheat.backends.cuda.linear_hopper import fits, wide
+from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.moe_fp8 import experts_fp8
+from preheat.backends.cuda.moe_linear import experts_linear
+from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
+from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, LinearShape, Tile, Wide
+from preheat.ops.kinds import Scheme
+from preheat.ops.moe import Routing
+
+ALONE = 4
+"""With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
+
+
+class ExpertsShape(NamedTuple):
+    """What the choice of kernels depends on, but for the number of tokens."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+    top_k: int
+    dtype: torch.dtype
+    scheme: Scheme | None = None
+
+    @property
+    def gate_up(self) -> LinearShape:
+        """Of one expert."""
+        return LinearShape(2 * self.inner, self.hidden, True, self.dtype)
+
+    @property
+    def down(self) -> LinearShape:
+        return LinearShape(self.hidden, self.inner, False, self.dtype)
+
+
+class ExpertsConfig(NamedTuple):
+    """The kernels of both layers. ``block``: rows of an expert that are computed together, those of both tiles; 1:
+    every slot is computed by itself.
+    """
+
+    block: int
+    gate_up: Tile | Wide
+    down: Tile | Wide
+
+
+def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
+    """What serves ``tokens`` tokens, as measured on an H200 with the shapes of Qwen3-30B-A3B and Mixtral 8x7B."""
+    slots = tokens * shape.top_k
+    alone = slots * ALONE <= shape.num_experts
+    if shape.scheme is not None:
+        rows = 16 if slots <= 16 * shape.num_experts else 64
+        return ExpertsConfig(1 if alone else rows, Tile(64, rows, 128, 4, 4), Tile(64, rows, 128, 4, 4))
+    if shape.dtype != torch.bfloat16:
+        return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
+    mean = slots / shape.num_experts
+    if alone:
+        return ExpertsConfig(1, Tile(128, 16, 64, 4, 6, True), Tile(128, 16, 128, 4, 4, True))
+    if mean <= 12:
+        return ExpertsConfig(16, Tile(64, 16, 128, 4, 3, True), Tile(128, 16, 128, 4, 3, True))
+    if mean <= 24:
+        return ExpertsConfig(32, Tile(128, 32, 128, 4, 3, True), Tile(128, 32, 64, 4, 3, True))
+    if mean <= 48 or not (fits(shape.gate_up) and fits(shape.down)):
+        return ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
+    return ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6) if mean <= 1024 else Wide(256, 128, 4))
+
+
+PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENCE.items()}
+"""The plain kernel, whose bits are the contract's."""
+
+
+def plain_config(shape: ExpertsShape) -> ExpertsConfig:
+    """What ``shape`` is compared with."""
+    return PLAIN[shape.dtype] if shape.scheme is None else ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+
+
+class ExpertsConfigs:
+    """From experts and a number of tokens to the kernels that serve them."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[ExpertsShape, int], ExpertsConfig] = {}
+
+    def __call__(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
+        made = self._made.get((shape, tokens))
+        if made is None:
+            made = self._made[shape, tokens] = experts_config(shape, tokens)
+        return made
+
+    def reject(self, shape: ExpertsShape, tokens: int) -> None:
+        """From now on serve ``tokens`` tokens by the kernel whose order is beyond doubt."""
+        self._made[shape, tokens] = plain_config(shape)
+
+
+Weights = Tensor | DeviceWeight
+
+
+def experts_forward(
+    config: ExpertsConfig, x: Tensor, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor
+) -> Tensor:
+    """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`."""
+    arrangement = arrange(logits, routing, config.block, counts)
+    inner = _layer(config.gate_up, x, gate_up, arrangement, gated=True)
+    return combine(_layer(config.down, inner, down, arrangement, gated=False), arrangement)
+
+
+def _layer(choice: Tile | Wide, x: Tensor, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
+    if isinstance(weight, DeviceWeight):
+        assert isinstance(choice, Tile)
+        return experts_fp8(choice, x, weight, arrangement, gated=gated)
+    if isinstance(choice, Tile):
+        return experts_linear(choice, x, weight, arrangement, gated=gated)
+    rows = spread(x, arrangement) if gated else x
+    y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
+    wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
+    return y
+
+
+class CudaExperts:
+    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or with
+    float8 activations, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
+    """
+
+    def __init__(self, gate_up: Weights, down: Weights, routing: Routing, configs: ExpertsConfigs) -> None:
+        self._gate_up, self._down, self._routing, self.configs = gate_up, down, routing, configs
+        num_experts, hidden, inner = down.shape
+        scheme, codes = (down.scheme, down.codes) if isinstance(down, DeviceWeight) else (None, down)
+        self.shape = ExpertsShape(num_experts, hidden, inner, routing.top_k, down.dtype, scheme)
+        self._counts = torch.zeros(num_experts, dtype=torch.int32, device=codes.device)
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
+        return self.by(self.configs(self.shape, len(x)), x, logits)
+
+    def by(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+        """The same by the kernels of ``config``."""
+        try:
+            return experts_forward(config, x, logits, self._gate_up, self._down, self._routing, self._counts)
+        except BaseException:
+            self._counts.zero_()  # memory may have run out between its use and its end
+            raise

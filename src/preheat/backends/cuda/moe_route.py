@@ -1,0 +1,213 @@
+"""Which token goes to which expert, and where its rows lie, on CUDA; and the sum over its experts in the end.
+
+Contract. As :mod:`preheat.ops.moe` says. A row's place among the rows of its expert is the order of arrival: it decides
+where a row is computed and never how, so no bit depends on it. Sums over experts go by slots.
+
+The rows of an expert lie next to each other, padded to whole blocks of ``block`` rows. The host does not know how many
+there are: grids are as large as they could ever be, and programs past the end return. With ``block`` one there is
+nothing to arrange: every slot is a block of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preheat.backends.cuda.launch import begin, options
+from preheat.ops.moe import Routing
+
+SLOTS = 128
+"""Slots, and blocks, that one program arranges at most."""
+
+
+class Arrangement(NamedTuple):
+    """Of [tokens * top_k] slots. ``places`` int32 [slots]: the row of each; ``tokens`` int32 [rows]: the token of each
+    row, undefined for padding; ``experts`` int32 [blocks]: the expert of each block. ``starts`` int32 [experts + 1]:
+    each expert's first block, then how many blocks there are; ``counts`` int32 [experts]: its rows. ``weights`` fp32
+    [slots]. With ``block`` one, ``places`` and ``tokens`` are not needed, and ``starts`` and ``counts`` undefined.
+    """
+
+    block: int
+    places: Tensor
+    tokens: Tensor
+    experts: Tensor
+    starts: Tensor
+    counts: Tensor
+    weights: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def top_k(self) -> int:
+        return self.weights.shape[1]
+
+
+@triton.jit
+def _route(
+    logits, chosen, weights, ranks, counts, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+    SLOTS_WIDTH: tl.constexpr, renormalize: tl.constexpr, round_weights: tl.constexpr, count: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One token a program."""
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    row = tl.load(logits + token * EXPERTS + at, mask=at < EXPERTS, other=float("-inf"))
+    wide = row.to(tl.float32)
+    share = tl.exp(wide - tl.max(wide, 0))
+    likely = tl.where(at < EXPERTS, tl.div_rn(share, tl.sum(share, 0)), -1.0)
+    slots = tl.arange(0, SLOTS_WIDTH)
+    experts = tl.zeros([SLOTS_WIDTH], tl.int32)
+    found = tl.zeros([SLOTS_WIDTH], tl.float32)
+    total = 0.0
+    for slot in tl.static_range(K):
+        best = tl.max(likely, 0)
+        expert = tl.minimum(tl.min(tl.where(likely == best, at, WIDTH), 0), EXPERTS - 1)  # NaN equals nothing
+        experts = tl.where(slots == slot, expert, experts)
+        found = tl.where(slots == slot, best, found)
+        likely = tl.where(at == expert, -1.0, likely)
+        total += best
+    if renormalize:
+        found = tl.div_rn(found, total)
+    if round_weights:
+        found = found.to(row.dtype).to(tl.float32)
+    inside = slots < K
+    tl.store(chosen + token * K + slots, experts, mask=inside)
+    tl.store(weights + token * K + slots, found, mask=inside)
+    if count:
+        rank = tl.atomic_add(counts + experts, 1, mask=inside, sem="relaxed")
+        tl.store(ranks + token * K + slots, rank, mask=inside)
+
+
+@triton.jit
+def _arrange(
+    chosen, ranks, counts, places, tokens, experts, starts, slots, blocks, K: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """``SLOTS`` slots and as many blocks a program; every program adds up the counts for itself."""
+    begin(overlap)
+    at = tl.arange(0, WIDTH)
+    rows = tl.load(counts + at, mask=at < EXPERTS, other=0)
+    sizes = (rows + (BLOCK - 1)) // BLOCK
+    ends = tl.cumsum(sizes, 0)
+    here = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+
+    inside = here < slots
+    expert = tl.load(chosen + here, mask=inside, other=0)
+    first = tl.gather(ends - sizes, expert, 0)
+    place = first * BLOCK + tl.load(ranks + here, mask=inside, other=0)
+    tl.store(places + here, place, mask=inside)
+    tl.store(tokens + place, here // K, mask=inside)
+
+    if tl.program_id(0) * SLOTS < blocks:
+        before = tl.sum((ends[None, :] <= here[:, None]).to(tl.int32), 1)
+        tl.store(experts + here, tl.minimum(before, EXPERTS - 1), mask=here < blocks)
+    if tl.program_id(0) == 0:
+        tl.store(starts + at, ends - sizes, mask=at < EXPERTS)
+        tl.store(starts + EXPERTS, tl.sum(sizes, 0))
+
+
+def most_blocks(slots: int, num_experts: int, block: int) -> int:
+    """The most blocks that so many slots can fill, however they are routed."""
+    return min(slots, num_experts) + max(slots - num_experts, 0) // block
+
+
+def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor) -> Arrangement:
+    """The arrangement of the experts that ``logits`` [tokens, experts] choose, in blocks of ``block`` rows.
+
+    ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again.
+    """
+    tokens, num_experts = logits.shape
+    slots = tokens * routing.top_k
+    blocks = most_blocks(slots, num_experts, block)
+
+    def ints(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, device=logits.device)
+
+    chosen = ints(slots)
+    weights = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits.device)
+    ranks = ints(slots) if block > 1 else chosen
+    _route[(tokens,)](
+        logits, chosen, weights, ranks, counts, EXPERTS=num_experts, WIDTH=triton.next_power_of_2(num_experts),
+        K=routing.top_k, SLOTS_WIDTH=triton.next_power_of_2(routing.top_k), renormalize=routing.renormalize,
+        round_weights=routing.round_weights, count=block > 1, enable_fp_fusion=False,
+        **options(num_warps=1, num_stages=1),
+    )  # fmt: skip
+    if block == 1:
+        return Arrangement(1, chosen, chosen, chosen, chosen, counts, weights)
+    made = Arrangement(
+        block, ints(slots), ints(blocks * block), ints(blocks),
+        ints(num_experts + 1), counts, weights,
+    )  # fmt: skip
+    at_once = min(SLOTS, max(triton.next_power_of_2(slots), 16))
+    _arrange[(triton.cdiv(max(slots, blocks), at_once),)](
+        chosen, ranks, counts, made.places, made.tokens, made.experts, made.starts, slots, blocks, K=routing.top_k,
+        BLOCK=block, EXPERTS=num_experts, WIDTH=triton.next_power_of_2(num_experts), SLOTS=at_once,
+        **options(num_warps=4, num_stages=1),
+    )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _spread(x, places, out, size, K: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr):
+    """One token a program: its row goes to the places of all its slots."""
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < size
+    row = tl.load(x + token * size + at, mask=inside)
+    for slot in tl.static_range(K):
+        place = tl.load(places + token * K + slot).to(tl.int64)
+        tl.store(out + place * size + at, row, mask=inside)
+
+
+def spread(x: Tensor, arrangement: Arrangement) -> Tensor:
+    """Rows of ``x`` [tokens, size] where the arrangement has them; padding is undefined."""
+    size, width = x.shape[1], triton.next_power_of_2(x.shape[1])
+    out = x.new_empty(arrangement.rows, size)
+    keywords: dict[str, Any] = options(num_warps=min(max(width // 512, 1), 16), num_stages=1)
+    _spread[(len(x),)](x, arrangement.places, out, size, K=arrangement.top_k, WIDTH=width, **keywords)
+    return out
+
+
+@triton.jit
+def _combine(
+    rows, places, weights, counts, out, size, K: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr, arranged: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One token and ``COLUMNS`` columns a program."""
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < size
+    total = tl.zeros([COLUMNS], tl.float32)
+    for slot in tl.static_range(K):
+        place = token * K + slot
+        weight = tl.load(weights + place)
+        if arranged:
+            place = tl.load(places + place).to(tl.int64)
+        product = tl.load(rows + place * size + at, mask=inside, other=0.0).to(tl.float32) * weight
+        total = product if slot == 0 else total + product
+    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=inside)
+    if arranged and tl.program_id(0) + tl.program_id(1) == 0:
+        experts = tl.arange(0, WIDTH)
+        tl.store(counts + experts, tl.zeros([WIDTH], tl.int32), mask=experts < EXPERTS)
+
+
+def combine(rows: Tensor, arrangement: Arrangement) -> Tensor:
+    """The weighted sum [tokens, size] of the experts' ``rows`` [arranged rows, size], in slot order."""
+    tokens, size = len(arrangement.weights), rows.shape[1]
+    out = rows.new_empty(tokens, size)
+    columns, experts = min(1024, triton.next_power_of_2(size)), len(arrangement.counts)
+    _combine[(tokens, triton.cdiv(size, columns))](
+        rows, arrangement.places, arrangement.weights, arrangement.counts, out, size, K=arrangement.top_k,
+        COLUMNS=columns, EXPERTS=experts, WIDTH=triton.next_power_of_2(experts), arranged=arrangement.block > 1,
+        enable_fp_fusion=False, **options(num_warps=4, num_stages=1),
+    )  # fmt: skip
+    return out

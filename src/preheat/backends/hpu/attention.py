@@ -1,0 +1,290 @@
+"""Paged attention on Gaudi, in operations of static shapes: a program depends on its bucket and on nothing else.
+
+Contract. Keys lie in blocks. A tile of queries meets a block in one product of a fixed form, [tile * group, dim] by
+[dim, block], in fp32; scaled, ALiBi's bias added, what a query does not see set to minus infinity. Each row's maximum
+m, the sum l of exp(score - m) and the product o of these with the values are its partial result. Partial results are
+merged in the order of the blocks: M' = max(M, m), l and o are scaled by exp(M - M') and exp(m - M') and added; at the
+end o is divided by l. A block that a row does not see changes nothing, so padding of any kind changes no bits; nor does
+the way a block is found. Every row is normalised by its own maximum: these are the softmax variants index_reduce and
+scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other requests.
+
+A step of decoding rows is a list of pairs of a row and a block, of the bucket's length: as many blocks as the bucket
+says are read, whoever owns them. With ``contiguous`` there is a second form of the program, for steps whose blocks
+belong to one row each and are the first of the cache: it reads these as they lie. Any other step is
+tiles of queries against all blocks that a sequence may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
+from preheat.backends.hpu.bridge import Bridge
+from preheat.limits import Limits
+from preheat.ops.rotary import apply_rope_
+
+TILE_ROWS = 16
+"""Rows of a product of queries and keys, of one key/value head. Part of the contract."""
+
+PAD_BLOCK = 0
+
+FLOOR = -1e30
+"""The maximum of a row that sees nothing."""
+
+GATHERED, IN_PLACE = "gathered", "in place"
+IN_PROGRAM = (GATHERED,)
+
+
+@dataclass(slots=True)
+class HpuWork(AttentionWork):
+    """A step's rows, from which `HpuAttention.send` fills what the program of its bucket reads. ``blocks`` int64 are
+    those of the rows one after the other, ``row`` and ``number`` whose and the how many-th each one is.
+    """
+
+    step: StepRows
+    blocks: np.ndarray
+    row: np.ndarray
+    number: np.ndarray
+
+
+class HpuAttention:
+    """Attention of all layers over static tensors, which a step fills before its programs run."""
+
+    def __init__(self, layers: Sequence[AttentionLayer], limits: Limits, bridge: Bridge, *, contiguous: bool) -> None:
+        self._layers, self._bridge, self._contiguous = layers, bridge, contiguous
+        _, _, self._kv_heads, self._size, self._dim = layers[0].cache.shape
+        self._blocks = len(layers[0].cache)
+        self._group = layers[0].num_heads // self._kv_heads
+        self._tile = max(TILE_ROWS // self._group, 1)  # queries
+        self._rows, self._most = limits.max_num_seqs, limits.max_blocks_per_seq
+        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        pairs, tiles = self._rows * self._most, -(-tokens // self._tile) + self._rows
+        device = bridge.device
+
+        def static(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._table = static(self._rows + 1, self._most)
+        self._pairs = static(3, pairs)  # the block of each pair, its row, and the position of its first key
+        self._places = static(self._rows * self._most)  # [row, number]: which pair, or none
+        self._tiles = static(tiles, 1 + self._tile)  # the slot of each tile, and its queries
+        self._token_places = static(tokens)  # the query of the tiles that each token is
+        self._table_now = np.zeros((self._rows + 1, self._most), np.int32)
+        self._inputs: StepInputs | None = None
+        self.variant: Hashable = GATHERED
+        self._seen: set[tuple[int, int, int, int | None]] = set()
+
+    def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
+        """None: attention has static tensors of its own, whose use depends on the whole bucket."""
+        return ()
+
+    def variants(self, key: Any) -> tuple[Hashable, ...]:
+        bucket = key.bucket
+        if bucket.phase != "decode" or not self._contiguous:
+            return IN_PROGRAM
+        return self._forms(self._length(bucket.rows, bucket.blocks, bucket.longest))
+
+    def _forms(self, pairs: int) -> tuple[Hashable, ...]:
+        return (GATHERED, IN_PLACE) if self._contiguous and pairs < self._blocks else IN_PROGRAM
+
+    def _length(self, rows: int, blocks: int, longest: int) -> int:
+        """The pairs of a decoding program."""
+        return blocks or rows * (-(-longest // self._size) or self._most)
+
+    def plan(self, step: StepRows, tables: BlockTables) -> HpuWork:
+        """For this step alone: what rows see moves with every token."""
+        counts = -(-(step.first + step.extend) // tables.block_size)
+        row = np.repeat(np.arange(len(step.slots)), counts)
+        ends = np.cumsum(counts)
+        number = np.arange(len(row)) - np.repeat(ends - counts, counts)
+        blocks = tables.block_table[step.slots[row], number].astype(np.int64)
+        return HpuWork([], -1, tables.table_writes, step, blocks, row, number)
+
+    def write(self, turn: int, tables: BlockTables) -> None:
+        self._table_now[: len(tables.block_table)] = tables.block_table[:, : self._most]
+
+    def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
+        """Fill the static tensors, and choose the form of the program."""
+        assert isinstance(work, HpuWork)
+        self._inputs = inputs
+        self._table.copy_(torch.from_numpy(self._table_now))
+        if inputs.decode:
+            self._send_pairs(work, inputs)
+        else:
+            self.variant = GATHERED
+            self._send_tiles(work, inputs)
+
+    def _send_pairs(self, work: HpuWork, inputs: StepInputs) -> None:
+        length = self._length(inputs.rows, inputs.blocks, inputs.longest)
+        most = min(self._most, length)
+        blocks, row, number = work.blocks, work.row, work.number
+        alone = blocks.min() > PAD_BLOCK and blocks.max() <= length and len(np.unique(blocks)) == len(blocks)
+        self.variant = IN_PLACE if alone and IN_PLACE in self._forms(length) else GATHERED
+        at = blocks - PAD_BLOCK - 1 if self.variant == IN_PLACE else np.arange(len(blocks))
+        pairs = np.zeros((3, length), np.int32)
+        pairs[2] = self._most * self._size  # beyond all that a row sees
+        pairs[0, at], pairs[1, at], pairs[2, at] = blocks, row, number * self._size
+        places = np.full((inputs.rows, most), length, np.int32)
+        places[row, number] = at
+        self._pairs[:, :length].copy_(torch.from_numpy(pairs))
+        self._places[: places.size].copy_(torch.from_numpy(places.reshape(-1)))
+
+    def _send_tiles(self, work: HpuWork, inputs: StepInputs) -> None:
+        step, tile = work.step, self._tile
+        tokens = len(inputs.tokens)
+        per_row = -(-step.extend // tile)
+        row = np.repeat(np.arange(len(step.slots)), per_row)
+        first = (np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * tile
+        begin = (step.ends - step.extend)[row] + first
+        tiles = np.zeros((self._num_tiles(tokens, inputs.rows), 1 + tile), np.int32)
+        tiles[:, 0] = self._rows
+        tiles[: len(row), 0] = step.slots[row]
+        query = begin[:, None] + np.arange(tile)
+        real = first[:, None] + np.arange(tile) < step.extend[row][:, None]
+        tiles[: len(row), 1:] = np.where(real, query, begin[:, None])
+        places = np.zeros(tokens, np.int32)
+        places[query[real]] = np.flatnonzero(real.reshape(-1))
+        self._tiles[: len(tiles)].copy_(torch.from_numpy(tiles))
+        self._token_places[:tokens].copy_(torch.from_numpy(places))
+
+    def _num_tiles(self, tokens: int, rows: int) -> int:
+        """The most tiles of a step."""
+        return tokens // self._tile + min(rows, tokens)
+
+    def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
+        find = self._decode if inputs.decode else self._prefill
+
+        def attend(index: int, qkv: Tensor) -> Tensor:
+            layer = self._layers[index]
+            with self._bridge.unit():
+                self._store(layer, qkv, inputs)
+            for form in self._forms_to_run(inputs, layer.window):
+                with self._bridge.unit():
+                    out.copy_(find(layer, qkv, inputs, form))
+            return out
+
+        return attend
+
+    def _forms_to_run(self, inputs: StepInputs, window: int | None) -> list[Hashable]:
+        """That of the step; the first time that a program runs piece by piece, all of its forms, so that every one
+        is compiled.
+        """
+        length = self._length(inputs.rows, inputs.blocks, inputs.longest)
+        key = len(inputs.tokens), inputs.rows, length, window
+        if self._bridge.inside or not inputs.decode or key in self._seen:
+            return [self.variant]
+        self._seen.add(key)
+        return [*(form for form in self._forms(length) if form != self.variant), self.variant]
+
+    def _store(self, layer: AttentionLayer, qkv: Tensor, inputs: StepInputs) -> None:
+        """Norm and turn queries and keys, in place, and put keys and values into the cache."""
+        heads, kv_heads = layer.num_heads, layer.num_kv_heads
+        turned = qkv[:, : heads + kv_heads]
+        if layer.qk_norm is not None:
+            turned.copy_(layer.qk_norm(turned))
+        if layer.rope is not None:
+            cos, sin = layer.rope.index_select(0, inputs.positions).unbind(1)
+            apply_rope_(turned, cos, sin)
+        place = inputs.slots * self._most + inputs.positions.div(self._size, rounding_mode="floor")
+        block = self._table.view(-1).index_select(0, place).long()
+        head = torch.arange(2 * kv_heads, device=qkv.device)
+        rows = (block[:, None] * (2 * kv_heads) + head) * self._size + inputs.positions[:, None] % self._size
+        layer.cache.view(-1, self._dim).index_copy_(0, rows.view(-1), qkv[:, heads:].reshape(-1, self._dim))
+
+    def _decode(self, layer: AttentionLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
+        """[tokens, heads * dim] of rows with one query each: all pairs at once, then each row's in order."""
+        rows, length = inputs.rows, self._length(inputs.rows, inputs.blocks, inputs.longest)
+        block, owner, start = self._pairs[:, :length].unbind()
+        found = layer.cache[PAD_BLOCK + 1 :][:length] if form == IN_PLACE else layer.cache.index_select(0, block)
+        query = self._queries(layer, qkv[:rows].index_select(0, owner).unsqueeze(1).expand(-1, self._tile, -1, -1))
+        at = inputs.positions[:rows].index_select(0, owner).unsqueeze(1).expand(-1, self._tile)
+        parts = [
+            torch.cat([part[:, :, : self._group], part.new_full((1, *part[0, :, : self._group].shape), empty)])
+            for part, empty in zip(self._partial(layer, query, found, at, start), (FLOOR, 0.0, 0.0), strict=True)
+        ]
+        places = self._places[: rows * min(self._most, length)].view(rows, -1)
+        merged = self._merge(
+            tuple(part.index_select(0, places[:, number]) for part in parts) for number in range(places.shape[1])
+        )
+        return merged.reshape(rows, -1).to(qkv.dtype)
+
+    def _prefill(self, layer: AttentionLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
+        """[tokens, heads * dim] of any step: tiles against one block after the other."""
+        tokens = len(inputs.tokens)
+        tiles = self._tiles[: self._num_tiles(tokens, inputs.rows)]
+        slot, queries = tiles[:, 0], tiles[:, 1:]
+        flat = queries.reshape(-1)
+        query = self._queries(layer, qkv.index_select(0, flat).view(len(tiles), self._tile, *qkv.shape[1:]))
+        at = inputs.positions.index_select(0, flat).view(len(tiles), self._tile)
+        blocks = self._table.index_select(0, slot)
+
+        def partial(number: int) -> tuple[Tensor, ...]:
+            found = layer.cache.index_select(0, blocks[:, number])
+            return self._partial(layer, query, found, at, torch.full_like(slot, number * self._size))
+
+        merged = self._merge(partial(number) for number in range(self._most))  # [tiles, kv heads, tile * group, dim]
+        merged = merged.view(len(tiles), self._kv_heads, self._tile, self._group, self._dim).transpose(1, 2)
+        places = self._token_places[:tokens]
+        return merged.reshape(len(tiles) * self._tile, -1).index_select(0, places).to(qkv.dtype)
+
+    def _queries(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """fp32 [n, kv heads, tile * group, dim] of ``qkv`` [n, tile, all heads, dim]."""
+        count, tile = qkv.shape[:2]
+        query = qkv[:, :, : layer.num_heads].reshape(count, tile, self._kv_heads, self._group, self._dim)
+        return query.transpose(1, 2).reshape(count, self._kv_heads, -1, self._dim).float()
+
+    def _partial(
+        self, layer: AttentionLayer, query: Tensor, found: Tensor, at: Tensor, start: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Maximum, sum [n, kv heads, tile * group, 1] and product with the values of ``query`` against the blocks
+        ``found`` [n, 2, kv heads, block, dim], whose first keys are at ``start`` [n]; ``at`` [n, tile] are the queries'
+        positions.
+        """
+        keys, values = found.float().unbind(1)
+        scores = torch.matmul(query, keys.mT) * layer.scale
+        distance = start[:, None, None] + torch.arange(self._size, device=at.device) - at[:, :, None]
+        hidden = distance > 0
+        if layer.window is not None:
+            hidden = hidden | (distance <= -layer.window)
+        each = (len(at), 1, self._tile, 1, self._size)
+        wide = scores.view(len(at), self._kv_heads, self._tile, self._group, self._size)
+        if layer.alibi is not None:
+            slopes = layer.alibi.view(1, self._kv_heads, 1, self._group, 1)
+            wide = wide + slopes * distance.view(each).float()
+        scores = torch.where(hidden.view(each), -torch.inf, wide).view(scores.shape)
+        peak = scores.amax(-1, keepdim=True).clamp_min(FLOOR)
+        weights = (scores - peak).exp()
+        return peak, weights.sum(-1, keepdim=True), torch.matmul(weights, values)
+
+    def _merge(self, parts: Iterator[tuple[Tensor, ...]]) -> Tensor:
+        """Merge partial results in order."""
+        peak, total, product = next(parts)
+        for other_peak, other_total, other in parts:
+            highest = torch.maximum(peak, other_peak)
+            mine, theirs = (peak - highest).exp(), (other_peak - highest).exp()
+            total = total * mine + other_total * theirs
+            product = product * mine + other * theirs
+            peak = highest
+        merged: Tensor = product / total.clamp_min(torch.finfo(total.dtype).tiny)
+        return merged
+
+    def clear_inputs(self) -> None:
+        """The integers of a step, which all programs find in one allocation, and all that attention adds to them."""
+        self.clear()
+        if self._inputs is not None:
+            counts = self._inputs.counts
+            counts.new_empty(0).set_(counts.untyped_storage()).zero_()
+
+    def clear(self) -> None:
+        """On the device every block table is all pad block."""
+        self._table.zero_()
+        self._pairs.zero_()
+        self._places.zero_()
+        self._tiles.zero_()
+        self._token_places.zero_()

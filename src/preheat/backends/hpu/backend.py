@@ -1,0 +1,271 @@
+"""The Gaudi backend: operations of torch on Intel's Gaudi through its PyTorch bridge, or on a fake of it in tests.
+
+It has run on the fake alone, never on a card: docs/gaudi.md says what that shows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from preheat.backends.base import (
+    AttentionLayer,
+    Experts,
+    GraphDriver,
+    K,
+    Linear,
+    Mode,
+    R,
+    Region,
+    Sharing,
+    StepCounter,
+    StepInputs,
+    TuneRequest,
+)
+from preheat.backends.calls import Calls
+from preheat.backends.cold import Watched
+from preheat.backends.hpu.attention import HpuAttention
+from preheat.backends.hpu.bridge import DEVICES, Bridge
+from preheat.backends.hpu.cold import cold_sources
+from preheat.backends.hpu.detect import is_simulated, obstacle
+from preheat.backends.hpu.facts import FACTS, SIMULATED
+from preheat.backends.hpu.graph import HpuGraphs
+from preheat.backends.hpu.linear import HpuLinear, Sizes
+from preheat.backends.hpu.moe import HpuExperts
+from preheat.backends.hpu.norm import HpuNorm
+from preheat.backends.hpu.sampler import HpuSampler
+from preheat.errors import SettingsError
+from preheat.limits import Limits
+from preheat.ops.digest import row_digests
+from preheat.ops.embedding import embed
+from preheat.ops.kinds import Activation, NormKind
+from preheat.ops.moe import Routing, add_shared
+from preheat.ops.norm import make_norm
+from preheat.ops.quantization import QuantizedWeight
+from preheat.settings import Settings
+from preheat.utils.environment import warn
+
+logger = logging.getLogger(__name__)
+
+
+class HpuBackend:
+    """torch on one Gaudi. SettingsError, saying what to change, where there is none that can be used."""
+
+    sharing: Sharing | None = None
+
+    def __init__(self) -> None:
+        if reason := obstacle():
+            raise SettingsError(reason, param="device")
+        simulated = is_simulated()
+        self.facts, self.device = SIMULATED if simulated else FACTS, DEVICES[simulated]
+        self._settings = Settings()
+        self._used_before = 0
+        self._attention: HpuAttention | None = None
+        self._captured = 0
+
+    @cached_property
+    def _bridge(self) -> Bridge:
+        """Loaded when it is first needed, which is after :meth:`prepare` has said in which mode."""
+        return Bridge(self._settings)
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes(self._bridge, invariant=self._settings.batch_invariant)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Name and memory of the card, and the bridge's mode."""
+        hpu = self._bridge.hpu
+        memory = hpu.mem_get_info()[1] / 2**30
+        return f"{hpu.get_device_name()}, {memory:.1f} GiB, {'lazy' if self._bridge.lazy else 'eager'} bridge"
+
+    def free_memory(self) -> int:
+        return int(self._bridge.hpu.mem_get_info()[0])
+
+    def used_memory(self) -> int:
+        """What the card holds more than when this process started, recipes and graphs included."""
+        return self._used() - self._used_before
+
+    def peak_memory(self, run: Callable[[], None]) -> int:
+        hpu = self._bridge.hpu
+        before = self._used()
+        hpu.reset_peak_memory_stats()
+        allocated = hpu.memory_allocated()
+        run()
+        self.synchronize()
+        return max(int(hpu.max_memory_allocated() - allocated), self._used() - before)
+
+    def kv_cache_memory(self) -> int | None:
+        """A share of the free memory."""
+        return None
+
+    def supports_bfloat16(self) -> bool:
+        """Every Gaudi multiplies bfloat16."""
+        return True
+
+    def prepare(self, settings: Settings, cache: Path | None) -> None:
+        """Load the bridge in the mode that is asked for. SettingsError for a fake that nobody asked for."""
+        self._settings = settings
+        if self.facts.simulated is not settings.use_fake_hpu:
+            raise SettingsError(
+                "habana_frameworks is a fake, which computes on the host: set VLLM_USE_FAKE_HPU=1 if that is what you "
+                "want, or use --device cpu"
+                if self.facts.simulated
+                else "VLLM_USE_FAKE_HPU is set, but habana_frameworks is not the fake: unset it",
+                param="use_fake_hpu",
+            )
+        if self.facts.simulated:
+            warn("The device is simulated: nothing that this engine says of speed or bits is true of a Gaudi")
+        if settings.pa_softmax_impl:
+            logger.info("Softmax of attention (%s): each row by its own maximum", settings.pa_softmax_impl)
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
+        self._used_before = self._used()
+
+    def synchronize(self) -> None:
+        self._bridge.synchronize()
+
+    def host_copy(self, tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    @contextmanager
+    def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        yield _copy
+
+    def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
+        """In ``compile`` a region is what torch.compile builds; else it is a lazy graph of its own, so that layers of
+        one kind share a recipe.
+        """
+        if mode == "compile":
+            from preheat.backends.cpu.compile import Regional
+
+            name = self._bridge.compile_backend()
+            return lambda region: Regional(region, backend=name)
+        return self._bridge.as_unit
+
+    def programs(self, body: Callable[[K], R]) -> GraphDriver[K, R]:
+        """The first are an executor's forward programs, which become graphs; those of its sampler follow attention's
+        last operations lazily.
+        """
+        attention, self._attention = self._attention, None
+        if attention is None:
+            return Calls(body)
+        keeps = self._settings.disable_tensor_cache is False
+        return HpuGraphs(body, self._bridge, attention, disable_tensor_cache=not keeps, count=self._count)
+
+    def _count(self) -> None:
+        self._captured += 1
+
+    def compiling(self, threads: int) -> None:
+        """A recipe is compiled when its graph first runs, and only then."""
+
+    def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
+        """Prove at which sizes the device computes linear layers alike; the last layer also has the head's sizes."""
+        given = list(layers)
+        rows = sorted({size for _, sizes in given for size in sizes})
+        by_shape = {each.shape: each for each, _ in given if isinstance(each, HpuLinear | HpuExperts)}
+        for layer in by_shape.values():
+            layer.settle(rows)
+
+    def tune(self, request: TuneRequest) -> str:
+        raise SettingsError("on Gaudi its graph compiler chooses kernels: there is nothing to tune", param="device")
+
+    def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
+        """``contiguous`` must be asked for: it makes a second graph of each decoding program."""
+        asked = contiguous and self._settings.contiguous_pa is True
+        self._attention = HpuAttention(layers, limits, self._bridge, contiguous=asked)
+        return self._attention
+
+    def sampler(
+        self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
+    ) -> HpuSampler:
+        rows = limits.max_num_seqs
+        duplicates, masks = handle_topk_duplicates, rows if masked else 0
+        return HpuSampler(rows, vocab_size, self._bridge, handle_topk_duplicates=duplicates, masked_rows=masks)
+
+    def cold_sources(self) -> Mapping[str, Watched]:
+        return cold_sources(self._bridge, lambda: self._captured)
+
+    def step_counters(self) -> Mapping[str, StepCounter]:
+        return {
+            name: self._metric(metric)
+            for name, metric in (("compilations", "graph_compilation"), ("fallbacks", "cpu_fallback"))
+        }
+
+    def _metric(self, name: str) -> StepCounter:
+        def read() -> tuple[int, float]:
+            stats = self._bridge.metric(name)
+            return int(stats["TotalNumber"]), float(stats["TotalTime"]) / 1e6
+
+        return read
+
+    def linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> HpuLinear:
+        assert isinstance(weight, Tensor)  # facts.quantized is empty
+        return HpuLinear(weight, bias, self._sizes, activation=activation, limit=clip)
+
+    def experts(
+        self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
+    ) -> HpuExperts:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # facts.quantized is empty
+        return HpuExperts(gate_up, down, routing, self._sizes)
+
+    def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> HpuNorm:
+        return HpuNorm(make_norm(weight, eps, kind, bias), self._bridge)
+
+    def embed(
+        self,
+        inputs: StepInputs,
+        last_token: Tensor,
+        table: Tensor,
+        out: Tensor,
+        *,
+        scale: float | None = None,
+        positions: Tensor | None = None,
+        images: Tensor | None = None,
+    ) -> None:
+        """Every token is known: a step has ended when the next one begins."""
+        with self._bridge.unit():
+            embed(inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images, out=out)
+
+    def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+        return add_shared(routed, x, gate, shared)
+
+    def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """From all of the static tensor that ``x`` begins: the recipe does not depend on the step's tokens."""
+        whole = _whole(x)
+        with self._bridge.unit():
+            return whole.index_select(0, index)
+
+    def row_digests(self, logits: Tensor) -> Tensor:
+        """Of the host's copy: digests are integer arithmetic, and none of a step."""
+        return row_digests(logits.cpu())
+
+    def _used(self) -> int:
+        free, total = self._bridge.hpu.mem_get_info()
+        return int(total - free)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """All rows of the allocation whose first rows are ``x`` [rows, width]."""
+    storage, width = x.untyped_storage(), x.shape[1]
+    if x.storage_offset() or not x.is_contiguous():
+        return x
+    rows = storage.nbytes() // (width * x.itemsize)
+    return x.as_strided((rows, width), (width, 1))

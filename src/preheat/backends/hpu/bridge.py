@@ -1,0 +1,122 @@
+"""Gaudi's PyTorch bridge: all that preheat asks of ``habana_frameworks``, which is imported here and nowhere else.
+
+In lazy mode operations accumulate until ``mark_step``, which looks their graph up, compiles it if it is new, and
+launches it. Where a graph ends therefore decides what is compiled: :meth:`Bridge.unit` ends one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from preheat.backends.hpu.detect import FRAMEWORKS, is_simulated
+from preheat.errors import SettingsError
+from preheat.settings import Settings
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LAZY = "PT_HPU_LAZY_MODE"
+DEVICES = torch.device("hpu", 0), torch.device("cpu", 0)
+"""Where tensors are: on the card, or for a fake on the host, under a number that the host's own code never gives."""
+
+
+def wants_lazy(settings: Settings) -> bool:
+    """Whether the execution mode that ``settings`` ask for runs on the bridge's lazy backend, its default."""
+    if settings.execution_mode != "auto":
+        return settings.execution_mode in ("graphs", "lazy")
+    return settings.lazy_mode is not False
+
+
+class Bridge:
+    """The loaded bridge. ``device`` is where tensors are; ``lazy`` whether operations accumulate; ``inside`` whether a
+    unit is running.
+
+    Raises SettingsError where the bridge was loaded before in the other mode: it reads it once in a process.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.simulated, self.lazy = is_simulated(), wants_lazy(settings)
+        told = {  # what the bridge itself reads, when it is loaded
+            LAZY: self.lazy,
+            "PT_HPU_ENABLE_LAZY_COLLECTIVES": settings.lazy_collectives,
+            "PT_HPU_METRICS_GC_DETAILS": settings.metrics_gc_details,
+        }
+        os.environ.update({name: str(int(value)) for name, value in told.items() if value is not None})
+        self._core = importlib.import_module(f"{FRAMEWORKS}.torch.core")
+        self.hpu = importlib.import_module(f"{FRAMEWORKS}.torch.hpu")
+        self._metrics = importlib.import_module(f"{FRAMEWORKS}.torch.hpu.metrics")
+        internal = importlib.import_module(f"{FRAMEWORKS}.torch.utils.internal")
+        if internal.is_lazy() != self.lazy:
+            raise SettingsError(
+                f"the bridge is already loaded in this process with {LAZY}={int(not self.lazy)}: set it to "
+                f"{int(self.lazy)} before the process starts",
+                param="lazy_mode",
+            )
+        self.device = DEVICES[self.simulated]
+        self.inside = False
+
+    @contextmanager
+    def unit(self) -> Iterator[None]:
+        """What is inside runs on the device and ends a lazy graph of its own, so that the same operations on the same
+        shapes are one recipe, whatever runs before and after. Nothing ends within a unit.
+        """
+        if self.inside:
+            yield
+            return
+        self.inside = True
+        try:
+            with self.hpu.stream(self.hpu.current_stream()):
+                yield
+            if self.lazy:
+                self._core.mark_step()
+        finally:
+            self.inside = False
+
+    def as_unit(self, function: Callable[P, R]) -> Callable[P, R]:
+        """``function``, each call of which is a unit."""
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.unit():
+                return function(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What is inside is captured in one piece: no unit ends in it."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    def compile_backend(self) -> str:
+        """The name of torch.compile's backend, registered."""
+        with suppress(ModuleNotFoundError):  # versions that register it when they are loaded
+            importlib.import_module(f"{FRAMEWORKS}.torch.dynamo.compile_backend")
+        return "hpu_backend"
+
+    def metric(self, name: str) -> dict[str, Any]:
+        """The bridge's counters of ``graph_compilation``, ``cpu_fallback``: ``TotalNumber``, and ``TotalTime`` in
+        microseconds.
+        """
+        return dict(self._metrics.metric_global(name).stats())
+
+    def synchronize(self) -> None:
+        self.hpu.synchronize()
+
+    @property
+    def process_group(self) -> str:
+        """The name of torch.distributed's backend for collectives among cards, registered when it is asked for."""
+        if self.simulated:
+            return "gloo"
+        importlib.import_module(f"{FRAMEWORKS}.torch.distributed.hccl")
+        return "hccl"

@@ -1,0 +1,139 @@
+"""Linear layers on Gaudi: y = x W^T + b, by the matrix engine, and what follows in the same recipe.
+
+Contract. As on a CPU (:mod:`preheat.backends.cpu.linear`): one dot product for each output, in the device's order, plus
+the bias, rounded once; a row's bits do not depend on the number of rows. Which sizes the device computes alike is
+proven at boot, for the plan's numbers of rows, with products that are exactly zero unless the order of additions
+differs. A number of rows is computed as it is, with rows added, or in parts of the reference's. Without batch
+invariance it is always computed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from preheat.backends.hpu.bridge import Bridge
+from preheat.ops.activation import ACTIVATIONS, clip
+from preheat.ops.kinds import Activation
+from preheat.ops.proof import noise, signed_pairs
+
+REFERENCES = (64, 32, 16)
+PROBES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Shape(NamedTuple):
+    """What the proof of a linear layer depends on."""
+
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+
+
+class Sizes:
+    """For each layer's shape and number of rows, the rows that are computed at once."""
+
+    def __init__(self, bridge: Bridge, *, invariant: bool) -> None:
+        self.bridge, self._invariant = bridge, invariant
+        self._found: dict[tuple[Shape, int], int] = {}
+        self._references: dict[Shape, int] = {}
+        self._operands: dict[Shape, tuple[Tensor, Tensor]] = {}
+
+    def of(self, shape: Shape, rows: int) -> int:
+        """At most the reference, for parts of it, if no size at least ``rows`` has the reference's bits."""
+        if not self._invariant:
+            return rows
+        size = self._found.get((shape, rows))
+        if size is None:
+            size = self._found[shape, rows] = self._prove(shape, rows)
+        return size
+
+    def settle(self, shape: Shape, rows: Sequence[int]) -> None:
+        """Prove all of ``rows``, then drop what the proofs are made with."""
+        for count in rows:
+            self.of(shape, count)
+        self._operands.pop(shape, None)
+
+    def _prove(self, shape: Shape, rows: int) -> int:
+        reference = self._reference(shape)
+        padded = dict.fromkeys(-(-rows // step) * step for step in STEPS)
+        sizes = [size for size in padded if size < 2 * rows + reference]
+        return next((size for size in sizes if self._agrees(shape, size, reference)), reference)
+
+    def _reference(self, shape: Shape) -> int:
+        """The one of `REFERENCES` that most of the `PROBES` agree with; of equals the largest."""
+        if shape not in self._references:
+            votes = {
+                rows: sum(self._agrees(shape, probe, rows) for probe in PROBES)
+                for rows in REFERENCES
+                if self._agrees(shape, rows, rows)
+            }
+            self._references[shape] = max(votes, key=lambda rows: votes[rows], default=REFERENCES[0])
+        return self._references[shape]
+
+    def _agrees(self, shape: Shape, size: int, reference: int) -> bool:
+        """Whether ``size`` rows at once have the bits that they have in parts of ``reference``, in another order."""
+        rows, weight = self._operands.get(shape) or self._make(shape)
+        repeats = -(-size // len(rows))
+        expected = in_parts(rows.flip(0), weight, None, reference).flip(0).repeat(repeats, 1)[:size]
+        found = F.linear(rows.repeat(repeats, 1)[:size], weight)
+        return torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+    def _make(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """64 rows and a weight, whose products are exactly zero."""
+        rows = signed_pairs(noise(max(REFERENCES), shape.inputs, seed=1), -1.0)
+        weight = signed_pairs(noise(shape.outputs, shape.inputs), 1.0)
+        device = self.bridge.device
+        made = rows.to(shape.dtype).to(device), weight.to(shape.dtype).to(device)
+        self._operands[shape] = made
+        return made
+
+
+def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """``x`` W^T in products of ``rows`` rows each."""
+    padded = F.pad(x, (0, 0, 0, -len(x) % rows))
+    return torch.cat([F.linear(part, weight, bias) for part in torch.split(padded, rows)])[: len(x)]
+
+
+class HpuLinear:
+    """``weight`` [outputs, inputs], ``bias`` [outputs], and an activation or a limit behind them."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        sizes: Sizes,
+        *,
+        activation: Activation | None = None,
+        limit: float | None = None,
+    ) -> None:
+        self.shape = Shape(weight.shape[0], weight.shape[1], weight.dtype)
+        self._weight, self._bias, self._sizes = weight, bias, sizes
+        self._end: Callable[[Tensor], Tensor] | None = None
+        if activation is not None:
+            self._end = ACTIVATIONS[activation]
+        elif limit is not None:
+            self._end = lambda y: clip(y, limit)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
+        if torch.compiler.is_compiling():
+            return self._run(x)
+        with self._sizes.bridge.unit():
+            return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        size = self._sizes.of(self.shape, rows)
+        if size >= rows:
+            y = F.linear(F.pad(x, (0, 0, 0, size - rows)) if size > rows else x, self._weight, self._bias)[:rows]
+        else:
+            y = in_parts(x, self._weight, self._bias, size)
+        return y if self._end is None else self._end(y.contiguous())
+
+    def settle(self, rows: Sequence[int]) -> None:
+        self._sizes.settle(self.shape, rows)

@@ -1,0 +1,31 @@
+"""Norms on Gaudi: those of :mod:`preheat.ops.norm`, each a lazy graph of its own where it is not part of another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from preheat.backends.hpu.bridge import Bridge
+from preheat.ops.kinds import NormKind
+from preheat.ops.norm import RMSNorm
+
+
+class HpuNorm:
+    """``norm`` as a unit of ``bridge``."""
+
+    def __init__(self, norm: RMSNorm, bridge: Bridge) -> None:
+        self._norm, self._bridge = norm, bridge
+        self.weight, self.eps = norm.weight, norm.eps
+        self.kind: NormKind = norm.kind
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._norm(x)
+        with self._bridge.unit():
+            return self._norm(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._norm.add(x, residual)
+        with self._bridge.unit():
+            return self._norm.add(x, residual)

@@ -1,0 +1,91 @@
+"""The sampler of Gaudi: greedy rows on the device, all others on the host by the reference sampler.
+
+A program only writes static tensors: the raw logits, and each row's best token. What is drawn at random, or after
+penalties and edits, is drawn from those logits on the host, when the step's answers are fetched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import SampledRows
+from preheat.backends.hpu.bridge import Bridge
+from preheat.core import Level, TokenLogprobs
+from preheat.ops.logprobs import token_logprobs
+from preheat.ops.sampler import HostSampler
+from preheat.ops.sampling import SamplingInput, words_of
+
+
+class HpuSampler:
+    """Samples up to ``num_slots`` rows of ``vocab_size`` logits."""
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, bridge: Bridge, *, handle_topk_duplicates: bool, masked_rows: int = 0
+    ) -> None:
+        device = bridge.device
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)  # the host knows every token
+        self._bridge, self._step = bridge, SamplingInput(0, None, None, None)
+        self._raw = torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device)
+        self._best = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._ids = torch.arange(vocab_size, device=device)
+        self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
+        self._tokens = np.empty(0, np.int64)
+        self._masks = np.zeros((masked_rows, words_of(vocab_size)), np.int32)
+
+    def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
+        self._step = step
+
+    def masks(self, turn: int) -> np.ndarray:
+        return self._masks
+
+    def sample(self, level: Level, logits: Tensor) -> None:
+        with self._bridge.unit():
+            rows = len(logits)
+            raw = self._raw[:rows]
+            raw.copy_(logits)
+            if level is Level.GREEDY:
+                self._best[:rows].copy_(_best(raw, self._ids))
+
+    def report(self, logits: Tensor) -> None:
+        """They are in the static tensor."""
+
+    def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
+        """Wait for the step, and draw."""
+        self._bridge.synchronize()
+        size = self._step.size
+        if not tokens:
+            return
+        best = self._best[:size].cpu().numpy()
+        if self._step.level is Level.GREEDY and (best < len(self._ids)).all():
+            self._tokens = best.copy()
+        else:
+            self._tokens = self._host.sample(self._raw[:size].cpu().clone(), self._step, self._masks).numpy()
+
+    def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
+        tokens = self._tokens[:rows].copy()
+        if not len(reporting):
+            return tokens, []
+        raw = self._raw[: self._step.size].cpu()[torch.from_numpy(reporting)]
+        return tokens, token_logprobs(raw, tokens[reporting], alternatives)
+
+    def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
+        self._bridge.synchronize()
+        return token_logprobs(logits[: len(tokens)].float().cpu(), tokens, np.full(len(tokens), alternatives))
+
+    def compile(self, logits: Tensor) -> None:
+        """There is nothing that no program launches."""
+
+    def clear(self) -> None:
+        self._step = SamplingInput(0, None, None, None)
+
+    def forget(self) -> None:
+        self._host.forget()
+
+
+def _best(raw: Tensor, ids: Tensor) -> Tensor:
+    """The lowest id of each row's greatest logit; the vocabulary's size where that is not finite, for the host."""
+    peak = raw.amax(-1, keepdim=True)
+    first = torch.where(raw == peak, ids, len(ids)).amin(-1)
+    return torch.where(peak.isfinite().squeeze(-1), first, len(ids))

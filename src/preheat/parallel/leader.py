@@ -1,0 +1,182 @@
+"""The leader's executor: every step that it runs, the other ranks run too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Backend, Mode
+from preheat.backends.cold import Counted
+from preheat.core import StepResult, Swaps
+from preheat.errors import PreheatError, RankDied
+from preheat.execution.build import build
+from preheat.execution.executor import Executor, LaunchedStep
+from preheat.execution.input_batch import InputBatch, Packer
+from preheat.model.decoder import Attended, Tap
+from preheat.model.loader import LoadedModel
+from preheat.parallel.ranks import Ranks
+from preheat.parallel.steps import StepWriter
+from preheat.plan.buckets import Bucket
+from preheat.plan.plan import Plan
+from preheat.plan.programs import Program, SamplerProgram
+from preheat.schedule.slots import Slots
+from preheat.settings import Settings
+
+
+class ParallelExecutor(Executor):
+    """Rank 0's executor of a model whose layers ``ranks`` share. ``slots`` have the block tables.
+
+    An error of a call that the ranks have begun together ends them all: some may be inside an exchange that never
+    completes.
+    """
+
+    def __init__(self, ranks: Ranks, slots: Slots, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.ranks, self._writer, self._seen = ranks, StepWriter(self.buffers, slots), LogitDigest()
+
+    def launch(self, batch: InputBatch) -> LaunchedStep:
+        with self._together("launch", self._writer.message(batch)):
+            return super().launch(batch)
+
+    def begin(self, batch: InputBatch) -> None:
+        with self._together("begin", self._writer.message(batch)):
+            super().begin(batch)
+
+    def complete(self, batch: InputBatch) -> LaunchedStep:
+        with self._together("complete"):
+            return super().complete(batch)
+
+    def forward(self, batch: InputBatch, *, eager: bool = False) -> Attended:
+        with self._together("forward", self._writer.message(batch), eager):
+            return super().forward(batch, eager=eager)
+
+    def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
+        """The other ranks continue from where they stand: results are only those of ``attended`` if it is what the last
+        forward returned.
+        """
+        with self._together("finish", self._writer.message(batch), len(attended.out)):
+            return super().finish(attended, batch)
+
+    def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
+        with self._together("logits", self._writer.message(batch), eager, tap is not None):
+            logits = super().logits(batch, eager=eager, tap=tap)
+        self._seen.add(logits)
+        return logits
+
+    def swap(self, swaps: Swaps) -> None:
+        with self._together("swap", swaps):
+            super().swap(swaps)
+
+    def compile(self, programs: Iterable[Program | None], threads: int) -> None:
+        known = tuple(programs)
+        with self._together("compile", known, threads):
+            super().compile(known, threads)
+
+    def prepare(self, batch: InputBatch) -> None:
+        with self._together("prepare", self._writer.message(batch)):
+            super().prepare(batch)
+
+    def capture(self, bucket: Bucket) -> None:
+        with self._together("capture", bucket):
+            super().capture(bucket)
+
+    def capture_sampling(self, program: SamplerProgram) -> None:
+        with self._together("capture_sampling", program):
+            super().capture_sampling(program)
+
+    def agree(self, plan: Plan) -> None:
+        """Raise PreheatError unless all ranks have the same plan, and have had the bits of all logits so far."""
+        mine = agreed(plan, self.backend, self._seen)
+        for rank, theirs in enumerate(self.ranks.call("agree"), 1):
+            if different := [name for name, value in mine.items() if theirs[name] != value]:
+                said = "; ".join(f"{name}: {mine[name]} on rank 0, {theirs[name]} on rank {rank}" for name in different)
+                raise PreheatError(f"The ranks do not agree, so no request is taken: {said}")
+
+    def cold_sources(self) -> Mapping[str, Counted]:
+        """What each of the other ranks notices from now on."""
+        self.ranks.call("watch")
+        board = self.ranks.board
+
+        def source(rank: int) -> Counted:
+            return Counted(
+                f"rank {rank}", partial(board.cold_events, rank), lambda count: [board.last_cold_event(rank)] * count
+            )
+
+        return {f"rank {rank}": source(rank) for rank in range(1, self.ranks.world)}
+
+    def on_death(self, report: Callable[[PreheatError], None]) -> None:
+        self.ranks.on_death(report)
+
+    @contextmanager
+    def _together(self, name: str, *args: Any) -> Iterator[None]:
+        self.ranks.tell(name, *args)
+        try:
+            yield
+        except RankDied:
+            raise
+        except BaseException as error:
+            raise self.ranks.death(error) from error
+
+
+def build_parallel(  # noqa: PLR0917 - as build, with the ranks before
+    ranks: Ranks,
+    settings: Settings,
+    backend: Backend,
+    model: LoadedModel,
+    plan: Plan,
+    slots: Slots,
+    *,
+    mode: Mode,
+    store: Path | None = None,
+    num_blocks: int | None = None,
+    masked: bool = False,
+) -> tuple[Packer, Executor]:
+    """As :func:`preheat.execution.build.build`, on all ranks at once."""
+    ranks.tell("build", plan.limits, plan.options, plan.checks, mode, num_blocks)
+    executor = partial(ParallelExecutor, ranks, slots)
+    built = build(
+        settings,
+        backend,
+        model,
+        plan,
+        slots,
+        mode=mode,
+        store=store,
+        num_blocks=num_blocks,
+        masked=masked,
+        executor=executor,
+    )
+    ranks.answers()
+    return built
+
+
+class LogitDigest:
+    """A digest of all logits that a rank was given by the check at boot."""
+
+    def __init__(self) -> None:
+        self._bits = hashlib.blake2b(digest_size=16)
+
+    def add(self, logits: Tensor) -> None:
+        self._bits.update(logits.cpu().numpy().tobytes())
+
+    def hexdigest(self) -> str:
+        return self._bits.hexdigest()
+
+
+def agreed(plan: Plan, backend: Backend, seen: LogitDigest) -> dict[str, object]:
+    """What all ranks must have in common."""
+    items = "\n".join(item.name for item in plan.items)
+    return {
+        "plan": hashlib.blake2b(items.encode(), digest_size=16).hexdigest(),
+        "device": backend.fingerprint,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "logits": seen.hexdigest(),
+    }

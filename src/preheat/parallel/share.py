@@ -1,0 +1,104 @@
+"""How a boot shares its model with other ranks, or does not: the one place that knows whether there are any."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from preheat.backends.base import Backend, Collective, Mode
+from preheat.backends.cold import Counted
+from preheat.errors import SettingsError
+from preheat.execution.build import Build, build
+from preheat.execution.executor import Executor
+from preheat.model.shard import sums_leaves
+from preheat.ops.leaves import leaves_of
+from preheat.parallel.leader import ParallelExecutor, build_parallel
+from preheat.parallel.ranks import Ranks
+from preheat.plan.plan import Plan
+from preheat.settings import Settings
+from preheat.warmup.store import cache_root
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rank 0's part of a model: its ``collective`` (None: the model is whole), the other ``ranks``, and what builds an
+    engine on all of them.
+    """
+
+    collective: Collective | None
+    ranks: Ranks | None
+    build: Build
+
+    @classmethod
+    def open(cls, settings: Settings, backend: Backend) -> Share:
+        """Start the other ranks, if there are to be any; they load their shards while this one does."""
+        world = settings.tensor_parallel_size
+        if not sums_leaves(settings) or backend.sharing is None:
+            return cls(None, None, build)
+        if world == 1:
+            return cls(backend.sharing.join(Path(), 0, 1, lambda: None), None, build)
+        ranks = Ranks(settings, cache_root(settings))
+        collective = backend.sharing.join(ranks.folder, 0, world, ranks.board.check)
+        return cls(collective, ranks, partial(build_parallel, ranks))
+
+    def loaded(self) -> list[int]:
+        """Wait until all ranks have loaded their shards: the bytes that each of the others then has free."""
+        return self.ranks.answers() if self.ranks else []
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.ranks:
+            self.ranks.close()
+
+    def agree(self, executor: Executor, plan: Plan) -> None:
+        """Raise PreheatError if the ranks differ in what they must have in common."""
+        if isinstance(executor, ParallelExecutor):
+            executor.agree(plan)
+
+    def cold_sources(self, executor: Executor) -> Mapping[str, Counted]:
+        """What the other ranks notice from now on."""
+        return executor.cold_sources() if isinstance(executor, ParallelExecutor) else {}
+
+
+def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
+    """``settings`` with the threads of one of several ranks, the same on 1, 2 and 4 of them, as bits depend on it.
+
+    Raises SettingsError for what several ranks cannot run.
+    """
+    if not sums_leaves(settings):
+        return settings
+    if backend.sharing is None:
+        raise SettingsError(
+            f"tensor_parallel_size and tp_invariant are not available on {backend.facts.name} yet: leave them out",
+            param="tensor_parallel_size",
+        )
+    if mode == "compile":
+        raise SettingsError(
+            "execution mode compile cannot compile what ranks exchange: leave it out, or leave tensor_parallel_size "
+            "and tp_invariant out",
+            param="execution_mode",
+        )
+    alone = {
+        "speculative_config": settings.speculation is not None,
+        "kv_cache_dtype": settings.kv_cache_dtype != "auto",
+        "quantization": settings.quantization is not None,
+    }
+    if name := next((name for name, given in alone.items() if given), None):
+        raise SettingsError(
+            f"{name} does not work with tensor_parallel_size or tp_invariant yet: leave one of them out", param=name
+        )
+    if not backend.facts.on_host:
+        return settings
+    threads = max((os.cpu_count() or 1) // leaves_of(settings.tensor_parallel_size), 1)
+    return replace(settings, num_threads=settings.num_threads or threads)
+
+
+def contract_parts(settings: Settings) -> dict[str, object]:
+    """The parts of a proof that say in which order layers that ranks share are summed, and how many ranks there are."""
+    if not sums_leaves(settings):
+        return {}
+    world = settings.tensor_parallel_size
+    return {"sums": f"{leaves_of(world)} leaves in a tree", "ranks": world}

@@ -1,0 +1,118 @@
+"""A step as the leader tells it to the other ranks, and the batch that they make of it.
+
+The leader alone schedules and packs. It sends the step's integers as they lie in its buffers, the rows, and the block
+tables that have changed; each rank has its attention cut the same work from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from preheat.backends.base import AttentionWork, StepRows
+from preheat.core import Level, Schedule
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.input_batch import InputBatch, PromptPart
+from preheat.ops.sampling import SamplingInput
+from preheat.plan.buckets import Bucket
+from preheat.schedule.slots import Slots
+
+
+@dataclass(slots=True)
+class StepMessage:
+    """``words`` are those of the ``pieces`` of the buffers; ``tables`` are rows of the block table, for ``slots``.
+    ``same_work``: attention's work is that of the step before. ``prompt_parts`` are the tokens before those whose
+    logprobs are wanted.
+    """
+
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]
+    bucket: Bucket
+    turn: int
+    pieces: list[slice]
+    words: list[np.ndarray]
+    slots: np.ndarray
+    tables: np.ndarray
+    same_work: bool
+    level: Level
+    sampled: tuple[np.ndarray, np.ndarray, int]
+    prompt_parts: list[PromptPart]
+
+
+class StepWriter:
+    """Makes messages of batches in ``buffers``, whose sequences have the block tables of ``tables``."""
+
+    def __init__(self, buffers: StepBuffers, tables: Slots) -> None:
+        self._buffers, self._tables = buffers, tables
+        self._sent = np.full(tables.num_slots, -1, np.int64)
+        self._work: AttentionWork | None = None
+
+    def message(self, batch: InputBatch) -> StepMessage:
+        schedule, tables = batch.schedule, self._tables
+        words = self._buffers.words(batch.turn)
+        slots = np.unique(schedule.slots)
+        slots = slots[self._sent[slots] != tables.table_version[slots]]
+        self._sent[slots] = tables.table_version[slots]
+        same, self._work = batch.work is self._work, batch.work
+        return StepMessage(
+            rows=(schedule.slots, schedule.first, schedule.extend, schedule.num_sampled, schedule.num_decode),
+            bucket=batch.bucket,
+            turn=batch.turn,
+            pieces=batch.pieces,
+            words=[words[piece] for piece in batch.pieces],
+            slots=slots,
+            tables=tables.block_table[slots],
+            same_work=same,
+            level=batch.sampling.level,
+            sampled=(batch.sampled_rows, batch.sampled_slots, batch.sampling_size),
+            prompt_parts=batch.prompt_parts,
+        )
+
+
+class StepReader:
+    """Makes batches of messages, in this rank's ``buffers`` and ``tables``."""
+
+    def __init__(self, buffers: StepBuffers, tables: Slots) -> None:
+        self._buffers, self._tables = buffers, tables
+        self._work: AttentionWork | None = None
+
+    def batch(self, message: StepMessage) -> InputBatch:
+        slots, first, extend, num_sampled, num_decode = message.rows
+        schedule = Schedule(slots, first, extend, num_sampled, num_decode)
+        words, tables = self._buffers.words(message.turn), self._tables
+        for piece, values in zip(message.pieces, message.words, strict=True):
+            words[piece] = values
+        for slot, row in zip(message.slots.tolist(), message.tables, strict=True):
+            tables.set_blocks(slot, slice(None), row)
+        if self._work is None or not message.same_work:
+            tokens = self._buffers.layout(message.bucket).tokens
+            step = StepRows(slots, first, extend, extend.cumsum(), num_decode, tokens)
+            self._work = self._buffers.attention.plan(step, tables)
+        self._buffers.attention.write(message.turn, tables)
+        sampled_rows, sampled_slots, sampling_size = message.sampled
+        return InputBatch(
+            schedule=schedule,
+            bucket=message.bucket,
+            turn=message.turn,
+            pieces=message.pieces,
+            work=self._work,
+            sampling=_Told(message.level, len(sampled_rows)),
+            sampled_rows=sampled_rows,
+            sampled_slots=sampled_slots,
+            sampling_size=sampling_size,
+            reporting=np.empty(0, np.int64),
+            alternatives=np.empty(0, np.int32),
+            prompt_parts=message.prompt_parts,
+        )
+
+
+class _Told(SamplingInput):
+    """Sampling of a ``level`` that the leader does."""
+
+    def __init__(self, level: Level, size: int) -> None:
+        super().__init__(size, None, None, None)
+        self._level = level
+
+    @property
+    def level(self) -> Level:
+        return self._level

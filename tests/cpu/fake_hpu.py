@@ -1,0 +1,62 @@
+"""A fake Gaudi for tests: what puts it into the machine, and the small models that run on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preheat import LLM
+from preheat.model.files import BUNDLED_PATH
+from tests.meta.source import ROOT
+from tests.tokenizers import byte_level
+
+FAKES = ROOT / "tests" / "fakes"
+VOCAB = 320
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": VOCAB}
+OPTIONS: dict[str, Any] = {
+    "device": "hpu", "use_fake_hpu": True, "dtype": "float32", "load_format": "dummy", "max_num_seqs": 4,
+    "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 16, "cache_dir": "off", "boot_check": "off",
+    "skip_warmup": False, "determinism_warmup_iterations": 0,
+}  # fmt: skip
+
+
+def model(folder: Path, **more: Any) -> str:
+    """A configuration without weights, and a tokenizer."""
+    config = json.loads((BUNDLED_PATH / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SMALL | more))
+    byte_level().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@contextmanager
+def inserted(env: dict[str, str] | None = None, **how: Any) -> Iterator[Any]:
+    """A new fake card, with the variables ``env``; the environment, which the bridge reads, is put back afterwards."""
+    before, path = dict(os.environ), list(sys.path)
+    sys.path.insert(0, str(FAKES))
+    os.environ.update(env or {})
+    from habana_frameworks.simulator import plugged_in
+
+    try:
+        with plugged_in(**how) as card:
+            yield card
+    finally:
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(name="small", scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The options of an engine of one layer."""
+    return OPTIONS | {"model": model(tmp_path_factory.mktemp("small"))}
+
+
+def boot(options: dict[str, Any], **more: Any) -> LLM:
+    return LLM(**(options | more))

@@ -1,0 +1,1 @@
+"""The fake of `habana_frameworks.torch.distributed`."""
