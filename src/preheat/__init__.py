@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from preheat.core import SamplingParams as SamplingParams
+    from preheat.core import StructuredOutputsParams as StructuredOutputsParams
     from preheat.errors import EngineDead as EngineDead
     from preheat.errors import InvalidRequest as InvalidRequest
     from preheat.errors import ModelError as ModelError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import CompletionOutput as CompletionOutput
     from preheat.frontend.outputs import RequestOutput as RequestOutput
     from preheat.llm import LLM as LLM
+    from preheat.llm import TextPrompt as TextPrompt
+    from preheat.llm import TokensPrompt as TokensPrompt
 
 _HOME = {
     "CompletionOutput": "preheat.frontend.outputs",
@@ -31,6 +34,9 @@ _HOME = {
     "RequestOutput": "preheat.frontend.outputs",
     "SamplingParams": "preheat.core",
     "SettingsError": "preheat.errors",
+    "StructuredOutputsParams": "preheat.core",
+    "TextPrompt": "preheat.llm",
+    "TokensPrompt": "preheat.llm",
 }
 
 __all__ = [
@@ -43,6 +49,9 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SettingsError",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,16 +18,22 @@ from preheat.core import Ready
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
-from preheat.execution.build import build
-from preheat.limits import Limits, resolve_limits
-from preheat.model.files import weight_files
+from preheat.execution.build import build, settle_linears
+from preheat.execution.draft_model import DraftModel
+from preheat.execution.drafting import load_draft, make_drafting, make_proposer
+from preheat.execution.executor import Executor
+from preheat.execution.input_batch import Packer
+from preheat.grammar.guidance import version
+from preheat.grammar.service import Grammars, open_grammars
+from preheat.model.families import read_spec
+from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
+from preheat.parallel.share import Share, contract_parts, for_ranks
 from preheat.plan import lines
 from preheat.plan.cost import Costs, ModelSizes
-from preheat.plan.dispatcher import WarnOnce
-from preheat.plan.modes import check_options, resolve
-from preheat.plan.options import PlanOptions
-from preheat.plan.plan import Plan, make_plan
+from preheat.plan.modes import check_options, resolve, with_defaults
+from preheat.plan.plan import Plan
+from preheat.plan.step_times import StepTimes
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
@@ -35,9 +45,12 @@ from preheat.verify.identity import proof_of
 from preheat.verify.names import check_names
 from preheat.warmup.cold_monitor import ColdMonitor
 from preheat.warmup.cold_sources import ColdSources
+from preheat.warmup.detail import detail_level
+from preheat.warmup.draft import DraftWarmUp
 from preheat.warmup.dummy_requests import warm_up_loop
 from preheat.warmup.dummy_steps import DummySteps
-from preheat.warmup.graphs import choose_graphs, divide_memory
+from preheat.warmup.fitting import Fitted, Fitting
+from preheat.warmup.graphs import choose_graphs
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp
 from preheat.warmup.steps import Steps
@@ -56,69 +69,121 @@ def boot(
     backend: Backend | None = None,
 ) -> Loop:
     """See :func:`preheat.startup.boot_engine`. ``started`` is when the boot began, in monotonic seconds."""
-    backend, mode = _open_device(settings, backend or pick_backend(settings.device))
+    backend, settings, mode = _open_device(settings, backend or pick_backend(settings.device))
+    share = Share.open(settings, backend)
+    try:
+        return _boot(settings, transport, before_ready, started, trace=trace, backend=backend, mode=mode, share=share)
+    except BaseException:
+        share.close()
+        raise
+
+
+def _boot(
+    settings: Settings,
+    transport: EngineSide,
+    before_ready: Callable[[], None],
+    started: float,
+    *,
+    trace: Trace,
+    backend: Backend,
+    mode: Mode,
+    share: Share,
+) -> Loop:
+    """The boot on an open device. Other ranks load their shards already."""
+    settings = with_defaults(settings, backend.facts)
     overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
-    steps = Steps(backend, started, trace.span)
-    with steps("Loading model weights"):
-        model = load_model(settings, backend)
-    memory = divide_memory(settings, mode, backend.free_memory(), model.bytes_per_block)
-    limits = resolve_limits(
-        settings,
-        model.spec.max_position_embeddings,
-        model.bytes_per_block,
-        usable=memory.cache,
-        cache_bytes=backend.kv_cache_memory(),
-    )
+    steps = Steps(backend, started, trace.span, level=detail_level(settings, backend.facts))
+    loading = f"Pre-loading model weights on {backend.device}"
+    opening = _open_grammars(settings)
+    with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
+        model = load_model(settings, backend, share.collective)
+        draft = load_draft(settings, backend, model)
+        others_free = share.loaded()
+    if draft is not None:  # its cache has the same blocks
+        model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
+    checks = partial(check_names, settings, mode=mode, facts=backend.facts)
+    fitting = Fitting(settings, backend, model, mode, checks, settings.tensor_parallel_size, others_free, share.build)
+    fitted = fitting.fit(steps)
+    comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
+    _log_plan(fitted.plan, steps.level)
     sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
-    plan, record, store = _plan(settings, model, limits, sizes, backend=backend, mode=mode)
-    record.memory = {"usable": memory.usable, "kv_cache": limits.num_blocks * model.bytes_per_block}
-    scheduler = _scheduler(settings, plan)
-    with steps.total("init_cache_engine"):
+    plan, record, store = _recorded(settings, model, fitted, sizes, backend=backend, mode=mode)
+    scheduler, grammars = _scheduler(settings, plan, model), opening.result()
+    with steps.log("init_cache_engine", in_total=True):
         with steps("Initializing cache engine"):
-            packer, executor = build(settings, backend, model, plan, scheduler.slots, mode=mode, store=store.folder)
+            packer, executor = share.build(
+                settings,
+                backend,
+                model,
+                plan,
+                scheduler.slots,
+                mode=mode,
+                store=store.folder,
+                masked=not isinstance(grammars, str),
+            )
+            drafter = _drafter(settings, backend, draft, (packer, executor), mode)
         dummies = DummySteps(plan, packer, executor)
         warm = WarmUp(
             plan=plan,
             record=record,
             backend=backend,
             steps=dummies,
-            graphs=choose_graphs(settings, backend, dummies, record, split=memory, sizes=sizes),
-            check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts),
+            graphs=choose_graphs(settings, backend, dummies, record, split=fitted.split, sizes=sizes),
+            check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars),
             reused=frozenset(store.costs()),
             report=transport.put,
             compiled=compile_seconds,
             span=trace.span,
+            level=steps.level,
+            first_logits=fitted.first_logits if comparable else None,
+            grammars=grammars,
+            draft_steps=_draft_steps(drafter, backend, mode),
         )
-        unobserved = Loop(InlineTransport(), scheduler, packer, executor, SilentListener(), overlap=overlap)
+        if (speculates := settings.speculation) is not None:
+            proposer, times = make_proposer(speculates, drafter), StepTimes(plan, warm.seconds)
+            scheduler.drafting = make_drafting(speculates, plan, proposer, times, backend.facts, waits=overlap)
+        start = partial(Loop, scheduler=scheduler, packer=packer, executor=executor, overlap=overlap, grammars=grammars)
+        unobserved = start(InlineTransport(), listener=SilentListener())
         _warm_up(settings, warm, unobserved, steps)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
-    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend))
-    listener, call = with_step_log(settings, mode, monitor), trace.calls(STEP_EVENTS)
-    loop = Loop(transport, scheduler, packer, executor, listener, overlap=overlap, call=call)
+    taken = drafter.taken if drafter else None
+    share.agree(executor, plan)
+    monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), taken)
+    listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
+    loop = start(transport, listener=listener, call=call)
     _judge(settings, record)
     before_ready()
-    transport.put(_ready(record, scheduler, model.bytes_per_block, time.monotonic() - started))
+    transport.put(_ready(record, scheduler, model, time.monotonic() - started))
     return loop
 
 
-def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Mode]:
-    """The prepared device and its execution mode. Raises SettingsError for options that it cannot serve."""
+def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Settings, Mode]:
+    """The prepared device, its settings and its mode. Raises SettingsError for options that it cannot serve."""
     check_options(settings, backend.facts)
     if not settings.batch_invariant:
         logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
+    mode = resolve(backend.facts, settings)
+    settings = for_ranks(settings, backend, mode)
     backend.prepare(settings, cache_root(settings))
-    return backend, resolve(backend.facts, settings)
+    return backend, settings, mode
 
 
-def _plan(
-    settings: Settings, model: LoadedModel, limits: Limits, sizes: ModelSizes, *, backend: Backend, mode: Mode
+def _open_grammars(settings: Settings) -> Future[Grammars | str]:
+    """Read the tokenizer for grammars, which takes seconds for a large one, while weights are loaded."""
+    vocab_size = read_spec(read_config(find_model(settings, with_weights=False), settings.hf_overrides)).vocab_size
+    opener = ThreadPoolExecutor(1, "grammars")
+    opening = opener.submit(open_grammars, settings, find_tokenizer, vocab_size)
+    opener.shutdown(wait=False)  # the thread ends when it has done this
+    return opening
+
+
+def _recorded(
+    settings: Settings, model: LoadedModel, fitted: Fitted, sizes: ModelSizes, *, backend: Backend, mode: Mode
 ) -> tuple[Plan, Record, Store]:
     """The plan, with costs measured by an earlier boot if there was one; its record, all pending; and the store."""
-    misses: dict[str, int] = {}
-    checks = check_names(settings, limits, mode, backend.facts)
-    plan = make_plan(limits, PlanOptions.of(settings), checks=checks, on_miss=WarnOnce(misses))
+    plan = fitted.plan
     parts = boot_parts(
         model.folder,
         [] if settings.load_format == "dummy" else weight_files(model.folder),
@@ -127,28 +192,63 @@ def _plan(
         device=(backend.facts.name, backend.fingerprint),
         threads=torch.get_num_threads(),
         mode=mode,
+        overrides=settings.hf_overrides,
+        grammars=version() if plan.options.grammars else None,
+        numerics=model.numerics,
+        more=contract_parts(settings),
     )
     store = Store(cache_root(settings), fingerprint(parts))
-    plan = plan.with_costs(Costs(sizes, backend.facts.machine, limits.block_size, store.costs()))
-    for phase in plan.phases:
-        logger.info("%s", lines.bucket_config(phase))
-        logger.info("%s", lines.generated(phase.phase, plan.dispatcher.phases[phase.phase].buckets))
-    logger.info("# device blocks: %d, # CPU blocks: 0", limits.num_blocks)
+    plan = plan.with_costs(Costs(sizes, backend.facts.machine, plan.limits.block_size, store.costs()))
     record = Record.of(plan, model=settings.model, platform=backend.facts.name, dtype=model.dtype_name, mode=mode)
-    record.fingerprint, record.misses, record.proof = store.fingerprint, misses, proof_of(settings.boot_check, parts)
+    record.simulated = backend.facts.simulated
+    record.fingerprint, record.proof = store.fingerprint, proof_of(settings.boot_check, parts)
+    record.misses, record.memory = fitted.misses, fitted.memory
     return plan, record, store
 
 
-def _scheduler(settings: Settings, plan: Plan) -> Scheduler:
+def _log_plan(plan: Plan, level: int) -> None:
+    """The ranges and numbers of buckets; all of them at ``level``."""
+    for phase in plan.phases:
+        buckets = plan.dispatcher.phases[phase.phase].buckets
+        logger.info("%s", lines.bucket_config(phase))
+        logger.info("%s", lines.generated(phase.phase, buckets, whole=level >= logging.INFO))
+        if level < logging.INFO:
+            logger.log(level, "%s", lines.generated(phase.phase, buckets))
+    logger.info("# device blocks: %d, # CPU blocks: 0", plan.limits.num_blocks)
+
+
+def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
     return Scheduler(
         plan.limits,
         enable_prefix_caching=settings.enable_prefix_caching,
+        cache_contents=json.dumps(model.numerics) if model.numerics else "",
         enable_chunked_prefill=settings.enable_chunked_prefill,
         mixed_steps=plan.policy.mixed_steps,
         mixed_tokens=settings.max_num_mixed_tokens,
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
     )
+
+
+def _drafter(
+    settings: Settings, backend: Backend, draft: LoadedModel | None, target: tuple[Packer, Executor], mode: Mode
+) -> DraftModel | None:
+    """The draft model over the target's slots and blocks, if one drafts."""
+    packer, executor = target
+    plan, speculates = packer.plan.draft, settings.speculation
+    if draft is None or plan is None or speculates is None:
+        return None
+    settle_linears(backend, draft, plan)
+    own = DraftModel(speculates.tokens, *build(settings, backend, draft, plan, packer.slots, mode=mode))
+    executor.other_caches.append(own.executor.cache)
+    return own
+
+
+def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> DraftWarmUp | None:
+    if drafter is None:
+        return None
+    steps = DummySteps(drafter.packer.plan, drafter.packer, drafter.executor)
+    return DraftWarmUp(steps, captures=backend.facts.captures and mode == "graphs")
 
 
 def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None:
@@ -159,9 +259,9 @@ def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None
     if settings.skip_warmup:
         warm.graphs.capture()
         return
-    with steps("warm-up"):
+    with steps("warm-up", detail=True):
         warm.run()
-    with steps("Running dummy requests"):
+    with steps("Running dummy requests", detail=True):
         warm_up_loop(loop)
 
 
@@ -172,12 +272,14 @@ def _judge(settings: Settings, record: Record) -> None:
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
 
 
-def _ready(record: Record, scheduler: Scheduler, block_bytes: int, seconds: float) -> Ready:
-    limits = scheduler.limits
+def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: float) -> Ready:
+    limits, kv_dtype = scheduler.limits, model.spec.kv_dtype
     logger.info(
-        "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB), at most %d sequences of %d tokens; ready after %.1f s",
+        "%s on %s, %s, in %s: %d blocks of %d tokens (%.2f GiB%s), at most %d sequences of %d tokens; ready after "
+        "%.1f s",
         record.model, record.platform, record.mode, record.dtype, limits.num_blocks, limits.block_size,
-        limits.num_blocks * block_bytes / 2**30, limits.max_num_seqs, limits.max_model_len, seconds,
+        limits.num_blocks * model.bytes_per_block / 2**30, "" if kv_dtype == "auto" else f" of {kv_dtype}",
+        limits.max_num_seqs, limits.max_model_len, seconds,
     )  # fmt: skip
     blocked = "; ".join(record.unproved())
     if blocked:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import logging
 import os
+import shlex
+import signal
 import sys
 import types
 import typing
@@ -17,16 +21,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from preheat import __version__
-from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams
+from preheat import __version__, client
+from preheat.backends.registry import facts_of
+from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.input_processor import check_params
 from preheat.metrics import set_up_logging
 from preheat.plan import commands as plan_commands
-from preheat.plan.policy import policy_named
+from preheat.plan.modes import with_defaults
+from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
-from preheat.utils.options import Option, add_flags, did_you_mean
+from preheat.utils.foreign_flags import instead_of
+from preheat.utils.options import Option, add_flags
 from preheat.verify import command as verify_command
 from preheat.verify.command import Asked
 
@@ -36,12 +43,23 @@ if TYPE_CHECKING:
 SERVED_MIXED_TOKENS = 512
 """Tokens in a server's mixed steps: about what a large GPU computes in the time of a few decoding steps."""
 
+ASKED = ("prompts", "reduced", "json", "digest", "against", "fuzz", "random_models", "fuzz_seed")
+
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+logger = logging.getLogger(__name__)
 
 ENGINE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server"]
 
 # --seed is the sampling seed here; the engine's own seed can be set by PREHEAT_SEED or in a config file.
 GENERATE_OPTIONS = [opt for opt in ENGINE_OPTIONS if opt.name != "seed"]
+
+CALIBRATE_OPTIONS = [
+    opt for opt in ENGINE_OPTIONS if opt.group in ("Model", "General") or opt.name in (
+        "device", "seed", "num_threads", "cache_dir", "weights_load_device", "gpu_memory_utilization", "block_size",
+        "quant_config",
+    )
+]  # fmt: skip
 
 TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
 
@@ -56,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = values.pop("run")
         return int(run(values))
     except PreheatError as error:
-        print(f"preheat: error: {error}", file=sys.stderr)
+        logger.debug("The command failed", exc_info=True)
+        print(f"preheat: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -66,22 +85,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _values(words: Sequence[str]) -> dict[str, Any]:
-    """The command's function (``run``) and its arguments, by name."""
-    parser = _parser()
+    """The command's function (``run``) and its arguments, by name. Raises SettingsError for words with no meaning."""
+    parser, commands = _parser()
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        flags = [opt.flag for opt in OPTIONS.values()] + [_flag(name) for name in SAMPLING_FIELDS]
-        parser.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0].split('=')[0], flags)}")
-    return vars(args)
+        known = [flag for action in commands.get(words[0], parser)._actions for flag in action.option_strings]
+        raise SettingsError(_unknown(unknown[0], known))
+    values = vars(args)
+    if values.get("model_argument", "") is None and "model" not in values:
+        _refuse_swallowed(words, values)
+    return values
 
 
-def _parser() -> argparse.ArgumentParser:
+def _unknown(word: str, known: Iterable[str]) -> str:
+    """What to write in place of ``word``, which none of the ``known`` flags took."""
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected word {word!r}: the model is named once, as --model {word}, and flags begin with --"
+    return f"unknown argument {flag}{instead_of(flag, known) or '; --help lists all'}"
+
+
+def _refuse_swallowed(words: Sequence[str], values: dict[str, Any]) -> None:
+    """Raise SettingsError if a list took the last word, which may have been meant as the model."""
+    for name, value in values.items():
+        if isinstance(value, list) and value[-1] == words[-1] and not words[-2].startswith("--"):
+            raise SettingsError(
+                f"{_flag(name)} takes all words behind it: write the model before it, or as --model MODEL", param=name
+            )
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by name."""
     parser = argparse.ArgumentParser(prog="preheat", description="An LLM inference engine, hot from the first request.")
     parser.add_argument("--version", action="version", version=f"preheat {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     _command(commands, "serve", _serve, OPTIONS.values(), "serve a model with an OpenAI-compatible API")
-    generate = commands.add_parser("generate", help="complete prompts and print the results", allow_abbrev=False)
+    generate = commands.add_parser(
+        "generate", help="complete prompts and print the results", allow_abbrev=False,
+        usage="preheat generate [--model MODEL] [--prompt TEXT] [--flag VALUE ...]",
+    )  # fmt: skip
     generate.set_defaults(run=_generate)
     generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     generate.add_argument(
@@ -97,6 +140,11 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = _command(commands, "plan", _plan, ENGINE_OPTIONS, "print the warm-up plan; needs only the model's config")
     plan.add_argument("--json", action="store_true", help="print a JSON object: items, dropped, padding, estimates")
+    plan.add_argument(
+        "--from-traffic",
+        metavar="FILE",
+        help="the record of a server (/warmup?format=json): print a bucket file with the best sizes for its traffic",
+    )
     warm = _command(commands, "warm", _warm, ENGINE_OPTIONS, "boot, warm up, print the record, exit")
     warm.add_argument("--json", action="store_true", help="print the record as JSON")
     warm.add_argument("--html", metavar="FILE", help="also write the record as a self-contained HTML page")
@@ -106,27 +154,101 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     verify.add_argument("--digest", metavar="FILE", help="only compare the digest of a boot with that of another boot")
     verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
+    verify.add_argument(
+        "--fuzz", type=float, metavar="SECONDS", help="for so long, compare requests in random loads with each alone"
+    )
+    verify.add_argument("--random-models", action="store_true", help="with --fuzz: a random small model each round")
+    verify.add_argument("--fuzz-seed", type=int, default=0, metavar="N", help="with --fuzz: the first round's seed [0]")
+    batch = commands.add_parser(
+        "run-batch", help="answer the requests in a file, in OpenAI's batch format", allow_abbrev=False,
+        usage="preheat run-batch FILE [--output-file FILE] [--model MODEL] [--flag VALUE ...]",
+    )  # fmt: skip
+    batch.set_defaults(run=_run_batch)
+    batch.add_argument("input_argument", nargs="?", metavar="FILE", help="same as --input-file")
+    batch.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line")
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="where the answers go, instead of standard output")
+    add_flags(batch, OPTIONS.values())
+    _add_client(commands, "chat", _chat, "talk with a running server").add_argument(
+        "--system-prompt", metavar="TEXT", help="what the model is told first"
+    )
+    _add_client(commands, "complete", _complete, "have a running server complete prompts").add_argument(
+        "--max-tokens", type=int, metavar="INT", help="tokens to generate at most"
+    )
+    calibrate = _command(commands, "calibrate", _calibrate, CALIBRATE_OPTIONS, "measure a model's ranges for FP8")
+    calibrate.add_argument("--output", metavar="DIR", help="folder for INC's files; else QUANT_CONFIG says where")
+    calibrate.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
     tune_options = [OPTIONS[name] for name in TUNE_OPTIONS]
     tune = _command(commands, "tune", _tune, tune_options, "measure the fastest kernels on this GPU for later boots")
     tune.add_argument("--output", metavar="FILE", help="write the tuning table to this file instead of the cache")
     tune.add_argument("--seconds", type=float, help="stop after this time and keep what was measured")
 
+    doctor = _command(commands, "doctor", _doctor, OPTIONS.values(), "look whether preheat will run here")
+    doctor.add_argument("--json", action="store_true", help="print a list of findings as JSON")
+    _command(commands, "collect-env", _collect_env, OPTIONS.values(), "print, as JSON, what a report should name")
     commands.add_parser("bench", help="run the benchmarks, compared with vLLM's figures")  # its arguments: see _bench
     buckets = commands.add_parser("buckets", help="print the bucket sizes of one dimension", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)
     plan_commands.add_bucket_flags(buckets)
-    return parser
+    return parser, commands.choices
 
 
 def _command(
     commands: Any, name: str, run: Callable[[dict[str, Any]], int], options: Iterable[Option], text: str
 ) -> argparse.ArgumentParser:
     """Add a command that takes the model as its argument."""
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, allow_abbrev=False)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, allow_abbrev=False, usage=f"preheat {name} [MODEL] [--flag VALUE ...]"
+    )
     parser.set_defaults(run=run)
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="same as --model")
     add_flags(parser, options)
     return parser
+
+
+def _add_client(commands: Any, name: str, run: Callable[[dict[str, Any]], int], text: str) -> argparse.ArgumentParser:
+    """Add a command that is a client of a running server."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="where the server is [%(default)s]")
+    parser.add_argument("--model-name", metavar="NAME", help="the model to ask [the server's first]")
+    parser.add_argument("--api-key", metavar="KEY", help="the key [PREHEAT_API_KEY or OPENAI_API_KEY]")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and leave")
+    return parser
+
+
+def _chat(values: dict[str, Any]) -> int:
+    server = client.Client(values["url"], values["model_name"], values["api_key"])
+    client.chat(server, values["system_prompt"], values["quick"], input, _show)
+    return 0
+
+
+def _complete(values: dict[str, Any]) -> int:
+    server = client.Client(values["url"], values["model_name"], values["api_key"])
+    client.complete(server, values["max_tokens"], values["quick"], input, _show)
+    return 0
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _run_batch(values: dict[str, Any]) -> int:
+    named, path, output = values.pop("input_argument"), values.pop("input_file"), values.pop("output_file")
+    path = path or named
+    if path is None:
+        raise SettingsError("name the file of requests: preheat run-batch FILE")
+    settings = Settings.load(values)
+    from preheat.server.run_batch import read_lines, run_batch
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = read_lines(_plain(file), path)
+        with open(output, "w", encoding="utf-8") if output else contextlib.nullcontext(sys.stdout) as out:
+            failed = run_batch(settings, lines, lambda answer: print(json.dumps(answer), file=out, flush=True))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read {path} or write {output}: {error}") from None
+    print(f"{len(lines) - failed} of {len(lines)} requests were answered", file=sys.stderr)
+    return FAILURE if failed else 0
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +266,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
             more |= {"type": item, "action": "extend", "nargs": "+", "metavar": item.__name__.upper()}
         elif typing.get_origin(kind) is dict:
             more |= {"type": _bias, "metavar": "JSON"}
+        elif kind is StructuredOutputsParams:
+            more |= {"type": _structured, "metavar": "JSON"}
         else:
             more |= {"type": kind, "metavar": kind.__name__.upper()}
         group.add_argument(_flag(field.name), **more)
@@ -155,6 +279,14 @@ def _bias(text: str) -> dict[int, float]:
 
 
 _bias.__name__ = "JSON object of token ids and numbers"  # its name in argparse's errors
+
+
+def _structured(text: str) -> StructuredOutputsParams:
+    """Parse ``{"regex": "yes|no"}``."""
+    try:
+        return msgspec.json.decode(text, type=StructuredOutputsParams)
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _flag(name: str) -> str:
@@ -177,7 +309,9 @@ def _load(values: dict[str, Any]) -> Settings:
 
 def served(settings: Settings) -> Settings:
     """``settings`` for a server, where by default a long prompt must not delay the sequences that decode."""
-    mixes = policy_named(settings.bucketing_policy).mixed_steps and settings.enable_chunked_prefill
+    mixes = (
+        policy_of(with_defaults(settings, facts_of(settings.device))).mixed_steps and settings.enable_chunked_prefill
+    )
     if settings.max_num_mixed_tokens is not None or not mixes:
         return settings
     return replace(settings, max_num_mixed_tokens=SERVED_MIXED_TOKENS)
@@ -194,11 +328,32 @@ def _serve(values: dict[str, Any]) -> int:
 
 
 def _plan(values: dict[str, Any]) -> int:
-    as_json = values.pop("json")
+    as_json, traffic = values.pop("json"), values.pop("from_traffic")
     settings = _load(values)
+    if traffic is not None:
+        from preheat.warmup.traffic import solved
+
+        print(solved(Path(traffic)))
+        return 0
     from preheat.startup import planned
 
     print(planned(settings, as_json=as_json))
+    return 0
+
+
+def _doctor(values: dict[str, Any]) -> int:
+    as_json = values.pop("json")
+    from preheat import doctor
+
+    found = list(doctor.findings(_load(values)))
+    print(json.dumps([finding._asdict() for finding in found], indent=2) if as_json else doctor.table(found))
+    return FAILURE if any(finding.verdict == "fail" for finding in found) else 0
+
+
+def _collect_env(values: dict[str, Any]) -> int:
+    from preheat import doctor
+
+    print(json.dumps(doctor.collected(_load(values)), indent=2))
     return 0
 
 
@@ -233,7 +388,7 @@ def _warm(values: dict[str, Any]) -> int:
 
 
 def _verify(values: dict[str, Any]) -> int:
-    asked = Asked(**{name: values.pop(name) for name in ("prompts", "reduced", "json", "digest", "against")})
+    asked = Asked(**{name: values.pop(name) for name in ASKED})
     settings = _load(values)
     set_up_logging(settings.log_level)
     given = list(_prompts([], asked.prompts)) if asked.prompts else None
@@ -245,7 +400,10 @@ def _verify(values: dict[str, Any]) -> int:
 
         if asked.digest:
             return verify_command.digest(boot_engine, settings, asked.digest, print)
-        verdict = verify_command.engine(boot_engine, settings, asked, given, say)
+        if asked.fuzz is not None:
+            verdict = verify_command.fuzz(boot_engine, settings, asked, say)
+        else:
+            verdict = verify_command.engine(boot_engine, settings, asked, given, say)
     if asked.json:
         print(msgspec.json.encode(verdict).decode())
     return 0 if verdict.ok else FAILURE
@@ -258,6 +416,7 @@ def _bench(words: Sequence[str]) -> int:
         raise PreheatError(
             "the benchmarks are not installed with preheat: clone its repository and run `scripts/bench` there"
         )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops the servers that it started
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     return int(importlib.import_module("benchmarks.__main__").main(words))
@@ -273,6 +432,18 @@ def _tune(values: dict[str, Any]) -> int:
     return 0
 
 
+def _calibrate(values: dict[str, Any]) -> int:
+    output, path = values.pop("output"), values.pop("prompts")
+    config = values.pop("quant_config", None) or os.environ.get(OPTIONS["quant_config"].env_names[1])
+    settings = _load({**values, **({"quantization": "inc", "quant_config": config} if config else {})})
+    prompts = list(_prompts([], path)) if path else None
+    set_up_logging(settings.log_level)
+    from preheat.calibration import calibrate
+
+    print(calibrate(settings, output, prompts))
+    return 0
+
+
 def curl(settings: Settings) -> str:
     """A shell command that requests a completion from the server of these settings."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
@@ -280,10 +451,10 @@ def curl(settings: Settings) -> str:
     scheme = "https" if settings.ssl_certfile else "http"
     key = ' -H "Authorization: Bearer $PREHEAT_API_KEY"' if settings.api_key else ""
     body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0})
-    return (
-        f"curl {scheme}://{host}:{settings.port}/v1/completions{key} "
-        f"-H 'Content-Type: application/json' \\\n    -d '{body}'"
-    )
+    where = f"{scheme}://{host}:{settings.port}"
+    if settings.uds is not None:
+        where = f"--unix-socket {shlex.quote(settings.uds)} {scheme}://localhost"
+    return f"curl {where}/v1/completions{key} -H 'Content-Type: application/json' \\\n    -d '{body}'"
 
 
 def _generate(values: dict[str, Any]) -> int:
@@ -326,7 +497,7 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
     """One prompt per line, without empty lines; of a JSON object, its ``prompt`` (text or token ids)."""
     found = False
-    for number, line in enumerate((raw.rstrip("\r\n") for raw in lines), 1):
+    for number, line in enumerate(_plain(lines), 1):
         found = found or bool(line)
         try:
             if line.startswith("{"):
@@ -340,6 +511,12 @@ def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:
             yield line
     if not found:
         raise SettingsError(f"no prompt in {name}: write one a line")
+
+
+def _plain(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without their ends, and without the mark (BOM) with which editors on Windows begin a file."""
+    for number, line in enumerate(lines):
+        yield (line if number else line.removeprefix("\ufeff")).rstrip("\r\n")
 
 
 class _JsonPrompt(msgspec.Struct):

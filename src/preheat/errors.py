@@ -39,6 +39,10 @@ class NotInvariant(PreheatError):
     """Results depend on the path by which they are computed, although batch invariance is on."""
 
 
+class CheckFailed(PreheatError):
+    """A check at boot found logits that are not finite, or draws that are not those of the sampler's contract."""
+
+
 class OutsideLimits(PreheatError):
     """A step exceeds the limits: a bug of the scheduler, not a fault of a request."""
 
@@ -52,6 +56,12 @@ class InvalidRequest(PreheatError):
 
     status = 400
     kind = "invalid_request_error"
+
+
+class GrammarFailed(PreheatError):
+    """A grammar refused a token, or became too complex to go on: the request cannot be held to it any longer."""
+
+    code = "grammar_failed"
 
 
 class ContextTooLong(InvalidRequest):
@@ -75,8 +85,15 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
-class SlowBody(InvalidRequest):
-    """The body did not arrive in time."""
+class NotFound(InvalidRequest):
+    """There is nothing of that name."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class SlowRequest(InvalidRequest):
+    """The headers or the body did not arrive in time."""
 
     status = 408
 
@@ -85,6 +102,12 @@ class TooLarge(InvalidRequest):
     """The body is larger than the server accepts."""
 
     status = 413
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The headers are larger than the server accepts."""
+
+    status = 431
 
 
 class TooManyRequests(PreheatError):
@@ -108,6 +131,10 @@ class EngineDead(PreheatError):
 
     kind = "engine_dead"
     code = "engine_dead"
+
+
+class RankDied(EngineDead):
+    """One of the processes that share the model is gone, and so are all."""
 
 
 class StepTimeout(PreheatError):

@@ -1,4 +1,4 @@
-"""The metrics of ``/metrics``, under vLLM's names with our prefix, and the set-up of logging.
+"""The metrics of ``/metrics``, under vLLM's names behind a prefix (``--metrics-prefix``), and the set-up of logging.
 
 The hot path only adds to plain numbers; Prometheus' objects are built when /metrics is read.
 """
@@ -7,30 +7,37 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from preheat.core import FinishReason, Stats
+from preheat.core import FinishReason, GrammarStats, SamplingParams, Stats
 
-PREFIX = "preheat:"
-_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_TOKEN_SECONDS = (
+    0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
+)  # fmt: skip
+"""vLLM's bounds begin at 0.01, above a whole step of a small model."""
 _REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS = tuple(2**power for power in range(15))
+_CHOICES = (1, 2, 5, 10, 20)
 
 
 class Histogram:
-    """Numbers of values in each bucket, and the sum of all values."""
+    """Numbers of values in each bucket, and the sum of all values; ``name`` and ``text`` as ``/metrics`` shows them."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "name", "text", "total")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.text, self.bounds = name, text, bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -47,37 +54,95 @@ class Histogram:
         return buckets
 
 
+@dataclass(slots=True)
+class Times:
+    """When what happened to a sequence, by ``time.monotonic``; 0: not yet."""
+
+    arrived: float = 0.0
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
 class Metrics(Collector):
-    """The counts of a frontend for ``model_name``; times in seconds.
+    """The counts of a frontend for ``model_name``, whose families' names begin with ``prefix``; times in seconds.
 
     ``items`` (by outcome), ``cold`` (by source), ``misses``, ``warmup_seconds`` and ``digest`` come from the
-    engine's last record.
+    engine's last record, ``cache_config`` (settings and limits, by name) from its start.
     """
 
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
+    def __init__(self, model_name: str, prefix: str = "preheat") -> None:
+        self.model_name, self.prefix = model_name, prefix
         self.running = self.waiting = 0
-        self.cache_usage = 0.0
-        self.prefix_queries = self.prefix_hits = self.preemptions = self.blocks_moved = 0
-        self.prompt_tokens = self.generation_tokens = 0
+        self.stats, self.grammars = Stats(), GrammarStats()
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.items: Mapping[str, int] = {}
         self.cold: Mapping[str, int] = {}
         self.misses = 0
         self.warmup_seconds = 0.0
         self.digest: Mapping[str, int] = {}
+        self.cache_config: Mapping[str, object] = {}
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
-        self.first_token = Histogram(_REQUEST_SECONDS)
-        self.inter_token = Histogram(_TOKEN_SECONDS)
-        self.request = Histogram(_REQUEST_SECONDS)
-        self.queue = Histogram(_REQUEST_SECONDS)
+        self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _REQUEST_SECONDS
+        )
+        self.inter_token = Histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _TOKEN_SECONDS)
+        self.token = Histogram(
+            "request_time_per_output_token_seconds", "A sequence's mean time between two tokens.", _TOKEN_SECONDS
+        )
+        self.request = Histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_SECONDS)
+        self.queue = Histogram("request_queue_time_seconds", "From arrival to the first step.", _REQUEST_SECONDS)
+        self.prefill = Histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST_SECONDS
+        )
+        self.decode = Histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_SECONDS)
+        self.inference = Histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", _REQUEST_SECONDS
+        )
+        self.step_tokens = Histogram("iteration_tokens_total", "Tokens computed by a step.", _STEP_TOKENS)
+        self.prompt_length = Histogram("request_prompt_tokens", "Tokens of a request's prompt.", _COUNTS)
+        self.output_length = Histogram("request_generation_tokens", "Tokens generated for a sequence.", _COUNTS)
+        self.params_n = Histogram("request_params_n", "Sequences that a request asks for.", _CHOICES)
+        self.params_max_tokens = Histogram(
+            "request_params_max_tokens", "The most tokens that a request asks for.", _COUNTS
+        )
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def update(self, stats: Stats) -> None:
-        """Take over the engine's own counters and gauges."""
-        self.cache_usage = stats.blocks_used / max(stats.blocks_total, 1)
-        self.prefix_queries, self.prefix_hits = stats.prefix_queries, stats.prefix_hits
-        self.preemptions, self.blocks_moved = stats.preemptions, stats.blocks_moved
+        """Take over the engine's own counters and gauges, after a step."""
+        before, self.stats = self.stats, stats
+        self.grammars = stats.grammars or self.grammars  # told only when they changed
+        tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
+        if tokens:
+            self.step_tokens.observe(tokens)
+
+    def arrived(self, prompt_tokens: int, params: SamplingParams) -> None:
+        """A request begins to wait."""
+        self.waiting += params.n
+        self.prompt_tokens += prompt_tokens
+        self.prompt_length.observe(prompt_tokens)
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.params_max_tokens.observe(params.max_tokens)
+
+    def ended(self, reason: str, times: Times, tokens: int) -> None:
+        """A sequence of ``tokens`` ends, and a client hears of it now."""
+        self.finished[reason] += 1
+        self.request.observe(time.monotonic() - times.arrived)
+        self.output_length.observe(tokens)
+        if times.started:
+            self.running -= 1
+        else:
+            self.waiting -= 1
+        if times.last:
+            self.prefill.observe(times.first - times.started)
+            self.decode.observe(times.last - times.first)
+            self.inference.observe(times.last - times.started)
+        if tokens > 1:
+            self.token.observe((times.last - times.first) / (tokens - 1))
 
     def text(self) -> bytes:
         """The page of ``/metrics``, in Prometheus' text format."""
@@ -85,30 +150,57 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         gauge, counter = partial(self._family, GaugeMetricFamily), partial(self._family, CounterMetricFamily)
+        stats = self.stats
         yield gauge("num_requests_running", "Sequences that are running.", self.running)
         yield gauge("num_requests_waiting", "Sequences waiting for their first step.", self.waiting)
-        yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", self.cache_usage)
-        yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.prefix_queries)
-        yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", self.prefix_hits)
-        yield counter("num_preemptions", "Sequences preempted to free blocks.", self.preemptions)
-        yield counter("kv_cache_blocks_moved", "Blocks moved by compaction.", self.blocks_moved)
+        used = stats.blocks_used / max(stats.blocks_total, 1)
+        yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
+        yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
+        yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
+        yield counter("num_preemptions", "Sequences preempted to free blocks.", stats.preemptions)
+        yield counter("kv_cache_blocks_moved", "Blocks moved by compaction.", stats.blocks_moved)
         yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
+        yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
+        if stats.accepted_per_pos:
+            yield counter("spec_decode_num_drafts", "Rows with draft tokens.", stats.drafts)
+            yield counter("spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens)
+            yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            places = {str(place): count for place, count in enumerate(stats.accepted_per_pos)}
+            yield counter(name, "The same, by place among a row's drafts.", places, "position")
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
+        grammars = self.grammars
+        yield counter("grammars_compiled", "Grammars of structured outputs that were compiled.", grammars.compiled)
+        yield counter("grammars_reused", "Requests whose grammar was compiled before.", grammars.reused)
+        yield counter("grammars_refused", "Requests whose grammar could not be compiled.", grammars.refused)
+        yield counter("grammar_compile_seconds", "Time that compiling grammars took.", grammars.compile_seconds)
+        yield counter("grammar_masks", "Masks that were computed.", grammars.masks)
+        yield counter("grammar_mask_seconds", "Time that computing masks took.", grammars.mask_seconds)
+        yield counter("grammar_wait_seconds", "The part of it that steps waited for.", grammars.wait_seconds)
+        yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", grammars.slowest_mask)
+        yield self._cache_config()
         yield gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
         yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
-        yield gauge(
-            "numeric_info",
-            "Always 1; the label is the digest of the logits of the check at boot.",
-            self.digest,
-            "digest",
-        )
+        digest = "Always 1; the label is the digest of the logits of the check at boot."
+        yield gauge("numeric_info", digest, self.digest, "digest")
         yield counter("cold_events", "Compilations and other cold events after ready, by source.", self.cold, "source")
         yield counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", self.misses)
-        yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self.first_token)
-        yield self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", self.inter_token)
-        yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self.request)
-        yield self._histogram("request_queue_time_seconds", "From arrival to the first step.", self.queue)
+        for value in vars(self).values():
+            if isinstance(value, Histogram):
+                yield self._histogram(value)
+        answers = CounterMetricFamily("http_requests", "Answers.", labels=["handler", "method", "status"])
+        for labels, count in self.http.items():
+            answers.add_metric(labels, count)
+        yield answers
+
+    def _cache_config(self) -> Metric:
+        names = list(self.cache_config)
+        text = "Always 1; the labels are the settings and limits of the KV cache."
+        family = GaugeMetricFamily(f"{self.prefix}:cache_config_info", text, labels=["model_name", *names])
+        if names:
+            family.add_metric([self.model_name, *map(str, self.cache_config.values())], 1)
+        return family
 
     def _family(
         self,
@@ -119,7 +211,7 @@ class Metrics(Collector):
         *label: str,
     ) -> Metric:
         """A metric with one number, or with one for each value of its label."""
-        family = kind(PREFIX + name, text, labels=["model_name", *label])
+        family = kind(f"{self.prefix}:{name}", text, labels=["model_name", *label])
         if isinstance(value, Mapping):
             for key, number in value.items():
                 family.add_metric([self.model_name, key], number)
@@ -127,9 +219,9 @@ class Metrics(Collector):
             family.add_metric([self.model_name], value)
         return family
 
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self.model_name], histogram.buckets(), histogram.total)
+    def _histogram(self, values: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"{self.prefix}:{values.name}", values.text, labels=["model_name"])
+        family.add_metric([self.model_name], values.buckets(), values.total)
         return family
 
 

@@ -6,18 +6,20 @@ with dashes; every option can also be set by ``PREHEAT_<NAME>``, and some by the
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from preheat.backends.names import DEVICES
+from preheat.backends.names import DEVICES, HOST
 from preheat.errors import SettingsError
-from preheat.utils.options import Option, did_you_mean, option, registry
-
-logger = logging.getLogger(__name__)
+from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
+from preheat.utils.environment import read_environment, without_unused
+from preheat.utils.foreign_flags import instead_of
+from preheat.utils.options import Option, option, registry
+from preheat.utils.speculation import Speculation, speculation
+from preheat.utils.structured import structured_config
 
 BUNDLED = "bundled"
 """The name of the model that comes with preheat."""
@@ -27,19 +29,23 @@ _memory = partial(option, group="Memory")
 _schedule = partial(option, group="Scheduling")
 _run = partial(option, group="Execution and numerics")
 _server = partial(option, group="Server")
+_images = partial(option, group="Images")
 _general = partial(option, group="General")
-_bucket = partial(option, group="Buckets", low=1)
 _bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up")
 _graph = partial(option, group="Device graphs")
 _defrag = partial(option, group="Defragmenter")
 _proof = partial(option, group="Proof")
 _trace = partial(option, group="Diagnostics")
-_gaudi = partial(option, group="Gaudi", later="Gaudi is not a supported platform yet")
-_quant = partial(option, group="Quantization", later="quantized weights and caches come in a later version")
-_spread = partial(option, group="Several devices", later="this version runs on one device")
+_gaudi = partial(option, group="Gaudi")
+_quant = partial(option, group="Quantization")
+_spread = partial(option, group="Several devices")
 _lora = partial(option, group="LoRA", later="LoRA adapters come in a later version")
-_spec = partial(option, group="Speculation", later="speculative decoding comes in a later version")
+_spec = partial(option, group="Speculation")
+
+
+BATCH_SOFTMAX = ("wsum", "amax", "head_amax", "wsum_head_amax")
+"""Softmax variants of vLLM on Gaudi that look at a whole batch."""
 
 
 def _count_or_zero(text: str) -> int:
@@ -60,6 +66,20 @@ class Settings:
     tokenizer: str | None = _model(None, "Directory or id of the tokenizer, where it is not the model's.")
     skip_tokenizer_init: bool = _model(False, "No tokenizer: prompts are token ids, and nothing is turned into text.")
     revision: str | None = _model(None, "Branch, tag or commit of a Hub model.")
+    download_dir: str | None = _model(
+        None, "Folder for models of the Hub.", default_text="the Hugging Face library's, see `HF_HOME`"
+    )
+    hf_overrides: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
+        None, "A JSON object of fields that replace those of the model's `config.json`."
+    )
+    generation_config: str = _model(
+        "auto",
+        "Whose sampling defaults are used: `auto` the model's, `vllm` none, else those of the `generation_config.json` "
+        "in this folder.",
+    )
+    override_generation_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
+        None, "A JSON object of sampling defaults that win over those of `generation_config`."
+    )
     load_format: str = _model(
         "auto", "Where weights come from; `dummy` draws random ones.", choices=("auto", "safetensors", "dummy")
     )
@@ -72,18 +92,48 @@ class Settings:
         None, "Most tokens of prompt and output together.", low=1, default_text="the model's length"
     )
     chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
+    enable_auto_tool_choice: bool = _model(
+        False, "Let models decide whether they call a tool; needs `tool_call_parser`."
+    )
+    tool_call_parser: str | None = _model(
+        None,
+        "How the model writes calls of tools: see docs/tools.md.",
+        choices=("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"),
+    )
+    reasoning_parser: str | None = _model(
+        None,
+        "How the model marks what it thinks before it answers: see docs/tools.md.",
+        choices=("qwen3", "deepseek_r1", "glm45", "mistral"),
+    )
+    structured_outputs_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
+        None,
+        "A JSON object: `backend` of grammars (auto, guidance, none), `disable_any_whitespace` and "
+        "`disable_additional_properties`, see docs/structured-outputs.md.",
+    )
+    grammar_compile_timeout_s: float = _model(5.0, "Seconds that compiling a request's grammar may take.", low=0.001)
+    preload_grammars: str | None = _model(
+        None, "File of grammars to compile before ready, the `structured_outputs` of a request in each line."
+    )
     max_logprobs: int = _model(20, "Most alternatives that `logprobs` and `prompt_logprobs` may ask for.", low=0)
 
     gpu_memory_utilization: float = _memory(
         0.9, "Share of the memory that is free after loading the model which preheat may use.", low=0.01, high=1
     )
-    block_size: int = _memory(64, "Tokens in a block of the KV cache; a power of two.", low=16, high=256)
+    block_size: int | None = _memory(
+        None,
+        "Tokens in a block of the KV cache; a power of two.",
+        low=16,
+        high=256,
+        default_text="64, on a CPU 256, on Gaudi 128",
+    )
     num_gpu_blocks_override: int | None = _memory(None, "Blocks of the KV cache, in place of a measured number.", low=2)
     kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, in place of a measured number.", low=1)
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
 
-    max_num_seqs: int = _schedule(256, "Most sequences in one step.", low=1)
-    max_num_batched_tokens: int = _schedule(2048, "Most tokens in one step, padding included.", low=1)
+    max_num_seqs: int | None = _schedule(None, "Most sequences in one step.", low=1, default_text="256, on a CPU 64")
+    max_num_batched_tokens: int | None = _schedule(
+        None, "Most tokens in one step, padding included.", low=1, default_text="2048, on a CPU 1024"
+    )
     max_num_mixed_tokens: int | None = _schedule(
         None,
         "Most tokens in a step in which some decode and others read prompts, or twice those rows if that is more.",
@@ -92,11 +142,16 @@ class Settings:
     max_num_prefill_seqs: int | None = _schedule(
         None, "Most sequences in one step that still read their prompt.", low=1
     )
+    scheduling_policy: str = _schedule(
+        "fcfs",
+        "Whose turn is next: the first come, or with `priority` the lowest `priority` of a request.",
+        choices=("fcfs", "priority"),
+    )
     enable_chunked_prefill: bool = _schedule(True, "Let a long prompt share several steps with decoding sequences.")
 
     device: str = _run(
         "auto",
-        "Where the model runs; `auto` takes an NVIDIA GPU where there is one that preheat has kernels for.",
+        "Where the model runs; `auto` takes a Gaudi or an NVIDIA GPU where there is one that preheat can use.",
         choices=("auto", *DEVICES),
     )
     async_scheduling: bool | None = _run(
@@ -134,25 +189,64 @@ class Settings:
     engine_iteration_timeout_s: float = _run(
         600.0, "Seconds that one step may take.", env="VLLM_ENGINE_ITERATION_TIMEOUT_S", low=0.001
     )
+    engine_heartbeat_timeout_s: float = _run(
+        5.0,
+        "Seconds without a heartbeat of the engine, or for a step on its device, after which `/health` says so.",
+        low=0.1,
+    )
     rpc_timeout_ms: int = _run(
         10_000, "Milliseconds that the engine may take to accept a request.", env="VLLM_RPC_TIMEOUT", low=1
     )
 
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
+    uds: str | None = _server(None, "Path of a Unix socket to listen on, in place of host and port.")
+    root_path: str = _server("", "Path under which a proxy shows the server, such as `/llm`.")
     served_model_name: tuple[str, ...] | None = _server(
         None, "Names under which clients find the model, the first one is answered.", default_text="the model"
     )
     api_key: tuple[str, ...] = _server(
-        (), "Keys that clients may use; none: no key is asked for.", env="VLLM_API_KEY", secret=True
+        (), "Keys that clients may use; none: no key is asked for.", env="VLLM_API_KEY", secret=True, one_word=True
     )
     allowed_origins: tuple[str, ...] = _server(("*",), "Origins from which browsers may call.")
     ssl_keyfile: str | None = _server(None, "Private key, to serve over TLS.")
     ssl_certfile: str | None = _server(None, "Certificate, to serve over TLS.")
     ssl_ca_certs: str | None = _server(None, "Authorities whose client certificates are asked for.")
+    enable_responses_store: bool = _server(
+        False, "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again."
+    )
     max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
     max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)
     max_body_bytes: int = _server(16 * 2**20, "Most bytes in the body of an HTTP request.", low=1024)
+    max_header_bytes: int = _server(2**16, "Most bytes in the headers of an HTTP request.", low=1024)
+    timeout_headers: float = _server(
+        10.0, "Seconds within which the headers of an HTTP request must arrive; then the connection closes.", low=0.1
+    )
+    timeout_keep_alive: int = _server(
+        5, "Seconds after which an idle connection closes.", env="VLLM_HTTP_TIMEOUT_KEEP_ALIVE", low=1
+    )
+    shutdown_timeout: float = _server(
+        30.0, "Seconds that running requests have to finish after SIGTERM; then they end with an error.", low=0
+    )
+    access_log: str = _server(
+        "off", "Log each HTTP request when it is answered, as text or as JSON.", choices=("text", "json", "off")
+    )
+    metrics_prefix: str = _server(
+        "preheat", "Prefix of the metrics' names; with `vllm` they are those of vLLM.", choices=("preheat", "vllm")
+    )
+
+    allowed_media_domains: tuple[str, ...] = _images(
+        (), "Hosts, or `host:port`, from which images are fetched by their URL; none: only data URLs are read."
+    )
+    allowed_local_media_path: str | None = _images(None, "Folder below which `file://` URLs of images may be.")
+    image_fetch_timeout: float = _images(
+        5.0, "Seconds within which an image must have been fetched.", env="VLLM_IMAGE_FETCH_TIMEOUT", low=0.01
+    )
+    limit_mm_per_prompt: dict[str, Any] | None = _images(  # noqa: RUF009 - None is not mutable
+        None, 'Most images in a prompt, as `{"image": 4}`.', default_text="as many as fit the model's length"
+    )
+    max_image_bytes: int = _images(20 * 2**20, "Most bytes in an image's file.", low=1)
+    max_image_pixels: int = _images(2**25, "Most pixels of an image, as it is sent and as it is resized.", low=1)
 
     config: str | None = _general(None, "A YAML file of options; flags and environment win over it.")
     log_level: str = _general(
@@ -162,43 +256,55 @@ class Settings:
         choices=("debug", "info", "warning", "error"),
         parse=str.lower,
     )
+    enable_log_requests: bool = _general(False, "Log each request when it arrives and when it ends, without its text.")
 
-    bucketing_policy: str = _bucketing(
-        "unified", "Separate or common shapes for prompts and decoding.", choices=("unified", "split")
+    bucketing_policy: str | None = _bucketing(
+        None,
+        "Separate or common steps for prompts and decoding.",
+        choices=("unified", "split"),
+        default_text="unified, on Gaudi split; split if a file or a range of prompts or blocks is set",
     )
     bucketing_strategy: str = _bucketing(
-        "exponential",
-        "Rule that spaces the buckets.",
+        "auto",
+        "Rule that spaces the buckets (exp, lin and pad are understood); `auto`: linear where a range is set, "
+        "padding_aware where its padding is, else exponential with `unified`, linear with `split`.",
         env="VLLM_BUCKETING_STRATEGY",
-        choices=("linear", "exponential", "padding_aware", "file"),
+        choices=("auto", "linear", "exponential", "padding_aware", "file"),
+        parse=strategy_named,
     )
-    bucketing_from_file: str | None = _bucketing(None, "File of buckets.", env="VLLM_BUCKETING_FROM_FILE")
+    bucketing_from_file: str | None = _bucketing(
+        None, "File of buckets, in place of ranges.", env="VLLM_BUCKETING_FROM_FILE"
+    )
     allow_large_plan: bool = _bucketing(False, "Boot even when the plan has more than 2,000 programs.")
-    bucket_pad_max: int | None = _bucket(None, "Most tokens or rows that `padding_aware` buckets pad by.")
-    bucket_pad_percent: int | None = _bucketing(
-        None, "Most percent that `padding_aware` buckets pad by.", low=0, high=50
+    bucket_pad_max: int | None = _bucketing(
+        None, "Most that `padding_aware` buckets pad by, in any dimension; 0: no limit.", low=0
     )
-    prompt_bs_bucket_min: int | None = _bucket(None, "Smallest prompt batch.", env="VLLM_PROMPT_BS_BUCKET_MIN")
-    prompt_bs_bucket_step: int | None = _bucket(None, "Step of prompt batches.", env="VLLM_PROMPT_BS_BUCKET_STEP")
-    prompt_bs_bucket_max: int | None = _bucket(None, "Largest prompt batch.", env="VLLM_PROMPT_BS_BUCKET_MAX")
-    prompt_seq_bucket_min: int | None = _bucket(None, "Shortest prompt.", env="VLLM_PROMPT_SEQ_BUCKET_MIN")
-    prompt_seq_bucket_step: int | None = _bucket(None, "Step of prompt lengths.", env="VLLM_PROMPT_SEQ_BUCKET_STEP")
-    prompt_seq_bucket_max: int | None = _bucket(None, "Longest prompt.", env="VLLM_PROMPT_SEQ_BUCKET_MAX")
-    decode_bs_bucket_min: int | None = _bucket(None, "Smallest decode batch.", env="VLLM_DECODE_BS_BUCKET_MIN")
-    decode_bs_bucket_step: int | None = _bucket(None, "Step of decode batches.", env="VLLM_DECODE_BS_BUCKET_STEP")
-    decode_bs_bucket_max: int | None = _bucket(None, "Largest decode batch.", env="VLLM_DECODE_BS_BUCKET_MAX")
-    decode_block_bucket_min: int | None = _bucket(None, "Fewest KV blocks.", env="VLLM_DECODE_BLOCK_BUCKET_MIN")
-    decode_block_bucket_step: int | None = _bucket(None, "Step of KV blocks.", env="VLLM_DECODE_BLOCK_BUCKET_STEP")
-    decode_block_bucket_max: int | None = _bucket(None, "Most KV blocks.", env="VLLM_DECODE_BLOCK_BUCKET_MAX")
-    decode_seq_bucket_min: int | None = _bucket(
-        None, "Shortest decoding row, in tokens, in place of blocks.", env="VLLM_DECODE_SEQ_BUCKET_MIN"
-    )
-    decode_seq_bucket_step: int | None = _bucket(
-        None, "Step of decoding rows, in tokens, in place of blocks.", env="VLLM_DECODE_SEQ_BUCKET_STEP"
-    )
-    decode_seq_bucket_max: int | None = _bucket(
-        None, "Longest decoding row, in tokens, in place of blocks.", env="VLLM_DECODE_SEQ_BUCKET_MAX"
-    )
+    bucket_pad_percent: int | None = _bucketing(None, "The same in percent.", low=0, high=50)
+    prompt_bs_bucket_min: int | None = bucket_range("prompt_bs", "min")
+    prompt_bs_bucket_step: int | None = bucket_range("prompt_bs", "step")
+    prompt_bs_bucket_max: int | None = bucket_range("prompt_bs", "max")
+    prompt_bs_bucket_pad_max: int | None = bucket_range("prompt_bs", "pad_max")
+    prompt_bs_bucket_pad_percent: int | None = bucket_range("prompt_bs", "pad_percent")
+    prompt_seq_bucket_min: int | None = bucket_range("prompt_seq", "min")
+    prompt_seq_bucket_step: int | None = bucket_range("prompt_seq", "step")
+    prompt_seq_bucket_max: int | None = bucket_range("prompt_seq", "max")
+    prompt_seq_bucket_pad_max: int | None = bucket_range("prompt_seq", "pad_max")
+    prompt_seq_bucket_pad_percent: int | None = bucket_range("prompt_seq", "pad_percent")
+    decode_bs_bucket_min: int | None = bucket_range("decode_bs", "min")
+    decode_bs_bucket_step: int | None = bucket_range("decode_bs", "step")
+    decode_bs_bucket_max: int | None = bucket_range("decode_bs", "max")
+    decode_bs_bucket_pad_max: int | None = bucket_range("decode_bs", "pad_max")
+    decode_bs_bucket_pad_percent: int | None = bucket_range("decode_bs", "pad_percent")
+    decode_block_bucket_min: int | None = bucket_range("decode_block", "min")
+    decode_block_bucket_step: int | None = bucket_range("decode_block", "step")
+    decode_block_bucket_max: int | None = bucket_range("decode_block", "max")
+    decode_block_bucket_pad_max: int | None = bucket_range("decode_block", "pad_max")
+    decode_block_bucket_pad_percent: int | None = bucket_range("decode_block", "pad_percent")
+    decode_seq_bucket_min: int | None = bucket_range("decode_seq", "min")
+    decode_seq_bucket_step: int | None = bucket_range("decode_seq", "step")
+    decode_seq_bucket_max: int | None = bucket_range("decode_seq", "max")
+    decode_seq_bucket_pad_max: int | None = bucket_range("decode_seq", "pad_max")
+    decode_seq_bucket_pad_percent: int | None = bucket_range("decode_seq", "pad_percent")
 
     skip_warmup: bool = _warm(False, "Do not warm up before serving.", env="VLLM_SKIP_WARMUP")
     determinism_warmup_iterations: int = _warm(
@@ -238,7 +344,7 @@ class Settings:
         "Layers in one graph; a step runs its graphs one after the other.",
         env="VLLM_CONFIG_HIDDEN_LAYERS",
         low=1,
-        default_text="all",
+        default_text="all, on Gaudi 1",
     )
 
     defrag_threshold: int = _defrag(
@@ -250,17 +356,18 @@ class Settings:
     defrag_with_graphs: bool | None = _defrag(
         None, "Swap blocks by captured graphs; no platform does.", env="VLLM_DEFRAG_WITH_GRAPHS", default_text="false"
     )
-    contiguous_pa: bool = _defrag(
-        False,
-        "On a CPU, decode reads the KV cache in place, up to the highest block in use; needs `--block-size 256`.",
+    contiguous_pa: bool | None = _defrag(
+        None,
+        "Decode reads the KV cache in place: on a CPU, which needs `--block-size 256`, and on Gaudi where it is set.",
         env="VLLM_CONTIGUOUS_PA",
+        default_text="on a CPU true for blocks of 256",
     )
 
     boot_check: str = _proof("quick", "Compare bits over all paths before ready.", choices=("off", "quick", "full"))
     require_invariance: bool = _proof(False, "Refuse to start where invariance cannot be promised.")
 
     debug: tuple[str, ...] = _trace(
-        (), "Parts that explain themselves in the log.", env="VLLM_DEBUG", choices=("defrag",)
+        (), "Parts that explain themselves in the log.", env="VLLM_DEBUG", choices=("defrag", "warmup")
     )
     profiler_enabled: bool = _trace(
         False,
@@ -282,33 +389,108 @@ class Settings:
         False, "Log such fallbacks of every step, none included.", env="VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL"
     )
 
-    tensor_parallel_size: int = _spread(1, "Devices that share each layer.", low=1)
+    tensor_parallel_size: int = _spread(
+        1, "Devices, or processes on a CPU, that share each layer: 1, 2, 4 or 8.", low=1, high=8
+    )
+    tp_invariant: bool | None = _spread(
+        None,
+        "Sum layers that devices share in an order that is the same on 1, 2 and 4 of them.",
+        default_text="with more than one device",
+    )
 
-    quantization: str | None = _quant(None, "Method by which weights are quantized.")
-    quant_config: str | None = _quant(None, "File of measured ranges for FP8.", env="QUANT_CONFIG")
-    kv_cache_dtype: str = _quant("auto", "Type of the KV cache.")
-    weights_load_device: str | None = _quant(None, "Device that holds weights while they are quantized.")
+    quantization: str | None = _quant(
+        None,
+        "How weights are quantized: `fp8` makes float8 of a checkpoint that is not quantized, while it is loaded; "
+        "`inc` rounds linear layers to FP8 by the measured ranges that `quant_config` names. One that is quantized "
+        "needs no option; naming another method than its own is an error.",
+    )
+    quant_config: str | None = _quant(
+        None,
+        "JSON file of Intel Neural Compressor: what is quantized, how, and where the measured ranges are.",
+        env="QUANT_CONFIG",
+    )
+    kv_cache_dtype: str = _quant(
+        "auto",
+        "Type of the KV cache; `auto` is the model's, `fp8` is e4m3, `fp8_inc` takes its scales from `quant_config`.",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "bfloat16", "float16", "float32"),
+    )
+    weights_load_device: str | None = _quant(
+        None,
+        "Where weights are read and prepared, layer by layer, before they go to the device.",
+        choices=(HOST,),
+        default_text="the device",
+    )
 
     enable_lora: bool = _lora(False, "Serve adapters.")
     max_loras: int = _lora(1, "Most adapters in one step.", low=1)
     max_lora_rank: int = _lora(16, "Largest rank of an adapter.", low=1)
     lora_modules: tuple[str, ...] = _lora((), "Adapters, as name=path.")
 
-    speculative_model: str | None = _spec(None, "Model, or method, that drafts tokens.")
-    num_speculative_tokens: int | None = _spec(None, "Tokens drafted for one step.", low=1)
-    num_scheduler_steps: int = _spec(1, "Steps that are run for one decision of the scheduler.", low=1)
+    speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable
+        None, "What drafts tokens, as vLLM's JSON object: see docs/speculation.md."
+    )
+    speculative_model: str | None = _spec(None, "`[ngram]`, or the model that drafts; as `model` in the object.")
+    num_speculative_tokens: int | None = _spec(None, "Tokens drafted for a row; as in the object.", low=1, high=128)
+    speculative_k: str = _spec(
+        "fixed",
+        "Draft all of those tokens, or choose how many from measured costs and from what was accepted.",
+        choices=("fixed", "auto"),
+    )
+    ngram_prompt_lookup_max: int | None = _spec(None, "As `prompt_lookup_max` in the object.", low=1, high=64)
+    ngram_prompt_lookup_min: int | None = _spec(None, "As `prompt_lookup_min` in the object.", low=1, high=64)
+    num_scheduler_steps: int = _spec(
+        1,
+        "vLLM's multi-step scheduling. More than 1 is `--async-scheduling`: the next step is prepared while one runs.",
+        low=1,
+    )
 
     lazy_collectives: bool | None = _gaudi(
-        None, "Collectives within lazy graphs.", env="PT_HPU_ENABLE_LAZY_COLLECTIVES"
+        None,
+        "Collectives within lazy graphs, which several cards with HPU Graphs need.",
+        env="PT_HPU_ENABLE_LAZY_COLLECTIVES",
+        default_text="the bridge's",
     )
     disable_tensor_cache: bool | None = _gaudi(
-        None, "No tensor cache for graphs.", env="PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+        None,
+        "Graphs do not keep what they compute on the way; false takes more memory for each.",
+        env="PT_HPUGRAPH_DISABLE_TENSOR_CACHE",
+        default_text="true",
     )
-    metrics_gc_details: bool | None = _gaudi(None, "Details of compilations.", env="PT_HPU_METRICS_GC_DETAILS")
+    metrics_gc_details: bool | None = _gaudi(
+        None,
+        "Cold events say what was compiled.",
+        env="PT_HPU_METRICS_GC_DETAILS",
+        default_text="the bridge's",
+    )
+    pa_softmax_impl: str | None = _gaudi(
+        None,
+        "How attention over the cache is normalised: by each row's own maximum, in both.",
+        env="VLLM_PA_SOFTMAX_IMPL",
+        choices=("index_reduce", "scatter_reduce", *BATCH_SOFTMAX),
+        later=dict.fromkeys(
+            BATCH_SOFTMAX, "its maximum is taken over rows of other requests, on which bits would then depend"
+        ),
+        default_text="index_reduce",
+    )
+    use_fake_hpu: bool = _gaudi(
+        False, "Run on a fake device, which must be installed; for tests.", env="VLLM_USE_FAKE_HPU"
+    )
 
     def __post_init__(self) -> None:
         for opt in OPTIONS.values():
             opt.check(getattr(self, opt.name), opt.name)
+        _check_mm_limits(self.limit_mm_per_prompt)
+        if self.tensor_parallel_size not in (1, 2, 4, 8):
+            raise SettingsError(
+                f"tensor_parallel_size must be 1, 2, 4 or 8, got {self.tensor_parallel_size}",
+                param="tensor_parallel_size",
+            )
+        if self.tensor_parallel_size > 1 and self.tp_invariant is False:
+            raise SettingsError(
+                "tp_invariant is the only order in which several devices add: leave it out, or set "
+                "tensor_parallel_size to 1",
+                param="tp_invariant",
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl_keyfile and ssl_certfile belong together: give both or none")
         if self.skip_warmup and self.on_cold == "raise":
@@ -320,10 +502,39 @@ class Settings:
                 "skip_tokenizer_init leaves no use for tokenizer and chat_template: drop it, or them",
                 param="skip_tokenizer_init",
             )
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise SettingsError(
+                "enable_auto_tool_choice needs a tool_call_parser: name the one of the model", param="tool_call_parser"
+            )
+        structured_config(self.structured_outputs_config)
+        if self.root_path.strip("/") and not self.root_path.startswith("/"):
+            raise SettingsError(f"root_path {self.root_path!r} must begin with a slash", param="root_path")
+        if (self.quantization == "inc") != (self.quant_config is not None):
+            raise SettingsError(
+                "quantization inc and quant_config (QUANT_CONFIG) belong together: give both or none",
+                param="quant_config",
+            )
+        if self.kv_cache_dtype == "fp8_inc" and self.quantization != "inc":
+            raise SettingsError(
+                "kv_cache_dtype fp8_inc takes its scales from QUANT_CONFIG: add --quantization inc, or write fp8",
+                param="kv_cache_dtype",
+            )
+        if self.num_scheduler_steps > 1 and self.async_scheduling is False:
+            raise SettingsError(
+                f"num_scheduler_steps {self.num_scheduler_steps} asks for steps that are prepared ahead, and "
+                "async_scheduling is off: drop one of them",
+                param="num_scheduler_steps",
+            )
+        _ = self.speculation
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise SettingsError(f"block_size must be a power of two, got {self.block_size}", param="block_size")
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What drafts tokens; None: nothing does."""
+        return speculation(self)
 
     @classmethod
     def load(
@@ -338,13 +549,24 @@ class Settings:
         environment, ``config_file`` the option ``config``. Raises SettingsError for unknown names and values; unknown
         variables are only warned about.
         """
-        values = _from_env(os.environ if env is None else env)
+        env = os.environ if env is None else env
+        values = read_environment(OPTIONS, env)
         for name, value in (args or {}).items():
             values[name] = _known(name, "option").convert(value, name)
         path = config_file or values.get("config")
         if path is not None:
             values = {"config": path, **_from_file(path), **values}
-        return cls(**values)
+        return cls(**with_bucketing_policy(without_unused(values, args or {}, env)))
+
+
+def _check_mm_limits(limits: dict[str, Any] | None) -> None:
+    """Raise SettingsError unless ``limits`` are counts of what a prompt may hold besides text."""
+    for name, count in (limits or {}).items():
+        if name != "image" or type(count) is not int or count < 0:
+            raise SettingsError(
+                f'limit_mm_per_prompt: {name!r}: {count!r} is not {{"image": a number of images}}',
+                param="limit_mm_per_prompt",
+            )
 
 
 OPTIONS: dict[str, Option] = registry(Settings)
@@ -353,28 +575,8 @@ OPTIONS: dict[str, Option] = registry(Settings)
 
 def _known(name: str, what: str) -> Option:
     if name not in OPTIONS:
-        raise SettingsError(f"unknown {what} {name!r}{did_you_mean(name, OPTIONS)}", param=name)
+        raise SettingsError(f"unknown {what} {name!r}{instead_of(name, OPTIONS)}", param=name)
     return OPTIONS[name]
-
-
-def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment sets; warns about unknown variables with our prefixes."""
-    values: dict[str, Any] = {}
-    known = [name for opt in OPTIONS.values() for name in opt.env_names]
-    for opt in OPTIONS.values():
-        name = next((name for name in opt.env_names if name in env), None)
-        if name is not None:
-            values[opt.name] = opt.convert(env[name], name)
-    for name in sorted(env):
-        if name.startswith(("VLLM_", "PREHEAT_")) and name not in known:
-            _warn(f"Unknown environment variable {name} is ignored{did_you_mean(name, known)}")
-    return values
-
-
-@cache
-def _warn(message: str) -> None:
-    """Log a warning, once for each process."""
-    logger.warning(message)
 
 
 def _from_file(path: str) -> dict[str, Any]:
@@ -382,7 +584,7 @@ def _from_file(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             content = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"cannot read the config file {path}: {error}", param="config") from None

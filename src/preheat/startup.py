@@ -6,20 +6,30 @@ The frontend's process never imports torch, so :func:`boot_engine` imports what 
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preheat.backends.registry import facts_of, wake
 from preheat.core import Died, ToEngine
-from preheat.errors import WireError
+from preheat.errors import PreheatError, SettingsError, WireError
+from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.tokenizer import NoTokenizer, Tokenizer
+from preheat.frontend.input_processor import override_params, recommended_params
+from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
-from preheat.model.files import find_checkpoint, read_config
+from preheat.model.files import find_model, find_tokenizer, read_config
+from preheat.model.kv_scales import with_kv_dtype
+from preheat.model.quantization import bytes_by_scheme, check_backend
+from preheat.model.shard import shard, sums_leaves
+from preheat.model.specs import ModelSpec
 from preheat.plan import commands
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
@@ -32,22 +42,102 @@ from preheat.warmup.store import cache_root
 if TYPE_CHECKING:
     from preheat.backends.base import Backend
     from preheat.engine.loop import EngineSide, Loop
+    from preheat.frontend.images import Images
+
+logger = logging.getLogger(__name__)
 
 
-def boot_front(settings: Settings, send: Callable[[ToEngine], None], metrics: Metrics | None = None) -> Frontend:
-    """The frontend with its tokenizer and chat template. ``send`` hands a message to the engine."""
-    folder = find_checkpoint(settings.model, settings.revision, with_weights=False)
-    tokens = find_checkpoint(settings.tokenizer, with_weights=False) if settings.tokenizer else folder
-    tokenizer = NoTokenizer(folder) if settings.skip_tokenizer_init else Tokenizer(tokens, folder)
-    return Frontend(
-        tokenizer,
-        send,
-        template=ChatTemplate(tokenizer, settings.chat_template),
-        max_logprobs=settings.max_logprobs,
-        max_queued=settings.max_queued_requests,
-        metrics=metrics,
-        seed=settings.seed,
+def boot_front(
+    settings: Settings,
+    send: Callable[[ToEngine], None],
+    metrics: Metrics | None = None,
+    *,
+    max_queued: int | None = None,
+) -> Frontend:
+    """The frontend with its tokenizer and chat template. ``send`` hands a message to the engine; at most
+    ``max_queued`` sequences may wait there.
+
+    Raises SettingsError or ModelError, saying what to change.
+    """
+    with boot_errors("The tokenizer cannot be loaded"):
+        folder = find_model(settings, with_weights=False)
+        files = ModelFiles(folder, settings.hf_overrides, _generation_folder(settings))
+        tokens = find_tokenizer(settings) if settings.tokenizer else folder
+        tokenizer = NoTokenizer(folder, files) if settings.skip_tokenizer_init else Tokenizer(tokens, files)
+        images = _images(settings, folder)
+        image_token = tokenizer.token_text(images.token_id) if images else None
+        template = ChatTemplate(tokenizer, settings.chat_template, image_token)
+        template.check()
+        return Frontend(
+            tokenizer,
+            send,
+            template=template,
+            recommended=_recommended(settings, files),
+            max_logprobs=settings.max_logprobs,
+            max_queued=max_queued,
+            metrics=metrics,
+            seed=settings.seed,
+            log_requests=settings.enable_log_requests,
+            images=images,
+            priorities=settings.scheduling_policy == "priority",
+            formats=AnswerFormats(
+                tokenizer,
+                settings.tool_call_parser if settings.enable_auto_tool_choice else None,
+                settings.reasoning_parser,
+            ),
+        )
+
+
+def _images(settings: Settings, folder: Path) -> Images | None:
+    """What reads the images of requests, if the model sees any: Pillow is imported for no other."""
+    config = read_config(folder, settings.hf_overrides)
+    spec = read_spec(config) if "vision_config" in config or "text_config" in config else None
+    if spec is None or spec.vision is None:
+        return None
+    from preheat.frontend.images import Images, PixelConfig, check_positions
+    from preheat.frontend.media import MediaReader
+
+    pixels = PixelConfig.read(folder)
+    if pixels is None:
+        logger.warning("%s holds no preprocessor_config.json: requests with images are refused", folder)
+        return None
+    check_positions(folder, spec.vision.num_patches, spec.image_tokens)
+    reader = MediaReader(
+        domains=settings.allowed_media_domains,
+        folder=settings.allowed_local_media_path,
+        max_bytes=settings.max_image_bytes,
+        timeout=settings.image_fetch_timeout,
     )
+    return Images(
+        pixels,
+        reader,
+        size=spec.vision.image_size,
+        tokens=spec.image_tokens,
+        token_id=spec.vision.image_token,
+        limit=(settings.limit_mm_per_prompt or {}).get("image"),
+        max_pixels=settings.max_image_pixels,
+    )
+
+
+def _generation_folder(settings: Settings) -> Path | None:
+    """The folder that ``--generation-config`` names; None if it is the model's."""
+    if settings.generation_config in ("auto", "vllm"):
+        return None
+    folder = Path(settings.generation_config).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise SettingsError(
+            f"generation_config: {folder} holds no generation_config.json; write auto, vllm or a folder that does",
+            param="generation_config",
+        )
+    return folder
+
+
+def _recommended(settings: Settings, files: ModelFiles) -> dict[str, object]:
+    """The sampling defaults, by parameter."""
+    given = settings.override_generation_config or {}
+    overridden = {key: value for key, value in files.generation.items() if key not in given}
+    own = {} if settings.generation_config == "vllm" else recommended_params(overridden, files.generation_path)
+    return own | override_params(given)
 
 
 def planned(settings: Settings, *, as_json: bool = False) -> str:
@@ -55,10 +145,24 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
 
     The device is not looked at: it counts as one that computes in bfloat16 and has room for every sequence.
     """
-    spec = read_spec(read_config(find_checkpoint(settings.model, settings.revision, with_weights=False)))
+    spec = _spec(settings)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
     facts = facts_of(settings.device)
-    return commands.plan(settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, as_json=as_json)
+    spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)
+    check_backend(spec, facts)
+    weights = bytes_by_scheme(spec, facts, 4 if dtype == "float32" else 2)
+    return commands.plan(
+        settings, spec, spec.max_position_embeddings, dtype=dtype, facts=facts, weights=weights, as_json=as_json
+    )
+
+
+def _spec(settings: Settings) -> ModelSpec:
+    """The spec of the model, or of a rank's shard. Raises ModelError for a config that makes none, and for a model that
+    cannot be divided.
+    """
+    config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
+    spec = read_spec(config, settings.quantization)
+    return shard(spec, 0, settings.tensor_parallel_size) if sums_leaves(settings) else spec
 
 
 def boot_engine(
@@ -73,18 +177,46 @@ def boot_engine(
     Raises SettingsError or ModelError, saying what to change.
     """
     started = time.monotonic()
-    check_required(settings)
-    explain(settings.debug)
-    trace = open_trace(settings.profiler_enabled)
-    wake(settings.device)
-    with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
-        from preheat.boot import boot
-    keep_imports()
-    return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
+    with boot_errors("The engine cannot start"):
+        check_required(settings)
+        explain(settings.debug)
+        _spec(settings)  # a config that does not fit is told before torch is imported
+        trace = open_trace(settings.profiler_enabled)
+        wake(settings.device)
+        with trace.span("Importing torch"), pycache.kept(cache_root(settings)):
+            from preheat.boot import boot
+        keep_imports()
+        return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
+
+
+@contextmanager
+def boot_errors(what: str) -> Iterator[None]:
+    """Errors that preheat did not foresee become a PreheatError of one line, whose cause is kept."""
+    try:
+        yield
+    except PreheatError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        if _is_no_memory(error):
+            raise PreheatError(
+                f"{what}: there is not enough memory ({reason or type(error).__name__}): use a smaller model, or lower "
+                "--max-num-seqs, --max-num-batched-tokens, --max-model-len or the size of the KV cache"
+            ) from error
+        raise PreheatError(f"{what}: {type(error).__name__}: {reason}; --log-level debug shows where") from error
+
+
+def _is_no_memory(error: Exception) -> bool:
+    """Whether Python, torch or a device is out of memory; torch is not imported here, and its CPU error has no class
+    of its own.
+    """
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def run_engine(settings: Settings, address: str) -> None:
-    """The engine's process: boot, say so, run until drained. A fatal error is sent to the frontend, then raised.
+    """The engine's process: boot, say so, run until drained. A fatal error is sent to the frontend. The server
+    prints that of a boot; a later one, which nobody foresaw, is raised too.
 
     Nearly all objects that a boot makes stay: the garbage collector looks at them once, at the end, and never again.
     """
@@ -96,10 +228,17 @@ def run_engine(settings: Settings, address: str) -> None:
     gc.disable()
     set_up_logging(settings.log_level)
     transport = EngineTransport(address)
+    loop: Loop | None = None
     try:
-        boot_engine(settings, transport, before_ready).run()
+        loop = boot_engine(settings, transport, before_ready)
+        loop.executor.on_death(transport.report_death)
+        transport.start_heartbeat(lambda: loop.launch_timer.running() < settings.engine_heartbeat_timeout_s)
+        loop.run()
     except BaseException as error:
         transport.put(Died(WireError.of(error)))
-        raise
+        if loop is not None:
+            raise
+        logger.debug("The boot failed", exc_info=True)
+        sys.exit(1)
     finally:
         transport.close()

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from preheat.core import Delta, Died, FromEngine, Progress, Ready, Report, Request, ToEngine
+from preheat.errors import PreheatError, WireError
+from preheat.utils.heartbeat import Heartbeat
 
 _SCHEME = "ipc://"
 _REQUESTS, _DELTAS = "requests", "deltas"  # the names of the two sockets
@@ -58,6 +62,10 @@ class Taken(msgspec.Struct, tag="taken"):
     count: int
 
 
+class Beat(msgspec.Struct, tag="beat"):
+    """The engine is alive."""
+
+
 class _End:
     """One of two processes: binds its socket for incoming messages, connects the one for outgoing messages."""
 
@@ -74,7 +82,16 @@ class EngineTransport(_End):
 
     def __init__(self, address: str) -> None:
         super().__init__(address + _REQUESTS, address + _DELTAS)
+        self._address = address
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._heartbeat: Heartbeat | None = None
+
+    def start_heartbeat(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Tell the frontend from now on that the engine lives, while ``alive()`` is true."""
+        socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
+        socket.connect(self._address + _DELTAS)
+        beat = self._encoder.encode(Beat())
+        self._heartbeat = Heartbeat(lambda: socket.send(beat), alive)
 
     def take(self, timeout: float | None) -> list[ToEngine]:
         """All messages to the engine; waits up to ``timeout`` seconds for the first one (None: forever)."""
@@ -90,22 +107,34 @@ class EngineTransport(_End):
         """Send to the frontend."""
         self._out.send(self._encoder.encode(message))
 
+    def report_death(self, error: PreheatError) -> None:
+        """Tell the frontend that the engine is dead, from any thread: the loop may wait for requests."""
+        with suppress(zmq.ZMQError):  # the engine has left by itself
+            socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
+            socket.connect(self._address + _DELTAS)
+            socket.send(msgspec.msgpack.encode(Died(WireError.of(error))))
+            socket.close(_LINGER_MS)
+
     def close(self) -> None:
         """Close, after the last message was sent."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self._context.destroy(linger=_LINGER_MS)
 
 
 class FrontendTransport(_End):
     """The frontend's end. It owns the sockets' folder, which only this user can enter.
 
-    ``untaken`` counts the requests that the engine has not taken yet.
+    ``untaken`` has the ids of the requests that the engine has not taken yet, with the time when each was sent, in
+    order. ``beat_at`` is the time of the last heartbeat, or None before the first. Times are monotonic seconds.
     """
 
     def __init__(self) -> None:
         self.address = f"{_SCHEME}{_private_folder()}/"
         super().__init__(self.address + _DELTAS, self.address + _REQUESTS)
-        self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Taken)
-        self.untaken = 0
+        self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Taken | Beat)
+        self.untaken: deque[tuple[int, float]] = deque()
+        self.beat_at: float | None = None
 
     def fileno(self) -> int:
         """Readable when there may be messages; edge-triggered, so receive until there are none."""
@@ -114,17 +143,22 @@ class FrontendTransport(_End):
     def send(self, message: ToEngine) -> None:
         """Never blocks. Messages that the engine never takes are dropped in :meth:`close`."""
         self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
-        self.untaken += isinstance(message, Request)
+        if isinstance(message, Request):
+            self.untaken.append((message.id, time.monotonic()))
 
     def receive(self) -> list[FromEngine]:
         """All messages of the engine since the last call; never waits."""
         messages: list[FromEngine] = []
         for frame in _frames(self._in):
             message = self._decoder.decode(frame)
-            if isinstance(message, Taken):
-                self.untaken -= message.count
-            else:
-                messages.append(message)
+            match message:
+                case Taken():
+                    for _ in range(message.count):
+                        self.untaken.popleft()
+                case Beat():
+                    self.beat_at = time.monotonic()
+                case _:
+                    messages.append(message)
         return messages
 
     def close(self) -> None:

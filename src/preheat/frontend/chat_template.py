@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from preheat.errors import InvalidRequest, ModelError
+from preheat.frontend.image_parts import IMAGE
 from preheat.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+_RESERVED = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"
+}  # fmt: skip
+_END = "FINAL_MESSAGE_ENDS_HERE "
+"""Follows a message that is to be continued; a template that trims drops its last character."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -33,13 +38,24 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Refusal(jinja2.TemplateError):
+    """What a template raises on purpose, about a conversation that its model cannot have."""
+
+
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)
 
 
 def _tojson(value: object, **options: Any) -> str:
     """Unlike Jinja's own filter, this one escapes no HTML: a model reads the result, not a browser."""
     return json.dumps(value, **({"ensure_ascii": False} | options))
+
+
+_REPLACE = "correct it, or give another with --chat-template"
+
+
+def _where(error: jinja2.TemplateError) -> str:
+    return f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
 
 
 @lru_cache(maxsize=16)
@@ -52,59 +68,159 @@ def _compiled(source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise InvalidRequest(f"The chat template cannot be read: {error}", param="chat_template") from error
+        raise ModelError(f"the chat template is broken: {_where(error)}{error}; {_REPLACE}") from error
+
+
+@lru_cache(maxsize=16)
+def _variables(source: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(_compiled(source).environment.parse(source)))
 
 
 class ChatTemplate:
-    """The tokenizer's chat template, or ``override``: the path of a file, or the template itself."""
+    """The tokenizer's chat template, or ``override``: the path of a file, or the template itself. ``image_token`` is
+    the text that stands for an image; None: the model sees none.
 
-    def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._source = _read_override(override) if override else _default_source(tokenizer)
+    Raises ModelError for one that cannot be read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, override: str | None = None, image_token: str | None = None) -> None:
+        self._tokenizer, self._image_token = tokenizer, image_token
+        self._source = None
+        if tokenizer.speaks:
+            self._source = _read_override(override) if override else _default_source(tokenizer)
+        if self._source is not None:
+            _compiled(self._source)
+
+    def check(self) -> None:
+        """Raise ModelError if the template fails on one message of a user, other than by its own decision."""
+        if self._source is None:
+            return
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except InvalidRequest as error:
+            if not isinstance(error.__cause__, _Refusal):
+                raise ModelError(
+                    f"the chat template fails on a single message of a user: {error.__cause__}; {_REPLACE}"
+                ) from error
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether it looks into contents that are lists, so that it decides itself where images are."""
+        if self._image_token is None or self.source is None:
+            return False
+        parts = [IMAGE, {"type": "text", "text": "Hello"}]
+        try:
+            known = {**self._tokenizer.special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+            text = _compiled(self.source).render(messages=[{"role": "user", "content": parts}], **known)
+        except Exception:  # one that expects texts may raise anything
+            return False
+        return text.count(self._image_token) == 1 and "Hello" in text and "'type'" not in text
+
+    @property
+    def source(self) -> str | None:
+        """The template itself, if there is one."""
+        return self._source
+
+    def uses(self, name: str) -> bool:
+        """Whether the template looks at the variable ``name`` at all."""
+        return self._source is not None and name in _variables(self._source)
 
     def render(
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for ``messages``. Contents that are lists must hold text parts; newlines join them.
+        """The prompt for ``messages``. Contents that are lists must hold text parts, or
+        :data:`~preheat.frontend.image_parts.IMAGE`; newlines join them, unless the template looks into lists itself.
 
-        Raises InvalidRequest if there is no template or the template rejects the conversation.
+        It ends with the header of the model's answer (``add_generation_prompt``), or within the last message, which the
+        model goes on with (``continue_final_message``); the header is the default. Raises InvalidRequest for both, if
+        there is no template, or if the template rejects the conversation.
         """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to true",
+                param="continue_final_message",
+            )
         if not self._tokenizer.speaks:
             raise InvalidRequest(
                 "A conversation becomes text, and there is no tokenizer (skip_tokenizer_init): give the prompt as "
                 "token ids",
                 param="messages",
             )
-        if self._source is None:
+        if self.source is None:
             raise InvalidRequest("The model has no chat template; give one with --chat-template", param="messages")
         if clash := _RESERVED & (variables or {}).keys():
             raise InvalidRequest(f"{', '.join(sorted(clash))} cannot be set here", param="chat_template_kwargs")
-        known = {**self._tokenizer.special_tokens, **(variables or {}), "tools": None, "documents": None}
-        plain = [{**message, "content": _text_of(message.get("content"))} for message in messages]
+        known = {
+            **self._tokenizer.special_tokens,
+            **(variables or {}),
+            "tools": tools or None,
+            "documents": documents or None,
+        }
+        plain = [{**message, "content": self._content(message.get("content"))} for message in messages]
+        known["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
+        final = _mark_end(plain) if continue_final_message else None
         try:
-            return _compiled(self._source).render(messages=plain, add_generation_prompt=add_generation_prompt, **known)
+            text = _compiled(self.source).render(messages=plain, **known)
         except InvalidRequest:
             raise
         except Exception as error:  # an expression in a template may raise anything
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
+        return text if final is None else _up_to_the_end_of(final, text)
+
+    def _content(self, content: object) -> str | list[Message]:
+        """A message's content as the template takes it: one string, or parts."""
+        if self._takes_parts and isinstance(content, str | None):
+            return [{"type": "text", "text": content or ""}]
+        if content is None:
+            return ""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise InvalidRequest("content must be a string or a list of text parts", param="messages")
+        texts = [_text_part(part, self._image_token) for part in content]
+        if not self._takes_parts:
+            return "\n".join(texts)
+        parts = zip(content, texts, strict=True)
+        return [IMAGE if part == IMAGE else {"type": "text", "text": text} for part, text in parts]
 
 
-def _text_of(content: object) -> str:
-    """A message's content as one string."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest("content must be a string or a list of text parts", param="messages")
-    return "\n".join(_text_part(part) for part in content)
+def _mark_end(messages: Sequence[dict[str, Any]]) -> str:
+    """Put _END behind the last message's text, which is returned."""
+    last = messages[-1] if messages else {}
+    parts = last.get("content")
+    if isinstance(parts, list):
+        last = parts[-1] = dict(parts[-1]) if parts else {}
+    name = "text" if isinstance(parts, list) else "content"
+    if not isinstance(last.get(name), str):
+        raise InvalidRequest("continue_final_message needs a message to continue", param="continue_final_message")
+    final = str(last[name])
+    last[name] = final + _END
+    return final
 
 
-def _text_part(part: object) -> str:
+def _up_to_the_end_of(final: str, text: str) -> str:
+    """``text`` without what the template puts behind the ``final`` message, which ends with _END in it."""
+    end = text.rfind(_END.rstrip())
+    if end < 0 or final.strip() not in text:
+        raise InvalidRequest(
+            "The chat template does not show the final message as it is, so it cannot be continued",
+            param="continue_final_message",
+        )
+    if text.startswith(_END, end):
+        return text[:end]
+    return text[:end].removesuffix(final[len(final.rstrip()) :])
+
+
+def _text_part(part: object, image_token: str | None) -> str:
+    if part == IMAGE and image_token is not None:
+        return image_token
     if isinstance(part, str):
         return part
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
@@ -118,17 +234,24 @@ def _read_override(template: str) -> str:
     if "{" in template or "\n" in template:
         return template
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(f"--chat-template {template} cannot be read: {error.strerror}") from error
+        return Path(template).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"--chat-template {template} cannot be read: {reason}") from error
 
 
 def _default_source(tokenizer: Tokenizer) -> str | None:
     """chat_template.jinja, else ``chat_template`` of the config: a template, or a list of them with a "default"."""
     file = tokenizer.folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}; {_REPLACE}") from error
     template = tokenizer.config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str | None):
+        raise ModelError(f"{tokenizer.folder}: chat_template of tokenizer_config.json must be a text; {_REPLACE}")
+    return template

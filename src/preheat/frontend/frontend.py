@@ -6,24 +6,32 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from preheat.core import Delta, Died, FromEngine, Progress, Ready, ToEngine
-from preheat.errors import EngineDead, NotInvariant, NotReady, TooManyRequests
+from preheat.core import Delta, Died, FromEngine, Image, Progress, Ready, ResetPrefixCache, ToEngine
+from preheat.errors import EngineDead, InvalidRequest, NotInvariant, NotReady, PreheatError, TooManyRequests
+from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.input_processor import InputProcessor
+from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Metrics
+
+if TYPE_CHECKING:
+    from preheat.frontend.images import Images, Source  # it needs Pillow, which other models do without
 
 
 class Frontend:
     """Serves one model: ``prepare`` checks a request, :meth:`start` sends it, ``abort`` ends it at any time.
 
     ``send`` hands a message to the engine; :meth:`handle` takes each one that comes back. ``ready``: the engine's
-    limits, once it can run. ``template``: the tokenizer's own by default. ``max_queued``: most sequences that may wait
-    for their first step. For ``max_logprobs`` and ``seed`` see :class:`InputProcessor`.
+    limits, once it can run. ``template`` and ``recommended`` (sampling defaults): the model's own unless given.
+    ``max_queued``: most sequences that may wait for their first step. ``log_requests``: see
+    :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
+    For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
+    if the model sees them.
     """
 
     def __init__(
@@ -32,15 +40,29 @@ class Frontend:
         send: Callable[[ToEngine], None],
         *,
         template: ChatTemplate | None = None,
+        recommended: Mapping[str, object] | None = None,
         max_logprobs: int = 20,
         max_queued: int | None = None,
         metrics: Metrics | None = None,
         seed: int | None = None,
+        log_requests: bool = False,
+        images: Images | None = None,
+        formats: AnswerFormats | None = None,
+        priorities: bool = False,
     ) -> None:
         self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
-        self.metrics = metrics or Metrics("preheat")
-        self.input = InputProcessor(tokenizer, self.limits, max_logprobs=max_logprobs, seed=seed)
-        self.output = OutputProcessor(send, self.metrics)
+        self.formats = formats or AnswerFormats(tokenizer)
+        self.metrics, self.images = metrics or Metrics("preheat"), images
+        self.input = InputProcessor(
+            tokenizer,
+            self.limits,
+            recommended=_own(tokenizer) if recommended is None else recommended,
+            max_logprobs=max_logprobs,
+            seed=seed,
+            images=images,
+            priorities=priorities,
+        )
+        self.output = OutputProcessor(send, self.metrics, log=log_requests)
         self.prepare, self.abort, self.fail_all = self.input.prepare, self.output.abort, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None
@@ -51,6 +73,10 @@ class Frontend:
     def num_unfinished(self) -> int:
         """Choices that are not finished, waiting ones included."""
         return len(self.output.choices)
+
+    def is_unfinished(self, id: int) -> bool:
+        """Whether the choice of this id is not finished."""
+        return id in self.output.choices
 
     @property
     def busy(self) -> bool:
@@ -71,10 +97,20 @@ class Frontend:
         if self.ready is not None and self.ready.blocked_reason:
             raise NotInvariant(_blocked(self.ready))
 
+    def load_images(self, sources: Sequence[Source]) -> list[Image]:
+        """The images of a request, in order. Raises InvalidRequest. May wait for the network."""
+        self.input.check_images(len(sources))
+        return self.images.load(sources) if self.images is not None else []
+
     def start(self, states: Iterable[RequestState]) -> None:
         """Send prepared requests to the engine: all, or none with TooManyRequests if the queue is full."""
         states = list(states)
         asked, waiting = sum(state.params.n for state in states), self.metrics.waiting
+        if self._max_queued is not None and asked > self._max_queued:
+            raise InvalidRequest(
+                f"The request asks for {asked} sequences (prompts x n), but at most {self._max_queued} can wait "
+                "(--max-queued-requests): ask for fewer"
+            )
         if self._max_queued is not None and waiting + asked > self._max_queued:
             raise TooManyRequests(f"{waiting} sequences are waiting already; try again later")
         self.limits()
@@ -83,6 +119,17 @@ class Frontend:
             self.output.add(state)
             for request in requests:
                 self._send(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache before the next request. Raises EngineDead or NotReady."""
+        self.limits()
+        self._send(ResetPrefixCache())
+
+    def fail(self, ids: Iterable[int], error: PreheatError) -> None:
+        """End the requests of these choices, those that have not ended, with ``error``."""
+        for id in ids:
+            if self.is_unfinished(id):  # the failure of another may have ended it
+                self.output.fail(self.output.choices[id].state, error)
 
     def handle(self, message: FromEngine) -> None:
         """Process a message of the engine."""
@@ -101,6 +148,10 @@ class Frontend:
         if self.dead is None:
             self.dead = message
             self.fail_all(EngineDead(message))
+
+
+def _own(tokenizer: Tokenizer) -> dict[str, object]:
+    return recommended_params(tokenizer.model.generation, tokenizer.model.generation_path)
 
 
 def _blocked(ready: Ready) -> str:

@@ -8,32 +8,51 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from preheat.core import MAX_STOP_IDS, SAMPLING_FIELDS, Ready, Request, SamplingParams
-from preheat.errors import ContextTooLong, InvalidRequest
+from preheat.core import MAX_STOP_IDS, SAMPLING_FIELDS, Image, Ready, Request, SamplingParams, Segment
+from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from preheat.frontend.detokenize import SILENT
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from preheat.frontend.images import Images  # it needs Pillow, which other models do without
+
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 16_384
-_RECOMMENDED = {name: field.recommended for name, field in SAMPLING_FIELDS.items() if field.recommended}
+MAX_BAD_WORDS = 1024
+_RECOMMENDED = {field.recommended: name for name, field in SAMPLING_FIELDS.items() if field.recommended}
 
 
 class InputProcessor:
     """Makes requests for one model. ``limits`` returns the engine's limits, or raises while it takes no requests.
 
-    ``max_logprobs`` bounds the alternatives per position. ``seed`` seeds the draw of seeds for requests without one.
+    ``recommended`` are sampling defaults by parameter, see :func:`recommended_params`. ``max_logprobs`` bounds the
+    alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images`` are for models that
+    see them. ``priorities``: requests may have one.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Callable[[], Ready], *, max_logprobs: int = 20, seed: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        limits: Callable[[], Ready],
+        *,
+        recommended: Mapping[str, object],
+        max_logprobs: int = 20,
+        seed: int | None = None,
+        images: Images | None = None,
+        priorities: bool = False,
     ) -> None:
-        self.tokenizer, self._limits = tokenizer, limits
+        self._priorities = priorities
+        self.tokenizer, self._limits, self._images = tokenizer, limits, images
+        self.recommended = recommended
         self._max_logprobs = max_logprobs
         self._random = random.Random(seed)
         self._ids = itertools.count(1)
@@ -41,11 +60,11 @@ class InputProcessor:
     def params(self, **given: object) -> SamplingParams:
         """Sampling parameters: the client's values, else the checkpoint's recommendations, else our defaults.
 
-        None means "not given". Raises InvalidRequest for a value out of range or of the wrong type.
+        None means "not given", and for ``max_tokens`` without a recommendation: what fits. Raises InvalidRequest for a
+        value out of range or of the wrong type.
         """
-        values = {name: self.tokenizer.generation.get(key) for name, key in _RECOMMENDED.items()}
-        values |= {name: value for name, value in given.items() if value is not None}
-        return check_params({n: value for n, value in values.items() if value is not None or n == "max_tokens"})
+        given = {name: value for name, value in given.items() if value is not None}
+        return check_params({"max_tokens": None, **self.recommended, **given})
 
     def prepare(
         self,
@@ -56,29 +75,95 @@ class InputProcessor:
         text: str | None = None,
         add_special_tokens: bool = True,
         cache_salt: str = "",
+        priority: int = 0,
         cap_length: bool = False,
+        images: Sequence[Image] = (),
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
+        ``images`` are those that the prompt's image tokens stand for, in order.
         ``text``: the prompt's text if ``prompt`` has its token ids. ``cap_length`` shortens ``max_tokens`` to what fits
         the context instead of rejecting the request.
         """
         limits, params = self._limits(), check_params(msgspec.structs.asdict(params))
+        self._check_priority(priority)
+        self.check_length(prompt, params)
         if isinstance(prompt, str):
-            text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens)
+            text, ids = prompt, self._encode(prompt, params, add_special_tokens)
         else:
             ids = self._checked_ids(prompt)
         if not ids:
             raise InvalidRequest("The prompt is empty; give at least one token", param="prompt")
         self._check_params(params)
+        params = self._with_most_logprobs(params)
+        ids, segments = self._with_images(ids, images)
+        if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
+            if segments:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens would cut the prompt's {len(ids)} tokens, some of which are images: "
+                    "shorten the prompt instead",
+                    param="truncate_prompt_tokens",
+                )
+            ids = ids[-kept:]
+            text = None if text is None else self.tokenizer.decode(ids)
         max_tokens = _max_tokens(len(ids), params, limits, cap_length)
-        return RequestState(request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt)
+        return RequestState(
+            request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt, segments=segments,
+            priority=priority,
+        )  # fmt: skip
+
+    def check_images(self, count: int) -> None:
+        """Raise InvalidRequest unless a prompt may have ``count`` images, before they are read."""
+        if not count:
+            return
+        if self._images is None:
+            raise InvalidRequest(
+                "The model sees no images: it has no vision tower, or no preprocessor_config.json; send text alone",
+                param="messages",
+            )
+        if self._images.limit is not None and count > self._images.limit:
+            raise InvalidRequest(
+                f"The request has {count} images, but at most {self._images.limit} are allowed (--limit-mm-per-prompt)",
+                param="messages",
+            )
+        tokens = count * self._images.tokens
+        _check_prompt_length(tokens, self._limits(), f"{count} images of {self._images.tokens} tokens each")
+
+    def _with_images(self, ids: list[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
+        self.check_images(len(images))
+        return self._images.place(ids, images) if self._images is not None else (ids, [])
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and not self._priorities:
+            raise InvalidRequest(
+                "priority needs a server that was started with --scheduling-policy priority", param="priority"
+            )
+        if not -(2**63) <= priority < 2**63:
+            raise InvalidRequest("priority must be a 64-bit integer", param="priority")
+
+    def check_length(self, prompt: str | Sequence[object], params: SamplingParams) -> None:
+        """Raise ContextTooLong if ``prompt`` has too many token ids to fit, or too many characters, whatever its tokens
+        are. One of which ``params`` keep a part fits.
+        """
+        limits = self._limits()
+        if params.truncate_prompt_tokens is not None:
+            return
+        if not isinstance(prompt, str):
+            _check_prompt_length(len(prompt), limits)
+        elif len(prompt) <= limits.max_model_len:
+            return  # spares the look at the vocabulary
+        elif (most := self.tokenizer.chars_per_token) and len(prompt) > limits.max_model_len * most:
+            least = -(-len(prompt) // most)
+            _check_prompt_length(least, limits, f"{len(prompt)} characters, at least {least} tokens")
+
+    def _encode(self, text: str, params: SamplingParams, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens, lambda count: self.check_length(range(count), params))
 
     def fan_out(self, state: RequestState) -> list[Request]:
         """One engine request for each choice; the choices are added to ``state``."""
         params, prompt = state.params, state.prompt_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
-        stop_ids = self._stop_ids(params)
+        stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
         strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         for index in range(params.n):
             stop = StopChecker(strings) if strings else None
@@ -91,15 +176,15 @@ class InputProcessor:
         return [
             Request(
                 choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,
-                state.cache_salt,
+                state.cache_salt, state.segments, bad_words, state.priority,
             )
             for choice in state.choices
         ]  # fmt: skip
 
-    def check_vocabulary(self, ids: Iterable[int], param: str) -> None:
+    def check_vocabulary(self, ids: Collection[int], param: str) -> None:
         """Raise InvalidRequest, naming ``param``, if an id is outside the model's vocabulary."""
         size = self.tokenizer.vocab_size
-        bad = next((id for id in ids if not 0 <= id < size), None)
+        bad = next((id for id in (min(ids), max(ids)) if not 0 <= id < size), None) if ids else None
         if bad is not None:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
@@ -119,15 +204,34 @@ class InputProcessor:
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
         try:
-            ids = [operator.index(id) for id in prompt]
+            ids = list(map(operator.index, prompt))
         except TypeError as error:
             raise InvalidRequest("A prompt of token ids must hold whole numbers only", param="prompt") from error
         self.check_vocabulary(ids, "prompt")
         return ids
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
-        """The token ids that end a sequence, ascending."""
-        return sorted({*(() if params.ignore_eos else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
+        """The token ids that end a sequence, ascending. A text that is complete by its grammar cannot but end."""
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        return sorted({*(() if goes_on else self.tokenizer.eos_ids), *(params.stop_token_ids or ())})
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The token ids of ``bad_words``, of each as it is written within a text too, where a space comes before it.
+
+        As in vLLM: one whose text can be written by other tokens is not found in them.
+        """
+        found: list[list[int]] = []
+        for word in params.bad_words or ():
+            alone = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            within = self.tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
+            found += [ids for ids in (alone, within) if ids and ids not in found]
+        return found
+
+    def _with_most_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with the number that -1 stands for."""
+        most = min(self._max_logprobs, self.tokenizer.vocab_size)
+        asked = {name: most for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1}
+        return msgspec.structs.replace(params, **asked) if asked else params
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model or the server's options; SamplingParams checks the ranges."""
@@ -141,12 +245,50 @@ class InputProcessor:
                 param="stop_token_ids",
             )
         self.check_vocabulary(params.logit_bias or (), "logit_bias")
+        self.check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
+        if params.bad_words:
+            self.check_text("bad_words", "use logit_bias with -100, or allowed_token_ids")
+        if len(params.bad_words or ()) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words may have {MAX_BAD_WORDS} texts", param="bad_words")
+        if params.structured_outputs is not None:
+            self.check_text("structured_outputs", "check the text yourself")
         if stops := params.stop_strings:
             self.check_text("stop", "use stop_token_ids")
         if len(stops) > MAX_STOP_STRINGS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise InvalidRequest(
                 f"stop may have {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters together", param="stop"
             )
+
+
+def recommended_params(generation: Mapping[str, Any], source: object) -> dict[str, object]:
+    """The sampling defaults in the fields of a generation_config.json, by parameter; other fields are left out.
+
+    Raises ModelError, naming the ``source``, for a value that no request could have.
+    """
+    found = {name: generation[key] for key, name in _RECOMMENDED.items() if generation.get(key) is not None}
+    for name, value in found.items():
+        try:
+            check_params({name: value})
+        except InvalidRequest as error:
+            raise ModelError(
+                f"{source} recommends what cannot be used: {error.message}; correct it, or start with "
+                "--generation-config vllm"
+            ) from error
+    return found
+
+
+def override_params(values: Mapping[str, Any]) -> dict[str, object]:
+    """What ``--override-generation-config`` sets, by parameter. Raises SettingsError for what it cannot."""
+    if unknown := sorted(values.keys() - _RECOMMENDED):
+        raise SettingsError(
+            f"override_generation_config: {unknown[0]!r} is not one of {', '.join(_RECOMMENDED)}",
+            param="override_generation_config",
+        )
+    try:
+        return recommended_params(values, "")
+    except ModelError as error:
+        cause = error.__cause__
+        raise SettingsError(f"override_generation_config: {cause}", param="override_generation_config") from error
 
 
 def check_params(values: Mapping[str, object]) -> SamplingParams:
@@ -159,27 +301,65 @@ def check_params(values: Mapping[str, object]) -> SamplingParams:
         raise InvalidRequest(f"{param}: {message}" if path else message, param=param) from error
 
 
-def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -> int:
-    """How many tokens may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
-    maximum = f"This model's maximum context length is {limits.max_model_len} tokens. However, "
+def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:
+    """How many of the prompt's last tokens ``truncate_prompt_tokens`` keeps."""
+    asked = params.truncate_prompt_tokens
+    if asked is None:
+        return sys.maxsize
+    if asked > limits.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {asked}, but the model's maximum context length is {limits.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    if asked > 0:
+        return asked
+    answer = max(params.min_tokens, 1) if cap or params.max_tokens is None else params.max_tokens
+    room = limits.max_model_len if limits.max_prompt_len is None else limits.max_prompt_len
+    return max(min(limits.max_model_len - answer, room), 1)
+
+
+@contextmanager
+def naming_prompt(place: int, count: int) -> Iterator[None]:
+    """An error about the prompt says which of ``count`` it is, if there are several."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if count == 1 or error.param != "prompt":
+            raise
+        name = f"prompt[{place}]"
+        raise type(error)(f"{name}: {error.message}", param=name) from error
+
+
+def _maximum(limits: Ready) -> str:
+    return f"This model's maximum context length is {limits.max_model_len} tokens. However, "
+
+
+def _check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
+    """Raise ContextTooLong if a prompt of ``prompt`` tokens does not fit. ``size`` says it in other words."""
+    size = size or f"{prompt} tokens"
     if prompt >= limits.max_model_len:
         raise ContextTooLong(
-            f"{maximum}your prompt has {prompt} tokens, and at least 1 must be left for the completion. "
+            f"{_maximum(limits)}your prompt has {size}, and at least 1 must be left for the completion. "
             "Please shorten the prompt.",
             param="prompt",
         )
     if limits.max_prompt_len is not None and prompt > limits.max_prompt_len:
         raise ContextTooLong(
-            f"Your prompt has {prompt} tokens, but this server reads each prompt in one step, which has room for "
+            f"Your prompt has {size}, but this server reads each prompt in one step, which has room for "
             f"{limits.max_prompt_len}. Shorten the prompt, or start the server with --enable-chunked-prefill or a "
             "larger --max-num-batched-tokens.",
             param="prompt",
         )
+
+
+def _max_tokens(prompt: int, params: SamplingParams, limits: Ready, cap: bool) -> int:
+    """How many tokens may be generated after ``prompt`` tokens. Raises ContextTooLong, with the numbers."""
+    _check_prompt_length(prompt, limits)
     room = limits.max_model_len - prompt
     asked = room if params.max_tokens is None else params.max_tokens
     if asked > room and not cap:
         raise ContextTooLong(
-            f"{maximum}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
+            f"{_maximum(limits)}you requested {prompt + asked} tokens ({prompt} in the prompt, {asked} in the "
             "completion). Please shorten the prompt or reduce max_tokens.",
             param="max_tokens",
         )

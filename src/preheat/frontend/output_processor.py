@@ -8,24 +8,30 @@ from collections.abc import Callable, Mapping
 
 from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
+from preheat.frontend import request_log
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.metrics import Metrics
 
 
 class OutputProcessor:
-    """Keeps the unfinished choices, by request id. ``send`` hands a message to the engine."""
+    """Keeps the unfinished choices, by request id. ``send`` hands a message to the engine; ``log``: requests are
+    logged.
+    """
 
-    def __init__(self, send: Callable[[ToEngine], None], metrics: Metrics) -> None:
+    def __init__(self, send: Callable[[ToEngine], None], metrics: Metrics, *, log: bool = False) -> None:
         self.choices: dict[int, Choice] = {}
         self.metrics = metrics
-        self._send = send
+        self._send, self._log = send, log
 
     def add(self, state: RequestState) -> None:
         """Register ``state``; its requests are about to be sent."""
-        state.arrived_at = time.monotonic()
-        self.choices |= {choice.id: choice for choice in state.choices}
-        self.metrics.waiting += len(state.choices)
-        self.metrics.prompt_tokens += len(state.prompt_ids)
+        state.arrived_at = now = time.monotonic()
+        for choice in state.choices:
+            choice.times.arrived = now
+            self.choices[choice.id] = choice
+        self.metrics.arrived(len(state.prompt_ids), state.params)
+        if self._log:
+            request_log.received(state)
 
     def abort(self, state: RequestState) -> None:
         """End ``state`` because its client is no longer interested."""
@@ -56,12 +62,15 @@ class OutputProcessor:
             choice = choices.get(id)
             if choice is None:  # it has ended here, which the engine does not know yet
                 continue
-            if choice.last_token_at:
-                before.append(choice.last_token_at)
+            times = choice.times
+            if times.last:
+                before.append(times.last)
             else:
                 self.metrics.generation_tokens += 1
-                self.metrics.first_token.observe(now - choice.state.arrived_at)
-            choice.last_token_at = now
+                self.metrics.first_token.observe(now - times.arrived)
+                choice.state.first_token_at = choice.state.first_token_at or now
+                times.first = now
+            times.last = now
             end = ends.get(id) if ends else None
             hidden = end is not None and end.stop_id == token and not choice.state.params.include_stop_str_in_output
             if choice.push(token, logprobs.get(place) if logprobs else None, hidden):
@@ -71,8 +80,8 @@ class OutputProcessor:
             elif end is None and choice.state.stream and choice.has_delta:
                 _notify(choice.state)
         self.metrics.generation_tokens += len(before)
-        for at, times in Counter(before).items():  # few times: most choices had their previous token in the same step
-            self.metrics.inter_token.observe(now - at, times)
+        for at, count in Counter(before).items():  # few times: most choices had their previous token in the same step
+            self.metrics.inter_token.observe(now - at, count)
         for id, end in ends.items():
             if choice := choices.get(id):
                 self._process_finish(choice, end)
@@ -88,14 +97,15 @@ class OutputProcessor:
     def _process_started(self, started: Mapping[int, int], now: float) -> None:
         for id, cached in started.items():
             choice = self.choices.get(id)
-            if choice is None or choice.started:  # a sequence starts again after a preemption
+            if choice is None or choice.times.started:  # a sequence starts again after a preemption
                 continue
-            choice.started = True
+            choice.times.started = now
             self.metrics.waiting -= 1
             self.metrics.running += 1
-            self.metrics.queue.observe(now - choice.state.arrived_at)
+            self.metrics.queue.observe(now - choice.times.arrived)
             if choice.index == 0:
                 choice.state.cached_tokens = cached
+                self.metrics.cached_tokens += cached
 
     def _process_finish(self, choice: Choice, end: Finish) -> None:
         if end.reason == "error":
@@ -106,16 +116,13 @@ class OutputProcessor:
             self._end(choice, end.reason, end.stop_id if named else None)
 
     def _end(self, choice: Choice, reason: str, stop_reason: int | str | None = None) -> None:
-        state, metrics = choice.state, self.metrics
+        state = choice.state
         del self.choices[choice.id]
         choice.finish(reason, stop_reason)
-        metrics.finished[str(choice.finish_reason)] += 1
-        metrics.request.observe(time.monotonic() - state.arrived_at)
-        if choice.started:
-            metrics.running -= 1
-        else:
-            metrics.waiting -= 1
+        self.metrics.ended(str(choice.finish_reason), choice.times, len(choice.token_ids))
         state.unfinished -= 1
+        if self._log and not state.unfinished:
+            request_log.ended(state)
         if state.stream or state.finished:
             _notify(state)
 

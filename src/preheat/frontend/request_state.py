@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from preheat.core import SamplingParams, TokenLogprobs
+from preheat.core import SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from preheat.frontend.stop import StopChecker
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.metrics import Times
 
 
 @dataclass(slots=True)
@@ -28,8 +29,8 @@ class Choice:
     """One sequence as its client sees it: tokens become text, up to a stop string."""
 
     __slots__ = (
-        "_begun", "_detokenizer", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index", "last_token_at",
-        "logprobs", "parts", "sent_end", "started", "state", "stop_reason", "token_ids",
+        "_begun", "_detokenizer", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
+        "logprobs", "parts", "sent_end", "state", "stop_reason", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -42,8 +43,7 @@ class Choice:
         self.logprobs: list[TokenLogprobs] | None = None if state.params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.started = False
-        self.last_token_at = 0.0
+        self.times = Times()
         self.sent_end = self._begun = False
         self._sent = self._sent_parts = 0
 
@@ -122,21 +122,20 @@ class RequestState:
     tokenizer: Tokenizer
     stream: bool = False
     cache_salt: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    priority: int = 0
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
+    first_token_at: float = 0.0  # 0: there is none yet
     arrived_at: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
         return self.error is not None or (self.unfinished == 0 and bool(self.choices))
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def prompt_text(self) -> str:

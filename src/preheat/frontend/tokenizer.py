@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from preheat.errors import InvalidRequest, ModelError
 from preheat.frontend.detokenize import SILENT, ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
 from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
+from preheat.frontend.token_length import chars_per_token
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -19,8 +22,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
@@ -56,31 +61,56 @@ def _content(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _ids(value: object) -> list[int]:
-    """Token ids in a config file: a number, a list or null."""
-    return [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)]
+TEXT = {"vocab_size": 32_000}
+"""Of a decoder whose ``text_config`` does not say; see :mod:`preheat.model.families.llava`."""
 
 
-def _end_ids(generation: dict[str, Any], model_config: dict[str, Any]) -> list[int]:
-    """``eos_token_id`` of generation_config.json, else of config.json."""
-    return _ids(generation.get("eos_token_id")) or _ids(model_config.get("eos_token_id"))
+class ModelFiles:
+    """What a model's config files in ``folder`` say about its text; ``overrides`` replace fields of its config.json
+    and ``generation_folder`` holds the generation_config.json if it is not in ``folder``.
+
+    ``vocab_size`` is None if the config names none. Raises ModelError for a field of the wrong type.
+    """
+
+    def __init__(
+        self, folder: Path, overrides: Mapping[str, Any] | None = None, generation_folder: Path | None = None
+    ) -> None:
+        self.folder = folder
+        config = read_json(folder / "config.json") | dict(overrides or {})
+        self.generation_path = (generation_folder or folder) / "generation_config.json"
+        self.generation = read_json(self.generation_path)
+        text = config.get("text_config")  # of models that see images
+        if isinstance(text, Mapping):
+            config = {**TEXT, **text} | config
+        self.vocab_size: int | None = config.get("vocab_size")
+        if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
+            raise ModelError(f"{folder}: vocab_size of config.json must be a positive integer, got {self.vocab_size!r}")
+        self.eos_ids = _token_ids(self.generation, self.generation_path) or _token_ids(config, folder / "config.json")
+
+
+def _token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
+    """``eos_token_id`` of the config in ``path``: a number, a list or null."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(id) is not int for id in ids):
+        raise ModelError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
+    return ids
 
 
 class Tokenizer:
-    """Encodes and decodes text for the checkpoint in ``folder``; raises ModelError if its files cannot be used.
+    """Encodes and decodes text with the tokenizer in ``folder``; raises ModelError if its files cannot be used.
 
+    ``model`` are the files of the model, which are in the same folder unless given.
     ``eos_ids`` end a sequence. ``special_ids`` are left out of text by default. ``vocab_size`` bounds token ids.
-    ``generation`` has the sampling defaults that the checkpoint recommends. ``speaks``: there is text at all.
+    ``speaks``: there is text at all.
     """
 
     speaks = True
 
-    def __init__(self, folder: str | Path, model_folder: str | Path | None = None) -> None:
-        folder = Path(folder)
-        model_folder = folder if model_folder is None else Path(model_folder)
-        self.folder = folder
+    def __init__(self, folder: str | Path, model: ModelFiles | None = None) -> None:
+        self.folder = folder = Path(folder)
+        self.model = model = model or ModelFiles(folder)
         self.config = read_json(folder / "tokenizer_config.json")
-        self.generation = read_json(model_folder / "generation_config.json")
         self._backend = _load_backend(folder)
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -88,11 +118,10 @@ class Tokenizer:
         self._mark_special()
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        model_config = read_json(model_folder / "config.json")
-        self.vocab_size = int(model_config.get("vocab_size") or self._backend.get_vocab_size())
+        self.vocab_size = model.vocab_size or int(self._backend.get_vocab_size())
         eos = self.special_tokens.get("eos_token")  # always counts, whatever the other files say
         own = self._backend.token_to_id(eos) if eos else None
-        self.eos_ids = sorted({*_end_ids(self.generation, model_config), *_ids(own)})
+        self.eos_ids = sorted({*model.eos_ids, *([] if own is None else [own])})
         self._pieces = {skip: pieces_of(self._backend, self.special_ids if skip else ()) for skip in (False, True)}
 
     def _named_special_tokens(self) -> dict[str, str]:
@@ -113,17 +142,32 @@ class Tokenizer:
         ]
         self._backend.add_special_tokens([t for t in missing if self._backend.token_to_id(t.content) is not None])
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. Raises InvalidRequest if the text is not valid Unicode (lone surrogates)."""
+    @cached_property
+    def chars_per_token(self) -> int | None:
+        """The most characters of text behind one token, if there is such a bound."""
+        return chars_per_token(self._backend)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, check_length: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """Token ids of ``text``. Raises InvalidRequest if the text is not valid Unicode (lone surrogates).
+
+        ``check_length`` is called with their number before they are listed, and may raise. Other threads run meanwhile:
+        unlike ``encode``, the library's ``encode_batch_fast`` releases the GIL.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"The text is not valid Unicode at character {error.start}") from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if check_length is not None:
+            check_length(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; unknown ids add nothing."""
-        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        """Text of ``ids``; unknown ids add nothing. Other threads run meanwhile."""
+        return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def detokenizer(self, prompt: list[int], skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for the tokens that follow ``prompt``."""
@@ -134,6 +178,11 @@ class Tokenizer:
             at_start = pieces.rules.max_strip > 0 and all(pieces[id] in (None, "") for id in reversed(prompt))
             return PieceDetokenizer(pieces, at_start)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is ``text``; None if there is none."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that ``id`` adds to the text; special tokens are written out."""
@@ -155,18 +204,20 @@ class NoTokenizer(Tokenizer):
     """
 
     speaks = False
+    chars_per_token = None
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, model: ModelFiles | None = None) -> None:
         self.folder = Path(folder)
+        self.model = model = model or ModelFiles(self.folder)
         self.config, self.special_tokens, self.special_ids = {}, {}, frozenset()
-        self.generation = read_json(self.folder / "generation_config.json")
-        model_config = read_json(self.folder / "config.json")
-        if "vocab_size" not in model_config:
+        if model.vocab_size is None:
             raise ModelError(f"{self.folder}: config.json names no vocab_size, and there is no tokenizer to ask")
-        self.vocab_size = int(model_config["vocab_size"])
-        self.eos_ids = sorted(_end_ids(self.generation, model_config))
+        self.vocab_size = model.vocab_size
+        self.eos_ids = sorted(model.eos_ids)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, check_length: Callable[[int], None] | None = None
+    ) -> list[int]:
         raise InvalidRequest(
             "There is no tokenizer (skip_tokenizer_init): give the prompt as token ids", param="prompt"
         )
@@ -176,6 +227,9 @@ class NoTokenizer(Tokenizer):
 
     def detokenizer(self, prompt: list[int], skip_special_tokens: bool = True) -> Detokenizer:
         return SILENT
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
     def token_bytes(self, id: int) -> bytes:
         return f"token_id:{id}".encode()

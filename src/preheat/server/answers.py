@@ -14,6 +14,10 @@ class PromptTokensDetails(Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int = 0
+
+
 class Usage(Struct):
     """``prompt_tokens`` counts each prompt once, however many choices it has."""
 
@@ -21,6 +25,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptLogprob(Struct):
@@ -79,10 +84,26 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct):
-    content: str
+    """``reasoning`` and ``reasoning_content`` are the same; clients look for either."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -105,9 +126,26 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
+class FunctionDelta(Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Struct):
+    """Id, type and name come once, with the first of a call."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -169,7 +207,9 @@ class WarmingUp(Struct):
 
 
 class ReadyStatus(Struct):
-    """The record in short: warm-up items by outcome, digest of the check's logits, cold events and plan misses."""
+    """The record in short: warm-up items by outcome, digest of the check's logits, cold events and plan misses.
+    ``simulated`` is there, and true, on a fake device.
+    """
 
     items: dict[str, int]
     seconds: float
@@ -179,7 +219,21 @@ class ReadyStatus(Struct):
     misses: int
     fingerprint: str
     notes: list[str]
+    simulated: bool | UnsetType = UNSET
     status: Literal["ready"] = "ready"
+
+
+class ServerLoad(Struct):
+    """``server_load``: requests for completions that are being answered."""
+
+    server_load: int
+
+
+class TokenizerInfo(Struct):
+    """What tokenizer_config.json holds; ``chat_template`` is the one in use."""
+
+    tokenizer_class: str
+    chat_template: str | UnsetType = UNSET
 
 
 class Version(Struct):

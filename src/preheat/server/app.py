@@ -1,21 +1,19 @@
 """The server: routes, middleware, and the process that runs them.
 
 The port opens at once, for /health, /ready, /warmup and /metrics; other requests get a 503 until the engine is ready.
-The first SIGTERM or SIGINT drains: new requests are rejected, running ones finish, then the server stops. A second one
-stops it at once. If the engine dies, running requests end with an error and the server exits with status 1.
+SIGTERM and SIGINT stop the server as in :mod:`preheat.server.shutdown`. If the engine dies, running requests end with
+an error and the server exits with status 1.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import uvicorn
@@ -29,34 +27,40 @@ from starlette.types import ASGIApp
 
 from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
-from preheat.errors import SettingsError
 from preheat.metrics import set_up_logging
 from preheat.server import openapi
+from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, RequestIdMiddleware
+from preheat.server.listener import BACKLOG, listen, unlisten
+from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
 from preheat.server.process import ENGINE, EngineProcess
+from preheat.server.protocol import limited_protocol
 from preheat.server.service import Service
+from preheat.server.shutdown import Server, Shutdown, exit_after
 from preheat.server.supervisor import Supervisor
 from preheat.settings import Settings
 from preheat.utils.gc import settle
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _GOODBYE_SECONDS = 0.5  # for streams to send the error of a dead engine, and for /health to report it
-_CLOSE_SECONDS = 2  # for clients to read their last bytes after the last request
 _LAST_SECONDS = 4.5  # after the engine's death; then the process exits, whatever hangs
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as a shell reports it."""
 
 
 def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None) -> int:
     """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs.
 
-    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened.
+    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened. Raises
+    what kept the server from ever being ready.
     """
     set_up_logging(settings.log_level)
-    listener = _listener(settings)
-    settings = dataclasses.replace(settings, port=listener.getsockname()[1])
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
+    listener = listen(settings)
+    if settings.uds is None:
+        settings = dataclasses.replace(settings, port=listener.getsockname()[1])
     bar = ProgressBar()
 
     def on_message(message: FromEngine) -> None:
@@ -66,48 +70,35 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
             if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, entry, listener, on_message))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(settings, entry, listener, on_message))
+    finally:
+        unlisten(settings)
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The routes, wrapped in request ids, API keys, a limit on concurrency, and CORS headers."""
-    routes = [Route(op.path, op.endpoint, methods=[op.method]) for op in openapi.OPERATIONS]
+    """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
+    routes = [Route(op.path, op.endpoint, methods=op.methods) for op in openapi.OPERATIONS]
     routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
-    limited = ConcurrencyLimit(app, settings.max_concurrent_requests)
-    return CORSMiddleware(
-        RequestIdMiddleware(AuthMiddleware(limited, settings.api_key)),
-        allow_origins=settings.allowed_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["X-Request-Id"],
+    limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
+    paths = {op.endpoint: op.path for op in openapi.OPERATIONS}
+    logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
+    named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
+    origins, every = settings.allowed_origins, ["*"]
+    return EndQuietly(
+        CORSMiddleware(
+            named, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=["X-Request-Id"]
+        )
     )
 
 
-async def _openapi(_: Request) -> Response:
-    return Response(openapi.document(), media_type="application/json")
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listener(settings: Settings) -> socket.socket:
-    """The open port. Raises SettingsError if it cannot be opened."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise SettingsError(
-            f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"
-        ) from error
+async def _openapi(request: Request) -> Response:
+    root_path = request.app.state.service.settings.root_path.rstrip("/")
+    return Response(openapi.document(root_path), media_type="application/json")
 
 
 async def _serve(
@@ -115,17 +106,17 @@ async def _serve(
 ) -> int:
     engine = EngineProcess(settings, entry)
     service = Service(settings, engine.transport.send)
-    server = _Server(
+    server = Server(
         uvicorn.Config(
             build_app(service),
-            http="httptools",
+            http=limited_protocol(settings.max_header_bytes, settings.timeout_headers),
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=settings.log_level == "debug",
-            backlog=_BACKLOG,
+            access_log=False,
+            backlog=BACKLOG,
             server_header=False,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
+            timeout_keep_alive=settings.timeout_keep_alive,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
             ssl_ca_certs=settings.ssl_ca_certs,
@@ -133,34 +124,24 @@ async def _serve(
         )
     )
     loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if service.draining:
-            server.should_exit = server.force_exit = True
-        else:
-            logger.info("Draining: running requests finish, new ones are rejected; a second signal stops now")
-            service.draining = True
-            tasks.add(loop.create_task(drained()))
-
-    async def drained() -> None:
-        while service.busy:
-            await asyncio.sleep(0.05)
-        server.should_exit = True
+    shutdown = Shutdown(service, server, settings.shutdown_timeout)
 
     def on_dead() -> None:
         loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
-        last = threading.Timer(_LAST_SECONDS, os._exit, [1])
-        last.daemon = True
-        last.start()
+        exit_after(_LAST_SECONDS, 1)
 
     supervisor = Supervisor(service, engine, on_message=on_message, on_dead=on_dead)
     warm_up = None if settings.skip_warmup else partial(warm_up_server, settings, build_app, loop)
-    tasks = {loop.create_task(supervisor.run(warm_up))}
+    supervising = loop.create_task(supervisor.run(warm_up))
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    logger.info("Listening on %s:%d", *listener.getsockname()[:2])
+        loop.add_signal_handler(number, shutdown.signalled, number)
+    logger.info("Listening on %s", settings.uds or "{}:{}".format(*listener.getsockname()[:2]))
     await server.serve(sockets=[listener])
-    for task in tasks:
-        task.cancel()
-    await supervisor.stop(now=server.force_exit)
+    supervising.cancel()
+    await supervisor.stop(now=shutdown.hasty)
+    if shutdown.unready is not None:
+        unlisten(settings)
+        os._exit(INTERRUPTED if shutdown.unready == signal.SIGINT else 0)  # a thread may still load the tokenizer
+    if supervisor.boot_error is not None:
+        raise supervisor.boot_error
     return 0 if service.dead is None else 1

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
 
-from preheat.errors import SlowBody, TooLarge
+from preheat.errors import SlowRequest, TooLarge
 from preheat.frontend.frontend import Frontend
+from preheat.server.middleware import name_request
 from preheat.server.schema import ForModel, decode
 from preheat.server.service import Service
+from preheat.server.turns import LONG_CHARS
 
 Body = TypeVar("Body", bound=ForModel)
 
@@ -26,13 +29,23 @@ DISCARD_SECONDS = 0.5
 async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
     """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
     service: Service = request.app.state.service
-    body = decode(await _read_body(request), kind)
+    data = await _read_body(request)
+    request.state.body_size = len(data)
+    reading = partial(decode, data, kind)
+    body = await service.turns.run(request, len(data), reading) if len(data) >= LONG_CHARS else reading()
+    if body.request_id is not None:
+        name_request(request, body.request_id)
     service.check_model(body.model)
     return service.frontend, body
 
 
+def body_size(request: Request) -> int:
+    """Bytes in the body that :func:`read_request` has read."""
+    return int(request.state.body_size)
+
+
 async def _read_body(request: Request) -> bytes:
-    """The body of ``request``. Raises TooLarge or SlowBody as soon as that is known."""
+    """The body of ``request``. Raises TooLarge or SlowRequest as soon as that is known."""
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")
@@ -49,7 +62,7 @@ async def _read_body(request: Request) -> bytes:
                     await _discard(chunks, limit)
                     raise error
     except TimeoutError as slow:
-        raise SlowBody(f"The body did not arrive within {BODY_SECONDS:g} s") from slow
+        raise SlowRequest(f"The body did not arrive within {BODY_SECONDS:g} s") from slow
     return bytes(body)
 
 

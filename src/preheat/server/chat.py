@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET, to_builtins
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
+from preheat.frontend.answer_format import AnswerFormat, AnswerParser, ParsedAnswer
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.request_state import Choice, OutputDelta
-from preheat.server.answers import ChatChoice, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage
+from preheat.frontend.request_state import Choice, OutputDelta, RequestState
+from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
+from preheat.server.answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from preheat.server.body import read_request
-from preheat.server.middleware import request_id
-from preheat.server.params import chat_logprobs, encoded, prompt_logprobs_of, sampling
-from preheat.server.schema import ChatRequest, Message
-from preheat.server.stream import Writer, event_of
+from preheat.server.conversation import Conversation, plain_messages, prepared_talk, tool_choice
+from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
+from preheat.server.schema import ChatRequest
+from preheat.server.stream import CompletionsWriter, event_of
 
 
 async def chat(request: Request) -> ASGIApp:
     """Answer a conversation."""
     frontend, body = await read_request(request, ChatRequest)
     params = _params(frontend, body)
-    text = render(frontend, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
-    ids = await encoded(frontend, text, body.add_special_tokens is True)
-    state = frontend.prepare(ids, params, request_id=request_id(request), text=text, cache_salt=body.cache_salt or "")
-    return _ChatWriter(request, body, [state])
+    choice = tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
+    state, form = await prepared_talk(
+        request, frontend, _talk(body), choice, params, cache_salt=body.cache_salt or "", priority=body.priority or 0,
+        cap_length=body.max_tokens is None and body.max_completion_tokens is None,
+    )  # fmt: skip
+    return _ChatWriter(request, body, [state], form)
 
 
-def render(
-    frontend: Frontend, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any] | None
-) -> str:
-    """The prompt for a conversation."""
-    if not messages:
-        raise InvalidRequest("messages must not be empty", param="messages")
-    plain = [{name: value for name, value in to_builtins(m).items() if value is not None} for m in messages]
-    return frontend.template.render(plain, add_generation_prompt=add_generation_prompt, variables=variables)
+def _talk(body: ChatRequest) -> Conversation:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return Conversation(
+        plain_messages(body.messages),
+        body.tools,
+        variables,
+        body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message is True,
+        add_special_tokens=body.add_special_tokens is True,
+    )
 
 
 def _params(frontend: Frontend, body: ChatRequest) -> SamplingParams:
@@ -51,8 +71,15 @@ def _params(frontend: Frontend, body: ChatRequest) -> SamplingParams:
     return sampling(frontend, body, max_tokens, logprobs, body.prompt_logprobs)
 
 
-class _ChatWriter(Writer):
+class _ChatWriter(CompletionsWriter):
     prefix, event_object = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, request: Request, body: ChatRequest, states: Sequence[RequestState], form: AnswerFormat) -> None:
+        super().__init__(request, body, states, form)
+        self._plain, self._answer_format = form.plain, form
+        self._parsers: dict[int, AnswerParser] = {}
+        self._calling: set[int] = set()  # choices that have called a tool
+        self._with_reasoning = body.include_reasoning is not False
 
     def whole(self) -> ChatCompletion:
         (state,) = self._states
@@ -64,17 +91,20 @@ class _ChatWriter(Writer):
         return answer
 
     def event(self, _: int, choice: Choice) -> bytes:
-        """An event with the role goes before the first one with content."""
+        """An event with the role goes before the first one with content. One that would say nothing is not sent."""
         delta = choice.take_delta()
-        content = ChatDelta(content=delta.text or UNSET)
+        content = ChatDelta(content=delta.text or UNSET) if self._plain else self._delta(choice, delta)
         answer = ChatChunkChoice(choice.index, content, *self._details(choice, delta))
-        event = self.event_with(answer)
+        says = self._plain or content != _NOTHING or answer.finish_reason or delta.logprobs or self._return_token_ids
+        event = self.event_with(choice, answer) if says else b""
         return self._opening(choice) + event if delta.first else event
 
     def _opening(self, choice: Choice) -> bytes:
         role = ChatChunkChoice(choice.index, ChatDelta("assistant", ""))
         fields: dict[str, Any] = {**self._event_fields, "choices": [role]}
-        if self._usage:
+        if self._continuous:
+            fields["usage"] = self.usage_of(choice, 0)
+        elif self._usage:
             fields["usage"] = None
         if self._return_token_ids:
             fields["prompt_token_ids"] = choice.state.prompt_ids
@@ -82,10 +112,57 @@ class _ChatWriter(Writer):
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta = choice.take_delta()
-        return ChatChoice(choice.index, ChatMessage(delta.text), *self._details(choice, delta))
+        message = ChatMessage(delta.text) if self._plain else self._message(choice, delta)
+        return ChatChoice(choice.index, message, *self._details(choice, delta))
+
+    def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
+        """What is new of ``choice``, read."""
+        parser = self._parsers.setdefault(choice.id, self._answer_format.parser()) if delta.first else None
+        parser = parser or self._parsers[choice.id]
+        parts = parser.push(delta.text) + (parser.finish() if choice.sent_end else [])
+        if any(isinstance(part, CallStart) for part in parts):
+            self._calling.add(choice.id)
+        return parts
+
+    def _message(self, choice: Choice, delta: OutputDelta) -> ChatMessage:
+        answer = ParsedAnswer()
+        for part in self._parts(choice, delta):
+            answer.add(part)
+        message = ChatMessage(answer.text("content") or (None if answer.blocks else ""))
+        if calls := answer.calls:
+            message.tool_calls = [ToolCall(call.id, FunctionCall(call.name, call.text)) for call in calls]
+        if (thought := answer.text("reasoning")) and self._with_reasoning:
+            message.reasoning = message.reasoning_content = thought
+        return message
+
+    def _delta(self, choice: Choice, delta: OutputDelta) -> ChatDelta:
+        """One delta for all that is new: what one step adds to a call is one item of its list."""
+        content = reasoning = ""
+        calls: dict[int, ToolCallDelta] = {}
+        for part in self._parts(choice, delta):
+            match part:
+                case Content(text):
+                    content += text
+                case Reasoning(text):
+                    reasoning += text
+                case CallStart(index, id, name):
+                    calls[index] = ToolCallDelta(index, FunctionDelta(name), id, "function")
+                case CallArguments(index, text):
+                    calls.setdefault(index, ToolCallDelta(index, FunctionDelta())).function.arguments += text
+        thought = reasoning if reasoning and self._with_reasoning else UNSET
+        calls_or_none = list(calls.values()) if calls else UNSET
+        return ChatDelta(UNSET, content or UNSET, calls_or_none, thought, thought)
 
     def _details(self, choice: Choice, delta: OutputDelta) -> tuple[Any, ...]:
         """Logprobs, finish reason, stop reason, token ids."""
         logprobs = None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs)
         ids = delta.token_ids if self._return_token_ids else UNSET
-        return logprobs, choice.finish_reason, choice.stop_reason, ids
+        return logprobs, self._finish_reason(choice), choice.stop_reason, ids
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        """As OpenAI has it: "tool_calls" where the model chose to stop for them, "stop" where the client named one."""
+        called = choice.finish_reason == "stop" and choice.id in self._calling
+        return "tool_calls" if called and self._answer_format.choice.mode != "named" else choice.finish_reason
+
+
+_NOTHING = ChatDelta()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -11,13 +12,13 @@ from starlette.types import ASGIApp
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.input_processor import check_params
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
-from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
 from preheat.server.body import read_request
-from preheat.server.middleware import request_id
-from preheat.server.params import completion_logprobs, encoded, prompt_logprobs_of, sampling
+from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
-from preheat.server.stream import Writer
+from preheat.server.stream import CompletionsWriter
 
 MAX_PROMPTS = 2048
 DEFAULT_MAX_TOKENS = 16
@@ -27,16 +28,18 @@ async def completions(request: Request) -> ASGIApp:
     """Complete prompts."""
     frontend, body = await read_request(request, CompletionRequest)
     params = _params(frontend, body)
-    states = [
-        frontend.prepare(ids, params, request_id=request_id(request), text=text, cache_salt=body.cache_salt or "")
-        for text, ids in await _prompts(frontend, body)
-    ]
+    prompts, special = _listed(frontend, body.prompt, params), body.add_special_tokens is not False
+    capped = body.max_tokens is None
+    states = await prepared(
+        request, prompts, params, add_special_tokens=special, cache_salt=body.cache_salt or "",
+        priority=body.priority or 0, cap_length=capped,
+    )  # fmt: skip
     return _CompletionWriter(request, body, states)
 
 
 def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
+    if body.best_of is not None:
+        _check_best_of(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo:
@@ -46,22 +49,31 @@ def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
         if body.logprobs not in {None, prompt_logprobs}:
             raise InvalidRequest("prompt_logprobs must equal logprobs when echo is set", param="prompt_logprobs")
         max_tokens = max_tokens or 1  # to score a prompt: one token is drawn and not shown
-    return sampling(frontend, body, max_tokens, body.logprobs, prompt_logprobs)
+    params = sampling(frontend, body, max_tokens, body.logprobs, prompt_logprobs)
+    if body.best_of is None or body.best_of == params.n:
+        return params
+    logprobs = 0 if params.logprobs is None else params.logprobs
+    return check_params(msgspec.structs.asdict(params) | {"n": body.best_of, "logprobs": logprobs})
 
 
-async def _prompts(frontend: Frontend, body: CompletionRequest) -> list[tuple[str | None, list[int]]]:
-    """Each prompt's text, where it came as text, and its token ids."""
-    prompts = _listed(body.prompt)
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise InvalidRequest(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
-    special = body.add_special_tokens is not False
-    return [(p, await encoded(frontend, p, special)) if isinstance(p, str) else (None, p) for p in prompts]
+def _check_best_of(body: CompletionRequest) -> None:
+    n, best_of = body.n or 1, body.best_of or 0
+    if best_of < n:
+        raise InvalidRequest(f"best_of is {best_of}, but must be at least n, which is {n}", param="best_of")
+    if best_of > n and body.stream:
+        raise InvalidRequest("best_of cannot be streamed: the best are known at the end", param="best_of")
 
 
-def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One prompt or several, as a list."""
+def _listed(
+    frontend: Frontend, prompt: str | list[str | int | list[int]], params: SamplingParams
+) -> list[str | list[int]]:
+    """One prompt or several, as a list. Its length is checked first: it may have millions of items."""
     if isinstance(prompt, str):
         return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        frontend.input.check_length(prompt, params)
+    elif not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidRequest(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
     ids = [item for item in prompt if isinstance(item, int)]
     if not ids:
         return [item for item in prompt if not isinstance(item, int)]
@@ -70,35 +82,48 @@ def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return [ids]
 
 
-class _CompletionWriter(Writer):
+def _best(state: RequestState, n: int) -> list[Choice]:
+    """The ``n`` choices whose tokens are the most likely on average, best first; all in order, if there are no more."""
+    if n == len(state.choices):
+        return state.choices
+
+    def mean(choice: Choice) -> float:
+        return sum(entry.logprob for entry in choice.logprobs or ()) / max(len(choice.token_ids), 1)
+
+    return sorted(state.choices, key=mean, reverse=True)[:n]
+
+
+class _CompletionWriter(CompletionsWriter):
     prefix, event_object = "cmpl", "text_completion"
 
     def __init__(self, request: Request, body: CompletionRequest, states: Sequence[RequestState]) -> None:
         super().__init__(request, body, states)
         self._echo, self._scores_only = body.echo, body.max_tokens == 0
         self._prompt_logprobs = body.prompt_logprobs is not None
+        self._n = None if body.best_of is None else body.n or 1
+        self._hides_logprobs = self._n is not None and body.logprobs is None
         self._offsets: dict[int, int] = {}  # choice -> characters that its logprobs have covered
 
     def whole(self) -> Completion:
+        n = self._n or self._states[0].params.n
         choices = [
-            self._choice(place * state.params.n, choice)
+            self._choice(place * n + rank, choice)
             for place, state in enumerate(self._states)
-            for choice in state.choices
+            for rank, choice in enumerate(_best(state, n))
         ]
         return Completion(**self._fields, choices=choices, usage=self.usage())
 
     def event(self, first: int, choice: Choice) -> bytes:
-        return self.event_with(self._choice(first, choice))
+        return self.event_with(choice, self._choice(first + choice.index, choice))
 
-    def usage(self) -> Usage:
-        usage = super().usage()
-        if self._scores_only:
-            usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
-        return usage
+    def completion_tokens(self, choice: Choice) -> int:
+        return 0 if self._scores_only else super().completion_tokens(choice)
 
-    def _choice(self, first: int, choice: Choice) -> CompletionChoice:
+    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
         delta, state = choice.take_delta(), choice.state
-        index, echo = first + choice.index, bool(self._echo and delta.first)
+        if self._hides_logprobs:
+            delta.logprobs = None
+        echo = bool(self._echo and delta.first)
         answer = CompletionChoice(index, delta.text, None, choice.finish_reason, choice.stop_reason)
         if self._scores_only:
             delta = OutputDelta("", [], delta.logprobs and [], delta.first)

@@ -21,20 +21,51 @@ def error_body(error: PreheatError) -> ErrorResponse:
     return ErrorResponse(ErrorBody(error.message, error.kind, error.param, error.code))
 
 
-def error_response(error: PreheatError) -> Response:
-    """The HTTP answer."""
-    return Response(encode(error_body(error)), error.status, _HEADERS.get(error.status), "application/json")
+ANTHROPIC = "/v1/messages"
+"""Where Anthropic's clients call: errors have another shape there."""
+
+_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
-async def _rejected(_: Request, error: PreheatError) -> Response:
-    return error_response(error)
+def anthropic_error(error: PreheatError) -> dict[str, str]:
+    """Anthropic's error object, which names no field."""
+    return {"type": _KINDS.get(error.status, "api_error"), "message": error.message}
+
+
+def error_response(error: PreheatError, path: str = "") -> Response:
+    """The HTTP answer, in the shape that clients of ``path`` expect."""
+    if path.startswith(ANTHROPIC):
+        body = encode({"type": "error", "error": anthropic_error(error)})
+    else:
+        body = encode(error_body(error))
+    return Response(body, error.status, _HEADERS.get(error.status), "application/json")
+
+
+async def _rejected(request: Request, error: PreheatError) -> Response:
+    return error_response(error, request.url.path)
+
+
+_NOT_SERVED = {
+    "/v1/audio": "preheat runs models of text; it neither hears nor speaks",
+    "/v1/images": "preheat runs models of text; it draws no images",
+    **dict.fromkeys(
+        ("/v1/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/rerank", "/classify"),
+        "hidden states are not given out; only generation is served",
+    ),
+}
+"""Endpoints of the APIs that we speak which are not here, by the beginning of their path, and why."""
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
     """An unknown path, or a wrong method."""
-    rejection = InvalidRequest(f"{error.detail}: {request.method} {request.url.path}")
+    path = request.url.path
+    known = next((why for begin, why in _NOT_SERVED.items() if path.startswith(begin)), "")
+    rejection = InvalidRequest(f"{error.detail}: {request.method} {path}{known and f': {known}'}")
     rejection.status = error.status_code
-    response = error_response(rejection)
+    response = error_response(rejection, request.url.path)
     response.headers.update(error.headers or {})
     return response
 
@@ -43,9 +74,9 @@ async def _gone(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=400)  # the client has disconnected
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     """A bug of ours: the details are only in the server's log."""
-    return error_response(PreheatError("The server failed to handle this request; its log says more"))
+    return error_response(PreheatError("The server failed to handle this request; its log says more"), request.url.path)
 
 
 HANDLERS = {PreheatError: _rejected, HTTPException: _not_found, ClientDisconnect: _gone, Exception: _failed}

@@ -45,7 +45,7 @@ def warm_up_server(
     service = Service(settings, transport.send)
     service.attach(spare)
     app = build_app(service)
-    warm_up_frontend(send)
+    warm_up_frontend(send, images=frontend.images is not None)
 
 
 def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import re
 import secrets
@@ -10,13 +12,12 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from preheat.errors import TooManyRequests, Unauthorized
+from preheat.errors import InvalidRequest, TooManyRequests, Unauthorized
 from preheat.server.errors import error_response
+from preheat.server.schema import REQUEST_ID
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/warmup", "/metrics", "/version", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/load", "/warmup", "/metrics", "/version", "/openapi.json"})
 """Paths that need no key and do not count towards the limit."""
-
-_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 def request_id(request: Request) -> str:
@@ -24,8 +25,45 @@ def request_id(request: Request) -> str:
     return str(request.scope["request_id"])
 
 
+def name_request(request: Request, id: str) -> None:
+    """The id that the body gives. An X-Request-Id goes before it, as in vLLM. Raises InvalidRequest for a bad one."""
+    if not re.fullmatch(REQUEST_ID, id):  # the body's own check lets a newline pass at the end
+        raise InvalidRequest("request_id must not end with a newline", param="request_id")
+    if _given_id(request.scope) is None:
+        request.scope["request_id"] = id
+
+
 def _header(scope: Scope, name: bytes) -> bytes:
     return bytes(dict(scope["headers"]).get(name, b""))
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The X-Request-Id, if it is a good one."""
+    given = _header(scope, b"x-request-id").decode("latin-1")
+    return given if re.fullmatch(REQUEST_ID, given) else None
+
+
+class UnderPath:
+    """Takes ``root`` (``--root-path``) off the path of requests, for a proxy that leaves it on."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root and scope["path"].startswith(f"{self._root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root)}
+        await self._app(scope, receive, send)
+
+
+class EndQuietly:
+    """Ends a request that is cancelled, because the server stops, without an error: its connection is closed."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._app(scope, receive, send)
 
 
 class RequestIdMiddleware:
@@ -35,13 +73,11 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = _header(scope, b"x-request-id").decode("latin-1")
-        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        scope["request_id"] = id
+        scope["request_id"] = _given_id(scope) or secrets.token_hex(16)
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope["request_id"].encode())]
             await send(message)
 
         await self._app(scope, receive, tagged)
@@ -54,16 +90,18 @@ class AuthMiddleware:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS or not self._keys or self._knows(_header(scope, b"authorization")):
+        if scope["path"] in OPEN_PATHS or not self._keys or self._knows(scope):
             await self._app(scope, receive, send)
         else:
             error = Unauthorized("A valid API key is required: send it as 'Authorization: Bearer KEY'")
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
-    def _knows(self, authorization: bytes) -> bool:
-        scheme, _, key = authorization.partition(b" ")
-        known = [hmac.compare_digest(key.strip(), own) for own in self._keys]  # all: time reveals nothing
-        return scheme.lower() == b"bearer" and any(known)
+    def _knows(self, scope: Scope) -> bool:
+        """Whether the request has a key, as OpenAI's clients send it or as Anthropic's do."""
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        given = key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key").strip()
+        known = [hmac.compare_digest(given, own) for own in self._keys]  # all: time reveals nothing
+        return any(known)
 
 
 class ConcurrencyLimit:

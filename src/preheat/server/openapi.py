@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,8 +16,10 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, chat, completions, schema, status
+from preheat.server import answers, chat, completions, messages, responses, schema, status
+from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
+from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
 from preheat.server.schema import ErrorResponse
 from preheat.warmup.record import Record
 
@@ -28,7 +31,7 @@ _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type"
 _ERRORS = {
     400: "The request cannot be served; the message says what to change.",
     401: "A valid API key is required.",
-    404: "No such model.",
+    404: "There is nothing of that name.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests; try again later.",
@@ -40,7 +43,7 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A route: its endpoint, whose docstring is the summary, and its bodies. A route that takes a body is a POST.
+    """A route: its endpoint, whose docstring is the summary, and its bodies.
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
     ``instead``: bodies that replace the error's. ``formats``: what the query may ask for.
@@ -54,25 +57,33 @@ class Operation:
     streams: bool = False
     instead: Mapping[int, Kind] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def method(self) -> str:
-        return "post" if self.body else "get"
+    methods: tuple[str, ...] = ("get",)
 
     @property
     def needs_key(self) -> bool:
         return self.path not in OPEN_PATHS
 
 
+_posted = functools.partial(Operation, methods=("post",))
+
 OPERATIONS = (
-    Operation("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), True),
-    Operation("/v1/chat/completions", chat.chat, answers.ChatCompletion, schema.ChatRequest, (504,), True),
+    _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), True),
+    _posted("/v1/chat/completions", chat.chat, answers.ChatCompletion, schema.ChatRequest, (504,), True),
+    _posted("/v1/responses", responses.responses, ResponseObject, ResponsesRequest, (504,), True),
+    Operation("/v1/responses/{id}", responses.response, ResponseObject, None, (404,)),
+    Operation("/v1/responses/{id}", responses.delete_response, Deleted, None, (404,), methods=("delete",)),
+    _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), True),
+    _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
-    Operation("/tokenize", status.tokenize, answers.Tokens, schema.TokenizeRequest),
-    Operation("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
+    _posted("/tokenize", status.tokenize, answers.Tokens, schema.TokenizeRequest),
+    _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
+    Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
+    _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(500, 503)),
     Operation("/version", status.version, answers.Version),
     Operation("/health", status.health, answers.Status, None, (500, 504)),
+    Operation("/ping", status.ping, answers.Status, None, (500, 504), methods=("get", "post")),
+    Operation("/load", status.load, answers.ServerLoad),
     Operation("/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting}),
     Operation(
         "/warmup", status.warmup, Record | answers.WarmingUp, None, (400, 500, 503),
@@ -84,8 +95,8 @@ OPERATIONS = (
 
 
 @functools.cache
-def document() -> bytes:
-    """The OpenAPI document, as JSON."""
+def document(root_path: str = "") -> bytes:
+    """The OpenAPI document of a server that clients find under ``root_path``, as JSON."""
     kinds: set[Kind] = {ErrorResponse}
     for operation in OPERATIONS:
         for kind in (operation.answer, operation.body, *operation.instead.values()):
@@ -93,13 +104,17 @@ def document() -> bytes:
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     for component in components.values():
         _add_ranges(component.get("properties", {}))
+        if component.get("additionalProperties") is False:
+            component["additionalProperties"] = {"type": "null"}  # see schema.decode
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         path = operation.path.replace(":path}", "}")
-        paths.setdefault(path, {})[operation.method] = _described(operation)
+        paths.setdefault(path, {}).update(dict.fromkeys(operation.methods, _described(operation)))
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
+            **servers,
             "info": {"title": "preheat", "version": preheat.__version__},
             "paths": paths,
             "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
@@ -133,8 +148,8 @@ def _described(operation: Operation) -> dict[str, Any]:
         described["requestBody"] = {"required": True, "content": _content(operation.body)}
     if operation.needs_key:
         described["security"] = [{"key": []}, {}]
-    if "{model:" in operation.path:
-        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if named := re.search(r"{(\w+)", operation.path):
+        described["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.formats:
         formats = {"type": "string", "enum": list(operation.formats)}
         described["parameters"] = [{"name": "format", "in": "query", "schema": formats}]

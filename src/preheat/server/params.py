@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from preheat.core import SAMPLING_FIELDS, SamplingParams, TokenLogprobs
+from starlette.requests import Request
+
+from preheat.core import Image, SamplingParams, TokenLogprobs
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.server import answers
 from preheat.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from preheat.server.schema import Sampling
-
-LONG_TEXT = 20_000
-"""Texts with at least this many characters are encoded in a thread, not in the event loop."""
+from preheat.server.middleware import request_id
+from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
+from preheat.server.structured import structured_outputs
+from preheat.server.turns import in_turn
 
 _LOWEST = -9999.0  # JSON has no infinity
-_HTTP_FIELDS = [name for name, field in SAMPLING_FIELDS.items() if field.http]
+
+
+def sampling_fields(body: ForModel) -> dict[str, Any]:
+    """The sampling parameters that ``body`` gives by their own names."""
+    return {name: getattr(body, name) for name in SAMPLING_HINTS if name in body.__struct_fields__}
 
 
 def sampling(
@@ -29,16 +37,56 @@ def sampling(
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    given = {name: getattr(body, name) for name in _HTTP_FIELDS}
+    given = sampling_fields(body)
+    given["structured_outputs"] = structured_outputs(body)
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     return frontend.input.params(**given)
 
 
-async def encoded(frontend: Frontend, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of ``text``."""
-    if len(text) < LONG_TEXT:
-        return frontend.tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(frontend.tokenizer.encode, text, add_special_tokens)
+async def prepared(
+    request: Request,
+    prompts: Sequence[str | list[int]],
+    params: SamplingParams,
+    *,
+    add_special_tokens: bool,
+    cache_salt: str,
+    priority: int = 0,
+    cap_length: bool,
+    images: Sequence[Image] = (),
+) -> list[RequestState]:
+    """The checked requests for ``prompts``. One that is too long is refused before any is encoded, where that is
+    certain. Each has a turn of its own, so that those of other clients come in between.
+    """
+    frontend: Frontend = request.app.state.service.frontend
+    for place, prompt in enumerate(prompts):
+        with naming_prompt(place, len(prompts)):
+            frontend.input.check_length(prompt, params)
+    prepare = partial(
+        frontend.prepare,
+        params=params,
+        request_id=request_id(request),
+        add_special_tokens=add_special_tokens,
+        cache_salt=cache_salt,
+        priority=priority,
+        cap_length=cap_length,
+        images=images,
+    )
+    total, states = sum(map(len, prompts)), []
+    for place, prompt in enumerate(prompts):
+        with naming_prompt(place, len(prompts)):
+            states.append(await in_turn(request, len(prompt), partial(prepare, prompt), total=total))
+    return states
+
+
+async def load_images(request: Request, frontend: Frontend, urls: Sequence[str]) -> list[Image]:
+    """The images behind ``urls``, one after the other, in threads of their own."""
+    images, turns, found = frontend.images, request.app.state.service.turns, list[Image]()
+    if images is None:
+        return []
+    for url in urls:
+        data = await turns.read(partial(images.read, url))
+        found.append(await turns.decode(request, partial(images.decode, data)))
+    return found
 
 
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:

@@ -1,33 +1,40 @@
 """The bodies that clients send: one struct each, which decodes, checks and describes itself in /openapi.json.
 
-A field is accepted if we do what it asks for, or if it cannot change the answer. Fields with :func:`_only` are not
-implemented: they are accepted at the values that change nothing and rejected by name at any other.
+A field is accepted if we do what it asks for, or if it cannot change the answer. Fields with :func:`only` are not
+implemented: they are accepted at the values that change nothing and rejected by name at any other. A field that is null
+is one that was not given, whether it is known or not: clients send the fields of others with null in them.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=Struct)
 
-_PATH = re.compile(r"\$([^`]*)`")
+REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
+"""What a client may call its request."""
+
+_PATH = re.compile(r"`\$([^`]*)`")
+_UNKNOWN = "unknown field `"
 _FIELD_PROBLEMS = {
-    "unknown field `": "Unrecognized request argument supplied",
+    _UNKNOWN: "Unrecognized request argument supplied",
     "required field `": "Missing required parameter",
 }
 
 
-def _only(*values: object) -> Meta:
+def only(*values: object) -> Meta:
+    """A field that is accepted at these values and null, and rejected by name at any other."""
     allowed = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
     return Meta(description=f"Not supported: only {allowed} is accepted.", extra_json_schema={"enum": [None, *values]})
 
@@ -36,17 +43,22 @@ _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
 
 class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body that may name a model."""
+    """A body that may name a model, and the request itself: see :func:`preheat.server.middleware.name_request`."""
 
     model: str | None = None
+    request_id: Annotated[str, Meta(pattern=f"^{REQUEST_ID}$")] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """``include_usage``: the usage in a last event; ``continuous_usage_stats``: in every event, and in a last
+    one unless ``include_usage`` is false.
+    """
+
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[Any, _only(False)] = None
+    continuous_usage_stats: bool | None = None
 
 
-def _with_fields(hints: Mapping[str, object]) -> Callable[[type[Body]], type[Body]]:
+def with_fields(hints: Mapping[str, object]) -> Callable[[type[Body]], type[Body]]:
     """Add an optional field for each of ``hints`` that the struct does not declare itself."""
 
     def add(kind: type[Body]) -> type[Body]:
@@ -57,25 +69,52 @@ def _with_fields(hints: Mapping[str, object]) -> Callable[[type[Body]], type[Bod
     return add
 
 
-def _accepted(names: str) -> Callable[[type[Body]], type[Body]]:
+def accepted(names: str) -> Callable[[type[Body]], type[Body]]:
     """Add fields that are accepted and change nothing."""
-    return _with_fields(dict.fromkeys(names.split(), _INERT))
+    return with_fields(dict.fromkeys(names.split(), _INERT))
 
 
-def _rejected(names: str) -> Callable[[type[Body]], type[Body]]:
+def rejected(names: str) -> Callable[[type[Body]], type[Body]]:
     """Add fields that exist in the API and are rejected by name here."""
-    return _with_fields(dict.fromkeys(names.split(), Annotated[Any, _only()]))
+    return with_fields(dict.fromkeys(names.split(), Annotated[Any, only()]))
 
 
-_SAMPLING_HINTS = typing.get_type_hints(SamplingParams)
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
+    """``strict`` changes nothing: a schema is always kept to. ``name`` and ``description`` are the client's."""
+
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
 
 
-@_with_fields({name: _SAMPLING_HINTS[name] | None for name, field in SAMPLING_FIELDS.items() if field.http})
-@_accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention")
-@_rejected(
-    "allowed_token_ids guided_choice guided_grammar guided_json guided_regex kv_transfer_params structured_outputs "
-    "truncate_prompt_tokens"
-)
+class StructuralTag(Struct, forbid_unknown_fields=True):
+    """Behind ``begin`` comes JSON of ``schema``, then ``end``."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """What the text of an answer is. A structural tag has ``structures`` and ``triggers``, or a ``format``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[StructuralTag] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+SAMPLING_HINTS = {
+    name: hint for name, hint in typing.get_type_hints(SamplingParams).items() if SAMPLING_FIELDS[name].http
+}
+"""The type of each sampling field that bodies have."""
+
+
+@with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
+@accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention")
+@rejected("guided_decoding_backend kv_transfer_params")
 class Sampling(ForModel, kw_only=True):
     """What completions and chat completions have in common; the fields that we read by name are written out."""
 
@@ -87,19 +126,23 @@ class Sampling(ForModel, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    store: Annotated[Any, _only(False)] = None
-    service_tier: Annotated[Any, _only("auto", "default")] = None
-    bad_words: Annotated[Any, _only([])] = None
-    early_stopping: Annotated[Any, _only(False)] = None
-    length_penalty: Annotated[Any, _only(1.0)] = None
-    logits_processors: Annotated[Any, _only([])] = None
-    priority: Annotated[Any, _only(0)] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
+    priority: int | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    store: Annotated[Any, only(False)] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    early_stopping: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1.0)] = None
+    logits_processors: Annotated[Any, only([])] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
 
 
-@_rejected("prompt_embeds")
+@rejected("prompt_embeds")
 class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions."""
 
@@ -107,43 +150,89 @@ class CompletionRequest(Sampling, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[Any, only("")] = None
 
 
-@_rejected("image_url input_audio file video_url")
+class ImageUrl(Struct, forbid_unknown_fields=True):
+    """``url``: a data URL, or one that the server is told to read."""
+
+    url: str
+    detail: Annotated[Any, only("auto")] = None
+
+
+@rejected("input_audio file video_url")
 class ContentPart(Struct, forbid_unknown_fields=True):
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
-@_rejected("tool_call_id function_call audio refusal")
+class FunctionCall(Struct, forbid_unknown_fields=True):
+    """``arguments`` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, forbid_unknown_fields=True):
+    """A call that the model made. ``index`` is what streams add."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+@rejected("function_call audio refusal")
 class Message(Struct, forbid_unknown_fields=True):
+    """``reasoning`` and ``reasoning_content`` are two names of one thing."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[Any, _only([])] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: Annotated[Any, only([])] = None
 
 
-@_accepted("parallel_tool_calls prediction")
-@_rejected("chat_template audio mm_processor_kwargs reasoning_effort verbosity web_search_options")
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True):
+    """The tool that must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+_TOOLS = Meta(description="Shown to the model by its chat template.")
+
+
+@accepted("prediction")
+@rejected("chat_template audio mm_processor_kwargs verbosity web_search_options")
 class ChatRequest(Sampling, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. ``documents`` and ``reasoning_effort`` are for chat templates that look at them."""
 
     messages: list[Message]
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, _TOOLS] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    continue_final_message: Annotated[Any, _only(False)] = None
-    documents: Annotated[Any, _only([])] = None
-    echo: Annotated[Any, _only(False)] = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    functions: Annotated[Any, _only([])] = None
-    include_reasoning: Annotated[Any, _only(True)] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    tools: Annotated[Any, _only([])] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    echo: Annotated[Any, only(False)] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    functions: Annotated[Any, only([])] = None
+    modalities: Annotated[Any, only(["text"])] = None
 
 
 class TokenizeRequest(ForModel, kw_only=True):
@@ -153,7 +242,9 @@ class TokenizeRequest(ForModel, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, _TOOLS] = None
     return_token_strs: bool | None = None
 
 
@@ -179,7 +270,7 @@ class ErrorResponse(Struct):
 def decode(data: bytes, kind: type[Body]) -> Body:
     """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported."""
     try:
-        body: Body = _decoder(kind).decode(data)
+        body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -188,6 +279,41 @@ def decode(data: bytes, kind: type[Body]) -> Body:
         raise InvalidRequest("The body is nested too deeply") from error
     _check_only(body, "")
     return body
+
+
+def _decoded(data: bytes, kind: type[Body]) -> Body:
+    body: Body
+    try:
+        body = _decoder(kind).decode(data)
+    except msgspec.ValidationError as error:
+        if _UNKNOWN not in str(error):
+            raise
+        known = _without_unknown_nulls(msgspec.json.decode(data), _described(kind))
+        body = msgspec.convert(known, kind, str_keys=True)
+    return body
+
+
+_described = functools.cache(inspect.type_info)
+
+
+def _without_unknown_nulls(value: Any, kind: inspect.Type) -> Any:
+    """``value``, decoded JSON, without the fields that are null and that the structs in ``kind`` do not have."""
+    match kind:
+        case inspect.StructType() if isinstance(value, dict):
+            fields = {field.encode_name: field.type for field in kind.fields}
+            return {
+                name: _without_unknown_nulls(item, fields[name]) if name in fields else item
+                for name, item in value.items()
+                if name in fields or item is not None
+            }
+        case inspect.ListType() if isinstance(value, list):
+            return [_without_unknown_nulls(item, kind.item_type) for item in value]
+        case inspect.UnionType():
+            for each in kind.types:
+                value = _without_unknown_nulls(value, each)
+        case inspect.Metadata():
+            return _without_unknown_nulls(value, kind.type)
+    return value
 
 
 @functools.cache

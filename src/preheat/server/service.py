@@ -1,6 +1,7 @@
 """What the endpoints share: the frontend, the model's names, and whether requests are accepted.
 
-A service is starting, ready, draining or dead; it is also stalled while the engine does not answer in time.
+A service is starting, ready, draining or dead. It is also silent while no heartbeat comes from the engine, when new
+requests may still wait for it, and stalled while the engine does not answer in time, when they may not.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import time
 from collections.abc import Callable
 
 from preheat.core import Progress, ToEngine
-from preheat.errors import EngineDead, ModelNotFound, NotReady, StepTimeout
+from preheat.errors import EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.metrics import Metrics
 from preheat.server.live import LiveRecord
+from preheat.server.responses_store import ResponseStore
+from preheat.server.turns import Turns
 from preheat.settings import Settings
 
 
@@ -23,9 +26,13 @@ class Service:
         self.settings = settings
         self.names = settings.served_model_name or (settings.model,)
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0])
+        self.metrics = Metrics(self.names[0], settings.metrics_prefix)
         self.live = LiveRecord(send)
+        self.load = 0  # requests for completions that are being answered
+        self.turns = Turns()
+        self.responses = ResponseStore() if settings.enable_responses_store else None
         self.draining = False
+        self.silent: str | None = None
         self.stalled: str | None = None
         self.dead: str | None = None
         self._frontend: Frontend | None = None
@@ -62,13 +69,31 @@ class Service:
     def busy(self) -> bool:
         return self._frontend is not None and self._frontend.busy
 
+    def check_ready(self) -> None:
+        """Raise NotReady or EngineDead, with the reason, unless requests are taken and the engine answers."""
+        _ = self.frontend
+        if self.silent is not None:
+            raise NotReady(self.silent)
+
+    def end_all(self, error: PreheatError) -> None:
+        """End the running requests with ``error``."""
+        if self._frontend is not None:
+            self._frontend.fail_all(error)
+
     async def refresh(self, patience: float) -> None:
         """Update ``live`` and the metrics that come from it; waits up to ``patience`` seconds for the engine."""
         if self.max_model_len is None:
             return
         if self.dead is None:
             await self.live.refresh(patience)
-        record = self.live.record
+        record, ready = self.live.record, self._frontend.ready if self._frontend else None
+        if ready is not None and not self.metrics.cache_config:
+            self.metrics.cache_config = {
+                "block_size": ready.block_size,
+                "num_gpu_blocks": ready.num_blocks,
+                "enable_prefix_caching": self.settings.enable_prefix_caching,
+                "gpu_memory_utilization": self.settings.gpu_memory_utilization,
+            }
         self.metrics.items, self.metrics.warmup_seconds = record.states, record.seconds
         self.metrics.cold, self.metrics.misses = record.cold, sum(record.misses.values())
         self.metrics.digest = {record.proof.digest: 1} if record.proof.digest else {}
@@ -82,5 +107,5 @@ class Service:
         """Raise EngineDead or StepTimeout; starting and draining are healthy."""
         if self.dead is not None:
             raise EngineDead(self.dead)
-        if self.stalled is not None:
-            raise StepTimeout(self.stalled)
+        if reason := self.stalled or self.silent:
+            raise StepTimeout(reason)

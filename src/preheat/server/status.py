@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import Any
 
 from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -12,19 +14,23 @@ from starlette.responses import Response
 import preheat
 from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
+from preheat.frontend.frontend import Frontend
 from preheat.server import answers
 from preheat.server.answers import encode
 from preheat.server.body import read_request
-from preheat.server.chat import render
+from preheat.server.conversation import Conversation, plain_messages, rendered
 from preheat.server.errors import RETRY
-from preheat.server.params import encoded
 from preheat.server.schema import DetokenizeRequest, TokenizeRequest
 from preheat.server.service import Service
+from preheat.server.turns import in_turn
 from preheat.warmup.page import render as record_page
 from preheat.warmup.page import render_progress
 
 PATIENCE = 1.0
 """Seconds that a client waits for an engine in the middle of a step to say what is new."""
+
+
+_ONLY_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 def _service(request: Request) -> Service:
@@ -46,12 +52,22 @@ async def health(request: Request) -> Response:
     return _json(answers.Status("ok"))
 
 
+async def ping(request: Request) -> Response:
+    """The same as /health, where SageMaker asks for it."""
+    return await health(request)
+
+
+async def load(request: Request) -> Response:
+    """How many requests for completions are being answered."""
+    return _json(answers.ServerLoad(_service(request).load))
+
+
 async def ready(request: Request) -> Response:
     """Whether requests are taken."""
     service = _service(request)
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
-    _ = service.frontend
+    service.check_ready()
     await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
     return _json(answers.ReadyStatus(**service.live.record.summary()))
 
@@ -123,15 +139,24 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages", param="prompt")
     if body.messages is None:
-        only_chat = "add_generation_prompt" if body.add_generation_prompt is not None else "chat_template_kwargs"
-        if getattr(body, only_chat) is not None:
+        if only_chat := next((name for name in _ONLY_CHAT if getattr(body, name) is not None), None):
             raise InvalidRequest(f"{only_chat} needs messages", param=only_chat)
         text, special = body.prompt or "", body.add_special_tokens is not False
     else:
-        text = render(frontend, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
-        special = body.add_special_tokens is True
-    ids = await encoded(frontend, text, special)
-    strings = [frontend.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
+        talk = Conversation(
+            plain_messages(body.messages), body.tools, body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message is True,
+        )  # fmt: skip
+        (text, images), special = await rendered(request, frontend, talk), body.add_special_tokens is True
+        if images:
+            raise InvalidRequest("Images are not tokenized: leave out the parts of type image_url", param="messages")
+    return await in_turn(request, len(text), partial(_tokens, frontend, text, special, bool(body.return_token_strs)))
+
+
+def _tokens(frontend: Frontend, text: str, special: bool, with_strings: bool) -> Response:
+    ids = frontend.tokenizer.encode(text, special)
+    strings = [frontend.tokenizer.token_text(id) for id in ids] if with_strings else None
     return _json(answers.Tokens(len(ids), frontend.limits().max_model_len, ids, strings))
 
 
@@ -139,4 +164,33 @@ async def detokenize(request: Request) -> Response:
     """Token ids to text."""
     frontend, body = await read_request(request, DetokenizeRequest)
     frontend.input.check_vocabulary(body.tokens, "tokens")
-    return _json(answers.Text(frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    decode = partial(frontend.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return _json(answers.Text(await in_turn(request, len(body.tokens), decode)))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's configuration."""
+    frontend = _service(request).frontend
+    if not frontend.tokenizer.speaks:
+        raise InvalidRequest("There is no tokenizer (skip_tokenizer_init)")
+    info = {"tokenizer_class": "PreTrainedTokenizerFast"} | _plain(frontend.tokenizer.config)
+    if (template := frontend.template.source) is not None:
+        info["chat_template"] = template
+    return Response(encode(info), media_type="application/json")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` from tokenizer_config.json with each token as its text, and without the names of files, as in vLLM."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "content" in value:
+        return value["content"]
+    return {name: _plain(item) for name, item in value.items() if name not in {"vocab_file", "merges_file"}}
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Empty the prefix cache."""
+    _service(request).frontend.reset_prefix_cache()
+    return Response(media_type="text/plain")

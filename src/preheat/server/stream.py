@@ -1,4 +1,4 @@
-"""How answers are sent, as one JSON body or as server-sent events; completions and chat completions extend it."""
+"""How answers are sent, as one JSON body or as server-sent events; each endpoint that generates extends it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from preheat.errors import PreheatError
+from preheat.frontend.answer_format import AnswerFormat
 from preheat.frontend.request_state import Choice, RequestState
-from preheat.server.answers import PromptTokensDetails, Usage, encode
+from preheat.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage, encode
 from preheat.server.errors import error_body
 from preheat.server.middleware import request_id
 from preheat.server.running import RunningRequests
-from preheat.server.schema import Sampling
+from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -28,52 +30,37 @@ def event_of(message: Struct | dict[str, Any]) -> bytes:
 
 
 class Writer(ABC):
-    """The ASGI response to one body: runs ``states``, sends the whole answer or a stream of events.
+    """The ASGI response to one body: runs ``states``, sends the whole answer or a ``stream`` of events."""
 
-    ``prefix`` begins the answer's id; ``event_object`` is the ``object`` field of events.
-    """
-
-    prefix: str
-    event_object: str
-
-    def __init__(self, request: Request, body: Sampling, states: Sequence[RequestState]) -> None:
-        service: Service = request.app.state.service
-        self._frontend, self._states = service.frontend, states
-        self._return_token_ids, self._stream = body.return_token_ids, bool(body.stream)
+    def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
+        self._service: Service = request.app.state.service
+        self._frontend, self._states, self._stream = self._service.frontend, states, stream
         for state in states:
-            state.stream = self._stream
-        self._fields: dict[str, Any] = {
-            "id": f"{self.prefix}-{request_id(request)}",
-            "created": int(time.time()),
-            "model": body.model or service.names[0],
-        }
-        self._event_fields = {**self._fields, "object": self.event_object}
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = b'data: %b,"choices":[' % encode(self._event_fields)[:-1]  # the same in each event
-        self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+            state.stream = stream
 
     @abstractmethod
-    def whole(self) -> Struct:
+    def whole(self) -> Struct | dict[str, Any]:
         """The whole answer."""
+
+    def opening(self) -> bytes:
+        """The events before the first of a choice."""
+        return b""
 
     @abstractmethod
     def event(self, first: int, choice: Choice) -> bytes:
         """The events for what is new of ``choice``; its prompt's choices begin at index ``first``."""
 
-    def event_with(self, choice: Struct) -> bytes:
-        """One event with this choice."""
-        return b"%b%b%b" % (self._head, encode(choice), self._tail)
-
-    def usage(self) -> Usage:
-        """Tokens of all prompts and of all their choices; a prompt counts once."""
-        prompt = sum(len(state.prompt_ids) for state in self._states)
-        completion = sum(state.completion_tokens for state in self._states)
-        cached = sum(state.cached_tokens for state in self._states)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    @abstractmethod
+    def closing(self, error: PreheatError | None) -> bytes:
+        """The events at the end of a stream, which an ``error`` may have ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with RunningRequests(self._frontend, self._states, receive) as running:
-            await (self._send_events(running, send) if self._stream else self._send_whole(running, send))
+        self._service.load += 1
+        try:
+            async with RunningRequests(self._frontend, self._states, receive) as running:
+                await (self._send_events(running, send) if self._stream else self._send_whole(running, send))
+        finally:
+            self._service.load -= 1
 
     async def _send_whole(self, running: RunningRequests, send: Send) -> None:
         while not running.finished:
@@ -98,17 +85,85 @@ class Writer(ABC):
             return
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
+        body = self.opening()
         while True:
-            body = b"".join([self.event(first, choice) for first, choice in pending if choice.has_delta])
+            body += b"".join([self.event(first, choice) for first, choice in pending if choice.has_delta])
             pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
             if not pending or running.gone:
                 break
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
             await running.change()
         error = next((state.error for state in self._states if state.error), None)
+        await send({"type": "http.response.body", "body": body + self.closing(error)})
+
+
+class CompletionsWriter(Writer):
+    """What completions and chat completions have in common.
+
+    ``prefix`` begins the answer's id; ``event_object`` is the ``object`` field of events. ``form``: how the text is
+    read, if it is not all content.
+    """
+
+    prefix: str
+    event_object: str
+
+    def __init__(
+        self,
+        request: Request,
+        body: Sampling,
+        states: Sequence[RequestState],
+        form: AnswerFormat | None = None,
+    ) -> None:
+        super().__init__(request, states, bool(body.stream))
+        self._return_token_ids, self._format = body.return_token_ids, form
+        self._fields: dict[str, Any] = {
+            "id": f"{self.prefix}-{request_id(request)}",
+            "created": int(time.time()),
+            "model": body.model or self._service.names[0],
+        }
+        self._event_fields = {**self._fields, "object": self.event_object}
+        options = body.stream_options or StreamOptions()
+        self._continuous = bool(options.continuous_usage_stats)
+        self._usage = self._continuous if options.include_usage is None else options.include_usage
+        self._head = b'data: %b,"choices":[' % encode(self._event_fields)[:-1]  # the same in each event
+        self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+
+    def closing(self, error: PreheatError | None) -> bytes:
+        last = b""
         if error is not None:
-            body += event_of(error_body(error))
+            last = event_of(error_body(error))
         elif self._usage:
-            body += event_of({**self._event_fields, "choices": [], "usage": self.usage()})
-        await send({"type": "http.response.body", "body": body + b"data: [DONE]\n\n"})
+            last = event_of({**self._event_fields, "choices": [], "usage": self.usage()})
+        return last + b"data: [DONE]\n\n"
+
+    def event_with(self, choice: Choice, answer: Struct) -> bytes:
+        """One event with ``answer``, what is new of ``choice``."""
+        if self._continuous:
+            usage = encode(self.usage_of(choice, self.completion_tokens(choice)))
+            return b'%b%b],"usage":%b}\n\n' % (self._head, encode(answer), usage)
+        return b"%b%b%b" % (self._head, encode(answer), self._tail)
+
+    def completion_tokens(self, choice: Choice) -> int:
+        """How many tokens of ``choice`` there are, for the usage."""
+        return len(choice.token_ids)
+
+    def usage(self) -> Usage:
+        """Tokens of all prompts and of all their choices; a prompt counts once."""
+        choices = [choice for state in self._states for choice in state.choices]
+        prompt = sum(len(state.prompt_ids) for state in self._states)
+        cached = sum(state.cached_tokens for state in self._states)
+        return self._usage_of(prompt, cached, sum(map(self.completion_tokens, choices)), choices)
+
+    def usage_of(self, choice: Choice, completion: int) -> Usage:
+        """Tokens of one choice, ``completion`` so far, and of its prompt: what vLLM shows in the events of a stream."""
+        state = choice.state
+        return self._usage_of(len(state.prompt_ids), state.cached_tokens, completion, [choice])
+
+    def _usage_of(self, prompt: int, cached: int, completion: int, choices: Sequence[Choice]) -> Usage:
+        usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        if self._format is not None and self._format.reasoning is not None:
+            thought = sum(self._format.reasoning_tokens(choice.token_ids) for choice in choices)
+            usage.completion_tokens_details = CompletionTokensDetails(thought)
+        return usage

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from preheat.errors import SettingsError
+from preheat.utils.text import did_you_mean, plain_number
 
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 
@@ -26,7 +26,9 @@ class Option:
     """One option. ``kinds`` are the Python types of its values; a ``bool`` does not count as an ``int``.
 
     ``later`` is the reason why values other than the default are rejected: the feature is not implemented. A mapping
-    gives the reasons for single values.
+    gives the reasons for single values. ``env`` is vLLM's variable, ``later_env`` what its later versions call it. A
+    list's flag takes several words, or with ``one_word`` one: it is repeated for more, so that the word behind it is
+    never taken for another.
     """
 
     name: str
@@ -35,12 +37,14 @@ class Option:
     help: str
     group: str
     env: str | None = None
+    later_env: str | None = None
     choices: tuple[str, ...] | None = None
     low: float | None = None
     high: float | None = None
     later: str | Mapping[Any, str] | None = None
     parse: Callable[[str], Any] | None = None
     default_text: str | None = None
+    one_word: bool = False
 
     @property
     def flag(self) -> str:
@@ -49,8 +53,7 @@ class Option:
     @property
     def env_names(self) -> tuple[str, ...]:
         """The environment variables of this option; the first that is set counts."""
-        own = f"PREHEAT_{self.name.upper()}"
-        return (own,) if self.env is None else (own, self.env)
+        return tuple(name for name in (f"PREHEAT_{self.name.upper()}", self.later_env, self.env) if name)
 
     def convert(self, value: object, source: str) -> Any:
         """``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
@@ -107,14 +110,15 @@ class Option:
         return (low is None or value >= low) and (high is None or value <= high) and not math.isnan(value)
 
     def _range(self) -> str:
-        if self.low is not None and self.high is not None:
-            return f"between {self.low:g} and {self.high:g}"
-        return f"at least {self.low:g}" if self.low is not None else f"at most {self.high:g}"
+        low, high = (None if bound is None else plain_number(bound) for bound in (self.low, self.high))
+        if low is not None and high is not None:
+            return f"between {low} and {high}"
+        return f"at least {low}" if low is not None else f"at most {high}"
 
     def _rejection(self, value: object) -> str | None:
         if isinstance(self.later, str):
             return self.later if value != self.default else None
-        return (self.later or {}).get(value)
+        return self.later.get(value) if self.later else None
 
 
 def _show(value: object) -> str:
@@ -123,6 +127,8 @@ def _show(value: object) -> str:
         return "unset"
     if isinstance(value, tuple):
         return ",".join(value)
+    if isinstance(value, dict):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -140,12 +146,27 @@ def _parse_list(text: str) -> tuple[str, ...]:
     return tuple(str(item).strip() for item in items if str(item).strip())
 
 
-_PARSERS: dict[type, Callable[[str], Any]] = {bool: parse_bool, int: int, float: float, tuple: _parse_list}
+def _parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    bool: parse_bool,
+    int: int,
+    float: float,
+    tuple: _parse_list,
+    dict: _parse_object,
+}
 _EXPECTED: dict[type, str] = {
     bool: "a yes or no (use 1/0, true/false or yes/no)",
     int: "a whole number",
     float: "a number",
     tuple: "a list",
+    dict: 'a JSON object, such as {"name": 1}',
     str: "text",
 }
 
@@ -171,12 +192,6 @@ def _kinds(hint: Any) -> tuple[type, ...]:
     return tuple(typing.get_origin(part) or part for part in parts)
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
     """Add ``options`` as flags, in their groups. Flags that are not given are absent from the namespace.
 
@@ -189,7 +204,10 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> Non
         if opt.kinds[0] is bool:
             keywords["action"] = argparse.BooleanOptionalAction
         elif opt.kinds[0] is tuple:
-            keywords |= {"action": "extend", "nargs": "+", "metavar": "VALUE"}
+            keywords |= {"action": "append"} if opt.one_word else {"action": "extend", "nargs": "+"}
+            keywords["metavar"] = "VALUE"
+        elif opt.kinds[0] is dict:
+            keywords["metavar"] = "JSON"
         else:
             keywords["metavar"] = "|".join(opt.choices) if opt.choices else opt.kinds[0].__name__.upper()
         group.add_argument(opt.flag, **keywords)

@@ -1,0 +1,137 @@
+"""``preheat doctor`` looks whether preheat will run here, ``preheat collect-env`` says what a report should name.
+
+Nothing is changed, no GPU memory is taken, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import preheat
+from preheat.backends.registry import ENVIRONMENTS
+from preheat.settings import OPTIONS, Settings
+from preheat.utils.finding import Finding
+from preheat.warmup.store import cache_root
+
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette",
+            "uvicorn", "uvloop", "transformers", "vllm")  # fmt: skip
+TORCH = (2, 11), (2, 13)
+"""The versions of torch that the tests run with, first and last."""
+
+MIN_DISK, MIN_SHM, MIN_FILES = 2**30, 64 * 2**20, 1024
+PREFIXES = ("PREHEAT_", "VLLM_", "PT_HPU", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "HF_",
+            "HABANA_", "QUANT_CONFIG")  # fmt: skip
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
+MASKED = "(set)"
+
+
+def findings(settings: Settings) -> Iterator[Finding]:
+    """All checks for an engine with ``settings``, one after the other."""
+    yield Finding("preheat", f"{preheat.__version__} in Python {platform.python_version()}")
+    yield _torch()
+    for device in [settings.device] if settings.device in ENVIRONMENTS else ENVIRONMENTS:
+        yield from ENVIRONMENTS[device]()
+    root = cache_root(settings)
+    yield Finding("store", "off", "note", "every boot compiles anew") if root is None else _folder("store", root)
+    yield _folder("models", Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser())
+    yield _port(settings)
+    yield from _limits()
+
+
+def _torch() -> Finding:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", "not installed", "fail", "scripts/install, or pip install with constraints.txt")
+    release = tuple(int(part) for part in version.split(".")[:2])
+    first, last = (".".join(map(str, bound)) for bound in TORCH)
+    if release < TORCH[0]:
+        return Finding("torch", version, "fail", f"{first} or later is needed")
+    if release > TORCH[1]:
+        return Finding("torch", version, "note", f"later than {last}, the last one that was tested")
+    return Finding("torch", version)
+
+
+def _folder(what: str, folder: Path) -> Finding:
+    """Whether files can be made in ``folder``, which may not be there yet, and how much room there is."""
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            free = shutil.disk_usage(place).free
+    except OSError as error:
+        variable = "--cache-dir" if what == "store" else "HF_HOME"
+        return Finding(what, f"{folder}: {error.strerror}", "note", f"it cannot be written; name another by {variable}")
+    found = f"{folder}, {free / 2**30:.1f} GiB free"
+    return Finding(what, found, "note", "there is little room") if free < MIN_DISK else Finding(what, found)
+
+
+def _port(settings: Settings) -> Finding:
+    if settings.uds is not None:
+        return Finding("socket", settings.uds)
+    where = f"{settings.host}:{settings.port}"
+    try:
+        with socket.create_server((settings.host, settings.port)):
+            return Finding("port", f"{where} is free")
+    except OSError as error:
+        return Finding("port", f"{where}: {error.strerror}", "fail", "name another with --port, or 0 for any")
+
+
+def _limits() -> Iterator[Finding]:
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "each connection takes one: ulimit -n 65536"
+    yield Finding("open files", str(files), *(("note", advice) if files < MIN_FILES else ()))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        found = f"{size / 2**20:,.0f} MiB"
+        advice = "ranks of one engine share memory there: --shm-size 1g"
+        yield Finding("/dev/shm", found, *(("note", advice) if size < MIN_SHM else ()))
+
+
+def table(found: list[Finding]) -> str:
+    """``found`` for a terminal."""
+    width = max(len(finding.what) for finding in found)
+    lines = []
+    for finding in found:
+        lines.append(f"{finding.verdict:<5} {finding.what:<{width}}  {finding.found}")
+        if finding.advice:
+            lines.append(f"{'':<5} {'':<{width}}  -> {finding.advice}")
+    failed = sum(finding.verdict == "fail" for finding in found)
+    lines.append(f"{failed} of {len(found)} checks failed" if failed else f"{len(found)} checks, none failed")
+    return "\n".join(lines)
+
+
+def collected(settings: Settings) -> dict[str, Any]:
+    """What a report should name: versions, the machine, variables and settings that are set, the findings. Secrets are
+    masked.
+    """
+    versions = {"python": sys.version.split()[0], "preheat": preheat.__version__}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    secret = {field.name for field in dataclasses.fields(settings) if not field.repr}
+    given = {opt.name: getattr(settings, opt.name) for opt in OPTIONS.values()}
+    given = {name: value for name, value in given.items() if value != OPTIONS[name].default}
+    return {
+        "versions": versions,
+        "system": platform.platform(),
+        "environment": {name: MASKED if SECRET.search(name) else value for name, value in variables.items()},
+        "settings": {name: MASKED if name in secret else value for name, value in given.items()},
+        "findings": [finding._asdict() for finding in findings(settings)],
+    }

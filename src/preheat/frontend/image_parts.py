@@ -1,0 +1,47 @@
+"""The images in a conversation's messages. No torch here, nor Pillow: models without images come here too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from preheat.errors import InvalidRequest
+
+IMAGE = {"type": "image"}
+"""The part that a chat template sees in place of an image."""
+
+
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """The messages with `IMAGE` in place of their images, and the images in order: URLs, or of ``image_pil`` parts the
+    images themselves. Raises InvalidRequest for a part that has none.
+    """
+    sources: list[Any] = []
+    return [_without(message, sources) for message in messages], sources
+
+
+def _without(message: Mapping[str, Any], sources: list[Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image_url", "image_pil"):
+            sources.append(_source(part, kind))
+            part = IMAGE  # noqa: PLW2901
+        elif kind == "image":
+            raise InvalidRequest("Give images as parts of type 'image_url'", param="messages")
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _source(part: Mapping[str, Any], kind: str) -> Any:
+    given = part.get(kind)
+    if kind == "image_pil":
+        if given is None:
+            raise InvalidRequest("A part of type 'image_pil' needs image_pil, an image of Pillow", param="messages")
+        return given
+    url = given.get("url") if isinstance(given, Mapping) else None
+    if not isinstance(url, str):
+        raise InvalidRequest("A part of type 'image_url' needs image_url.url, a text", param="messages")
+    return url

@@ -1,0 +1,166 @@
+"""What parsers of tool calls share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reading, StreamParser, ValueEnd
+
+NAMES, ARGUMENTS, OTHERS = ("name",), ("arguments", "parameters"), ("type", "id")
+"""The keys of a call that is a JSON object."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+
+class ToolParser(StreamParser):
+    """Finds calls of ``tools`` in the text of an answer. Only the first call counts unless they may be ``parallel``.
+
+    ``SPECIAL``: markers that some tokenizers count as special tokens, which must then be in the text. ``TRIGGER``: with
+    what every call begins, and ``STRUCTURE``: what is before the JSON of its arguments, with %s for the name as JSON,
+    and what is behind it; for those whose arguments a grammar can hold to a schema.
+    """
+
+    SPECIAL: ClassVar[tuple[str, ...]] = ()
+    TRIGGER: ClassVar[str] = ""
+    STRUCTURE: ClassVar[tuple[str, str]] = ("", "")
+
+    def __init__(self, tools: Sequence[Tool] = (), parallel: bool = True) -> None:
+        super().__init__()
+        self.tools = {tool.name: tool for tool in tools}
+        self._parallel = parallel
+        self._calls = 0
+        self._dropped = ""
+
+    def add(self, part: Part) -> None:
+        if self._parallel or not isinstance(part, CallStart | CallArguments) or part.index == 0:
+            super().add(part)
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def start_call(self, name: str, arguments: str = "") -> int:
+        """A call of the tool ``name`` begins. Its number."""
+        index, self._calls = self._calls, self._calls + 1
+        self.add(CallStart(index, self.new_id(), name))
+        self.arguments(index, arguments)
+        self.forget()
+        return index
+
+    def arguments(self, call: int, text: str) -> None:
+        """More of the arguments of ``call``."""
+        if text:
+            self.add(CallArguments(call, text))
+
+    def read_arguments(self, call: int) -> Reading[None]:
+        """Read a JSON value: the arguments of ``call``, which are passed on as they arrive."""
+        end = ValueEnd()
+        while True:
+            start, self._at = self._at, end.find(self._text, self._at)
+            self.arguments(call, self._text[start : self._at])
+            self.forget()
+            if end.found or not (yield from self.more()):
+                return
+
+    def content_until(self, *markers: str) -> Reading[str | None]:
+        """Read content up to one of ``markers`` and over it: the marker. None at the end of the text.
+
+        White space before a marker with nothing else before it, and after the last call, is no content.
+        """
+        space = yield from self.space()
+        while True:
+            text, marker = yield from self.until_any(markers) if markers else self._rest()
+            if text:
+                self.add(Content(space + text))
+                space = ""
+            if marker:
+                self._dropped = space + marker
+                return marker
+            if marker is None:
+                if space and not self._calls:
+                    self.add(Content(space))
+                return None
+
+    def _rest(self) -> Reading[tuple[str, str | None]]:
+        """What is there of the text, all of which is content."""
+        yield from self.peek()
+        text, self._at = self._text[self._at :], len(self._text)
+        self.forget()
+        return text, "" if text else None
+
+    def not_a_call(self, start: int) -> None:
+        """What the last marker began is content: the marker, and what follows from ``start`` on."""
+        self.add(Content(self._dropped))
+        self._at = start
+
+    def call_object(self, bare: bool = False) -> Reading[bool]:
+        """Read a call that is a JSON object with the keys of this module; False, with nothing read, if it is none.
+
+        The call starts when its name is known, from then on it is one. ``bare``: it may have no arguments.
+        """
+        start, name, arguments = self._at, None, ""
+        if not (yield from self.take("{")):
+            return False
+        while True:
+            yield from self.space()
+            key = yield from self._key()
+            if key in NAMES:
+                name = yield from self.string()
+            elif key in ARGUMENTS and (yield from self.peek()) == "{":
+                if name is not None:
+                    yield from self.read_arguments(self.start_call(name))
+                    yield from self._rest_of_object()
+                    return True
+                arguments = (yield from self.value()) or ""
+            elif key in OTHERS:
+                yield from self.value()
+            else:
+                break
+            yield from self.space()
+            if (yield from self.take("}")):
+                if name is not None and (arguments or bare):
+                    self.start_call(name, arguments or "{}")
+                    return True
+                break
+            if not (yield from self.take(",")):
+                break
+        self._at = start
+        return False
+
+    def call_objects(self) -> Reading[bool]:
+        """Read calls that are JSON objects, with commas between them; False if not even the first is one."""
+        before = self._calls
+        while (yield from self.call_object(bare=True)):
+            yield from self.space()
+            yield from self.take(",")
+            yield from self.space()
+        return self._calls > before
+
+    def _key(self) -> Reading[str | None]:
+        """Read a key and its colon."""
+        key = yield from self.string()
+        yield from self.space()
+        if not (yield from self.take(":")):
+            return None
+        yield from self.space()
+        return key
+
+    def _rest_of_object(self) -> Reading[None]:
+        """Read what follows the arguments, up to the end of the call."""
+        yield from self.space()
+        while (yield from self.take(",")):
+            yield from self.space()
+            yield from self._key()
+            yield from self.value()
+            yield from self.space()
+        yield from self.take("}")

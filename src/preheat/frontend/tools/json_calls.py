@@ -1,0 +1,130 @@
+"""Parsers of models that write a call as a JSON object, or its arguments as one."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Sequence
+
+from preheat.frontend.stream_parser import CallArguments, Reading
+from preheat.frontend.tools.base import Tool, ToolParser
+
+_NAME = re.compile(r"[\w.-]*")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class HermesParser(ToolParser):
+    """``<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3."""
+
+    SPECIAL = ("<tool_call>", "</tool_call>")
+    TRIGGER = "<tool_call>"
+    STRUCTURE = ('<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>")
+
+    def parse(self) -> Reading[None]:
+        while (yield from self.content_until("<tool_call>")):
+            start = self._at
+            yield from self.space()
+            if (yield from self.call_object(bare=True)):
+                yield from self.space()
+                yield from self.take("</tool_call>")
+            else:
+                self.not_a_call(start)
+
+
+class Llama3JsonParser(ToolParser):
+    """``{"name": "f", "parameters": {"a": 1}}``, several with semicolons between them: Llama 3.1 to 4.
+
+    The answer begins so, or ``<|python_tag|>`` comes first.
+    """
+
+    SPECIAL = ("<|python_tag|>",)
+
+    def parse(self) -> Reading[None]:
+        start = self._at
+        yield from self.space()
+        expected = (yield from self.peek()) == "{"
+        if not expected or not (yield from self._calls_here()):
+            self._at = start
+        while (yield from self.content_until("<|python_tag|>")):
+            start = self._at
+            yield from self.space()
+            if not (yield from self._calls_here()):
+                self.not_a_call(start)
+
+    def _calls_here(self) -> Reading[bool]:
+        """Read calls; False, with nothing read, if there are none."""
+        before = self._calls
+        while (yield from self.call_object()):
+            yield from self.space()
+            if not (yield from self.take(";")):
+                break
+            yield from self.space()
+        return self._calls > before
+
+
+class MistralParser(ToolParser):
+    """``[TOOL_CALLS]`` and a JSON array of calls, or since the eleventh tokenizer ``[TOOL_CALLS]f[ARGS]{"a": 1}``."""
+
+    SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+    def new_id(self) -> str:
+        """Nine letters and digits: the templates of these models accept no other."""
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+    def parse(self) -> Reading[None]:
+        while (yield from self.content_until("[TOOL_CALLS]")):
+            start = self._at
+            yield from self.space()
+            if (yield from self.take("[")):
+                yield from self.space()
+                if (yield from self.call_objects()):
+                    yield from self.take("]")
+                    continue
+            elif (yield from self._named_call()):
+                continue
+            self.not_a_call(start)
+
+    def _named_call(self) -> Reading[bool]:
+        name = yield from self.matching(_NAME)
+        if (yield from self.take("[CALL_ID]")):
+            yield from self.matching(_NAME)
+        yield from self.take("[ARGS]")
+        yield from self.space()
+        if not name or (yield from self.peek()) != "{":
+            return False
+        yield from self.read_arguments(self.start_call(name))
+        return True
+
+
+class RequiredParser(ToolParser):
+    """A JSON array of calls and nothing else: what the grammar of ``tool_choice`` "required" lets a model write."""
+
+    def parse(self) -> Reading[None]:
+        start = self._at
+        yield from self.space()
+        yield from self.take("[")
+        yield from self.space()
+        if not (yield from self.call_objects()):
+            self._at = start
+        else:
+            yield from self.take("]")
+        yield from self.content_until()
+
+
+class NamedParser(ToolParser):
+    """The whole text is the arguments of one tool, the first: that of a named ``tool_choice``."""
+
+    def __init__(self, tools: Sequence[Tool] = (), parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
+        self._name = next(iter(self.tools))
+
+    def parse(self) -> Reading[None]:
+        yield from self.space()
+        if not (yield from self.peek()):
+            return
+        call = self.start_call(self._name)
+        while (yield from self.peek()):
+            text, self._at = self._text[self._at :], len(self._text)
+            self.add(CallArguments(call, text))
+            self.forget()

@@ -1,0 +1,90 @@
+"""Answers that are lists of blocks (reasoning, text, calls), whole or as events: /v1/responses and /v1/messages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from starlette.requests import Request
+
+from preheat.errors import PreheatError
+from preheat.frontend.answer_format import AnswerFormat, Block, ParsedAnswer
+from preheat.frontend.request_state import Choice, RequestState
+from preheat.frontend.stream_parser import CallStart, Content, Part
+from preheat.server.answers import encode
+from preheat.server.stream import Writer
+
+
+def named_event(name: str, fields: dict[str, Any]) -> bytes:
+    """One server-sent event with a name, which is its ``type`` too."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
+
+
+class BlocksWriter(Writer):
+    """Runs one request with one choice. In a stream each block is begun, extended and ended before the next begins.
+
+    ``always_text``: an answer without any block gets an empty one.
+    """
+
+    always_text = False
+
+    def __init__(self, request: Request, state: RequestState, form: AnswerFormat, stream: bool) -> None:
+        super().__init__(request, [state], stream)
+        self.state, self.form = state, form
+        self.answer = ParsedAnswer()
+        self._parser = form.parser()
+
+    @abstractmethod
+    def begin(self, block: Block) -> bytes:
+        """The events that begin ``block``, the last one of the answer."""
+
+    @abstractmethod
+    def extend(self, block: Block, text: str) -> bytes:
+        """The event that adds ``text`` to ``block``."""
+
+    @abstractmethod
+    def end(self, block: Block) -> bytes:
+        """The events that end ``block``."""
+
+    @abstractmethod
+    def last(self, error: PreheatError | None) -> bytes:
+        """The events behind the last block."""
+
+    @property
+    def choice(self) -> Choice:
+        return self.state.choices[0]
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.choice.token_ids)
+
+    def read(self) -> list[Part]:
+        """What is new of the answer."""
+        parts = self._parser.push(self.choice.take_delta().text)
+        if not self.choice.sent_end:
+            return parts
+        parts += self._parser.finish()
+        return parts if parts or self.answer.blocks or not self.always_text else [Content("")]
+
+    def read_all(self) -> None:
+        """Read the whole answer at once."""
+        for part in self.read():
+            self.answer.add(part)
+
+    def event(self, _: int, choice: Choice) -> bytes:
+        events = b""
+        for part in self.read():
+            if begins := not self.answer.continues(part):
+                events += self._end_last()
+            block = self.answer.add(part)
+            if begins:
+                events += self.begin(block)
+            if not isinstance(part, CallStart):
+                events += self.extend(block, part.text)
+        return events
+
+    def closing(self, error: PreheatError | None) -> bytes:
+        return self._end_last() + self.last(error)
+
+    def _end_last(self) -> bytes:
+        return self.end(self.answer.blocks[-1]) if self.answer.blocks else b""

@@ -1,0 +1,164 @@
+"""What the endpoints for conversations share: the prompt, the tools, and how the answer is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import to_builtins
+from starlette.requests import Request
+
+from preheat.core import SamplingParams
+from preheat.errors import InvalidRequest
+from preheat.frontend.answer_format import AnswerFormat, ToolChoice
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.image_parts import take_images
+from preheat.frontend.request_state import RequestState
+from preheat.frontend.tools import Tool
+from preheat.server.body import body_size
+from preheat.server.params import load_images, prepared
+from preheat.server.schema import Message, NamedToolChoice
+from preheat.server.turns import in_turn
+
+
+@dataclass
+class Conversation:
+    """What a chat template needs: see :meth:`ChatTemplate.render`. ``tools`` are in OpenAI's form for chats."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:
+    """The prompt for a conversation, and the URLs of its images. Raises InvalidRequest for what its template does not
+    look at, and for images if the model sees none.
+    """
+    if not talk.messages:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    for name, given in (("documents", talk.documents), ("reasoning_effort", talk.variables.get("reasoning_effort"))):
+        if given and not frontend.template.uses(name):
+            raise InvalidRequest(f"the chat template of this model does not look at {name}: leave it out", param=name)
+    return await in_turn(request, body_size(request), partial(_render, frontend, talk))
+
+
+def _render(frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:
+    messages, sources = take_images(talk.messages)
+    frontend.input.check_images(len(sources))
+    text = frontend.template.render(
+        messages,
+        add_generation_prompt=talk.add_generation_prompt,
+        continue_final_message=talk.continue_final_message,
+        tools=talk.tools,
+        documents=talk.documents,
+        variables=talk.variables,
+    )
+    return text, sources
+
+
+async def prepared_talk(
+    request: Request,
+    frontend: Frontend,
+    talk: Conversation,
+    choice: ToolChoice,
+    params: SamplingParams,
+    *,
+    cache_salt: str = "",
+    priority: int = 0,
+    cap_length: bool = True,
+) -> tuple[RequestState, AnswerFormat]:
+    """The checked request for a conversation, and how its answers are read."""
+    prompt, sources = await rendered(request, frontend, talk)
+    form = frontend.formats.form(choice, prompt)
+    changed: dict[str, Any] = {}
+    if (constraint := form.constraint(params.structured_outputs)) is not None:
+        changed["structured_outputs"] = constraint
+    if frontend.formats.shows_special_tokens(form):
+        changed["skip_special_tokens"] = False
+    if changed:
+        params = msgspec.structs.replace(params, **changed)
+    frontend.input.check_length(prompt, params)
+    images = await load_images(request, frontend, sources)
+    (state,) = await prepared(
+        request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
+        cap_length=cap_length, images=images,
+    )  # fmt: skip
+    return state, form
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """``messages`` as chat templates expect them: without empty fields, and with arguments of calls as objects.
+
+    An empty list says as little as null, but some templates only ask whether there is a field.
+    """
+    return [_plain(message, place) for place, message in enumerate(messages)]
+
+
+def _plain(message: Message, place: int) -> dict[str, Any]:
+    plain = {name: value for name, value in to_builtins(message).items() if value not in (None, [])}
+    if thought := plain.get("reasoning") or plain.get("reasoning_content"):
+        plain |= {"reasoning": thought, "reasoning_content": thought}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            call_of(call.id, call.function.name, call.function.arguments, f"messages[{place}].tool_calls[{at}]")
+            for at, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+    """A call in the history of a conversation, as chat templates expect it."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: the arguments are not valid JSON: {error}", param=param) from error
+    function = {"name": name, "arguments": arguments}
+    return {**({} if id is None else {"id": id}), "type": "function", "function": function}
+
+
+class _Function(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _ToolDefinition(msgspec.Struct):
+    type: str
+    function: _Function
+
+
+def tool_choice(
+    tools: Sequence[Mapping[str, Any]] | None,
+    asked: str | NamedToolChoice | None,
+    parallel: bool | None,
+) -> ToolChoice:
+    """The choice that a body asks for: by default "auto" if there are tools. Raises InvalidRequest."""
+    known = tuple(_tool(tool, place) for place, tool in enumerate(tools or ()))
+    if isinstance(asked, NamedToolChoice):
+        named = tuple(tool for tool in known if tool.name == asked.function.name)[:1]
+        if not named:
+            raise InvalidRequest(f"tool_choice names {asked.function.name}, which is no tool", param="tool_choice")
+        return ToolChoice(named, "named", parallel=False)
+    if asked == "required" and not known:
+        raise InvalidRequest('tool_choice "required" needs tools', param="tool_choice")
+    return ToolChoice(known, (asked or "auto") if known else "none", parallel is not False)
+
+
+def _tool(definition: Mapping[str, Any], place: int) -> Tool:
+    param = f"tools[{place}]"
+    try:
+        tool = msgspec.convert(definition, _ToolDefinition)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+    if tool.type != "function":
+        raise InvalidRequest(f"{param} is of type {tool.type!r}, but only functions can be called", param=param)
+    return Tool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))

@@ -1,0 +1,195 @@
+"""/v1/messages, Anthropic's endpoint for conversations: checks the body, writes the answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from preheat.errors import InvalidRequest, PreheatError
+from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
+from preheat.frontend.request_state import RequestState
+from preheat.server.answers import encode
+from preheat.server.blocks import BlocksWriter, named_event
+from preheat.server.body import read_request
+from preheat.server.conversation import Conversation, call_of, prepared_talk, rendered, tool_choice
+from preheat.server.errors import anthropic_error
+from preheat.server.messages_schema import (
+    CountRequest,
+    InputMessage,
+    MessageAnswer,
+    MessagesRequest,
+    MessagesUsage,
+    OutputBlock,
+    OutputText,
+    OutputThinking,
+    OutputToolUse,
+    TextBlock,
+    TextOnly,
+    ThinkingBlock,
+    TokenCount,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from preheat.server.middleware import request_id
+from preheat.server.schema import FunctionName, NamedToolChoice
+
+
+async def messages(request: Request) -> ASGIApp:
+    """Answer a conversation, in Anthropic's form."""
+    frontend, body = await read_request(request, MessagesRequest)
+    params = frontend.input.params(
+        max_tokens=body.max_tokens, stop=body.stop_sequences, temperature=body.temperature, top_p=body.top_p,
+        top_k=body.top_k,
+    )  # fmt: skip
+    state, form = await prepared_talk(request, frontend, _talk(body), _choice(body), params, cap_length=False)
+    return _MessagesWriter(request, body, state, form)
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    frontend, body = await read_request(request, CountRequest)
+    prompt, _ = await rendered(request, frontend, _talk(body))
+    count = TokenCount(len(frontend.tokenizer.encode(prompt, add_special_tokens=False)))
+    return Response(encode(count), media_type="application/json")
+
+
+def _talk(body: CountRequest) -> Conversation:
+    told = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    for message in body.messages:
+        told += _plain(message)
+    return Conversation(told, _tools(body), body.chat_template_kwargs or {})
+
+
+def _tools(body: CountRequest) -> list[dict[str, Any]]:
+    """The tools in the form of chats, which chat templates expect."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({} if tool.description is None else {"description": tool.description}),
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in body.tools or ()
+    ]
+
+
+def _choice(body: CountRequest) -> ToolChoice:
+    asked = body.tool_choice
+    if asked is None:
+        return tool_choice(_tools(body), None, None)
+    mode: str | NamedToolChoice = {"any": "required"}.get(asked.type, asked.type)
+    if asked.type == "tool":
+        if asked.name is None:
+            raise InvalidRequest("tool_choice.name is missing", param="tool_choice.name")
+        mode = NamedToolChoice(FunctionName(asked.name))
+    return tool_choice(_tools(body), mode, not asked.disable_parallel_tool_use)
+
+
+def _plain(message: InputMessage) -> list[dict[str, Any]]:
+    """A message as chat templates expect it: results of tools are messages of their own, before the user's text."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    told, texts = [], []
+    plain: dict[str, Any] = {"role": message.role}
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                plain |= {"reasoning": block.thinking, "reasoning_content": block.thinking}
+            case ToolUseBlock():
+                plain["tool_calls"] = [*plain.get("tool_calls", ()), call_of(block.id, block.name, block.input, "")]
+            case ToolResultBlock():
+                told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
+    if texts or len(plain) > 1 or not told:
+        told.append(plain | {"content": "\n".join(texts)})
+    return told
+
+
+def _text(content: str | list[TextOnly]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+class _MessagesWriter(BlocksWriter):
+    def __init__(self, request: Request, body: MessagesRequest, state: RequestState, form: AnswerFormat) -> None:
+        super().__init__(request, state, form, bool(body.stream))
+        self._id, self._model = f"msg_{request_id(request)}", body.model or self._service.names[0]
+
+    def whole(self) -> MessageAnswer:
+        self.read_all()
+        answer = self._answer(self.completion_tokens)
+        answer.content = [_block(block) for block in self.answer.blocks]
+        answer.stop_reason, answer.stop_sequence = self._stop()
+        return answer
+
+    def opening(self) -> bytes:
+        return named_event("message_start", {"message": self._answer(0)})
+
+    def begin(self, block: Block) -> bytes:
+        return named_event("content_block_start", {"index": self._place, "content_block": _block(Block(
+            block.kind, "", block.id, block.name
+        ))})  # fmt: skip
+
+    def extend(self, block: Block, text: str) -> bytes:
+        name, field = _DELTAS[block.kind]
+        return named_event("content_block_delta", {"index": self._place, "delta": {"type": name, field: text}})
+
+    def end(self, block: Block) -> bytes:
+        return named_event("content_block_stop", {"index": self._place})
+
+    def last(self, error: PreheatError | None) -> bytes:
+        if error is not None:
+            return named_event("error", {"error": anthropic_error(error)})
+        reason, sequence = self._stop()
+        ended = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage_now()}
+        return named_event("message_delta", ended) + named_event("message_stop", {})
+
+    @property
+    def _place(self) -> int:
+        return len(self.answer.blocks) - 1
+
+    def _answer(self, tokens: int) -> MessageAnswer:
+        return MessageAnswer(id=self._id, model=self._model, content=[], usage=self._usage_now(tokens))
+
+    def _usage_now(self, tokens: int | None = None) -> MessagesUsage:
+        cached = self.state.cached_tokens
+        output = self.completion_tokens if tokens is None else tokens
+        return MessagesUsage(len(self.state.prompt_ids) - cached, output, cached)
+
+    def _stop(self) -> tuple[str, str | None]:
+        """Why the answer ended, and the stop sequence that ended it."""
+        if self.choice.finish_reason == "length":
+            return "max_tokens", None
+        if isinstance(self.choice.stop_reason, str):
+            return "stop_sequence", self.choice.stop_reason
+        return "tool_use" if self.answer.calls else "end_turn", None
+
+
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _block(block: Block) -> OutputBlock:
+    if block.kind == "content":
+        return OutputText(block.text)
+    if block.kind == "reasoning":
+        return OutputThinking(block.text)
+    return OutputToolUse(block.id, block.name, _object(block.text))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call. Those that a limit has cut off are left out, because they are an object here."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,136 @@
+"""The bodies of /v1/messages: Anthropic's shapes, as far as they are supported; see :mod:`preheat.server.schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Struct
+
+from preheat.server.schema import ForModel, accepted, only, rejected
+
+
+@accepted("cache_control citations")
+class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
+@accepted("cache_control citations")
+class TextOnly(Struct, forbid_unknown_fields=True):
+    """A text where only texts may be."""
+
+    type: Literal["text"]
+    text: str
+
+
+@accepted("cache_control caller")
+class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+@accepted("cache_control")
+class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextOnly] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str | None = None
+
+
+InputBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+
+
+class InputMessage(Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[InputBlock]
+
+
+@accepted("cache_control eager_input_streaming")
+class MessagesTool(Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Annotated[Any, only("custom")] = None
+
+
+class MessagesToolChoice(Struct, forbid_unknown_fields=True):
+    """Type "any" must call some tool, "tool" the one of this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+@accepted("metadata cache_control")
+@rejected("container context_management mcp_servers inference_geo output_config output_format")
+class CountRequest(ForModel, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    messages: list[InputMessage]
+    system: str | list[TextOnly] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Annotated[Any, only({"type": "disabled"})] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """POST /v1/messages. Whether the model thinks is a matter of its template: see ``chat_template_kwargs``."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    service_tier: Annotated[Any, only("auto", "standard_only")] = None
+
+
+class OutputText(Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class OutputToolUse(Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class OutputThinking(Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+OutputBlock = OutputText | OutputToolUse | OutputThinking
+
+
+class MessagesUsage(Struct):
+    """``input_tokens`` are those that were computed; the others were in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageAnswer(Struct, kw_only=True):
+    id: str
+    model: str
+    content: list[OutputBlock]
+    usage: MessagesUsage
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+
+
+class TokenCount(Struct):
+    input_tokens: int

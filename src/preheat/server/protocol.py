@@ -1,0 +1,182 @@
+"""HTTP/1.1 with limits on what a client may send and leave unsaid before the application hears of it.
+
+uvicorn's protocol bounds neither the bytes of headers nor the time that they take, and its parser joins the fragments
+of one header over and over. Both are bounded here, ahead of any check of a key; so are trailers and chunk extensions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from preheat.errors import HeadersTooLarge, PreheatError, SlowRequest
+from preheat.server.answers import encode
+from preheat.server.errors import error_body
+
+logger = logging.getLogger(__name__)
+
+LINGER_SECONDS = 2.0
+"""How long the rest of a body is read and dropped after the answer: a client that still sends may not read it."""
+
+_MOST_DESCRIPTORS = 65_536
+_RESERVED_DESCRIPTORS = 64
+"""Not for connections: the rest of the process needs them."""
+
+
+@dataclass
+class ConnectionLimits:
+    """Bytes of the headers, seconds until they are complete, and how many connections may be open at once."""
+
+    header_bytes: int
+    header_seconds: float
+    connections: int
+    _full: bool = False
+
+    def admit(self, count: int) -> bool:
+        """Whether ``count`` connections may be open. It is logged once when there are too many."""
+        if count > self.connections and not self._full:
+            logger.error(
+                "%d connections are open, which is all that the limit of file descriptors allows (ulimit -n); more are "
+                "closed at once",
+                self.connections,
+            )
+        if count > self.connections or count < self.connections // 2:  # between them, it may soon be full again
+            self._full = count > self.connections
+        return count <= self.connections
+
+
+def connections_allowed() -> int:
+    """How many connections the limit of file descriptors allows, after raising it as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return max((_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) - _RESERVED_DESCRIPTORS, 1)
+
+
+def limited_protocol(header_bytes: int, header_seconds: float) -> type[asyncio.Protocol]:
+    """The protocol of a server whose connections share these limits."""
+    limits = ConnectionLimits(header_bytes, header_seconds, connections_allowed())
+
+    class Protocol(LimitedProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(limits, *args, **kwargs)
+
+    return Protocol
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Its request line, headers and trailers may have ``limits.header_bytes`` together."""
+
+    def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._in_head = True  # of the first or next request
+        self._head = 0  # bytes of its request line, headers and trailers, once they are complete
+        self._unparsed = 0  # bytes since the parser last made something of them
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._linger: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._limits.admit(len(self.connections)):
+            self._start_head_timer()
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        _cancel(self._head_timer, self._linger)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += len(data)
+        if self._in_head:
+            self._start_head_timer()
+        super().data_received(data)
+        if self._unparsed > self._limits.header_bytes:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        self._head, self._in_head = 0, True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + len(": \r\n"))
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._unparsed = False, 0
+        _cancel(self._head_timer)
+        self._head_timer = None
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._unparsed = True, 0
+        _cancel(self._linger)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head and not self.transport.is_closing():
+            self._linger = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head > self._limits.header_bytes:  # what stopped the parser
+            self._refuse(self._too_large())
+        else:
+            super().send_400_response(msg)
+
+    def _count(self, size: int) -> None:
+        """Count ``size`` bytes of the head; an error stops the parser."""
+        self._unparsed = 0
+        self._head += size
+        if self._head > self._limits.header_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(f"The headers are larger than {self._limits.header_bytes} bytes (--max-header-bytes)")
+
+    def _start_head_timer(self) -> None:
+        """From the start of the connection, or the first byte of a later request."""
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.header_seconds, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_head_timer()  # it waits for the answer to an earlier request
+        elif self._head or self._unparsed:
+            seconds = f"{self._limits.header_seconds:g} s (--timeout-headers)"
+            self._refuse(SlowRequest(f"The headers did not arrive within {seconds}"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: PreheatError) -> None:
+        """Answer with ``error`` unless another answer is under way, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            body = encode(error_body(error))
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+
+def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+    for timer in timers:
+        if timer is not None:
+            timer.cancel()

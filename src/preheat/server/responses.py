@@ -1,0 +1,326 @@
+"""/v1/responses: checks the body, writes the answer, and keeps it if that was asked for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from preheat.core import SamplingParams, StructuredOutputsParams
+from preheat.errors import InvalidRequest, NotFound, PreheatError
+from preheat.frontend.answer_format import AnswerFormat, Block
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import RequestState
+from preheat.server.answers import encode
+from preheat.server.blocks import BlocksWriter, named_event
+from preheat.server.body import read_request
+from preheat.server.conversation import Conversation, call_of, prepared_talk, tool_choice
+from preheat.server.middleware import request_id
+from preheat.server.params import sampling_fields
+from preheat.server.responses_schema import (
+    ITEMS,
+    Deleted,
+    FunctionCallItem,
+    FunctionChoice,
+    FunctionOutputItem,
+    Incomplete,
+    InputDetails,
+    Item,
+    MessageItem,
+    OutputCall,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseObject,
+    ResponsesRequest,
+    ResponsesUsage,
+    TextFormat,
+    TextOptions,
+    TextPart,
+)
+from preheat.server.responses_store import ResponseStore, Stored
+from preheat.server.schema import FunctionName, NamedToolChoice
+from preheat.server.structured import converted
+
+
+async def responses(request: Request) -> ASGIApp:
+    """Answer a conversation."""
+    frontend, body = await read_request(request, ResponsesRequest)
+    store = _store(request)
+    if store is None and (body.store or body.previous_response_id is not None):
+        raise InvalidRequest(
+            "this server keeps no responses: send the whole conversation as input, or start it with "
+            "--enable-responses-store",
+            param="store" if body.store else "previous_response_id",
+        )
+    previous = store.get(body.previous_response_id).messages if store and body.previous_response_id else []
+    messages = [*previous, *_messages(body.input)]
+    told = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
+    tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [])]
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        variables["reasoning_effort"] = body.reasoning.effort
+    asked = body.tool_choice
+    if isinstance(asked, FunctionChoice):
+        choice = tool_choice(tools, NamedToolChoice(FunctionName(asked.name)), body.parallel_tool_calls)
+    else:
+        choice = tool_choice(tools, asked, body.parallel_tool_calls)
+    params = _params(frontend, body)
+    state, form = await prepared_talk(
+        request, frontend, Conversation(told, tools, variables), choice, params,
+        cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=body.max_output_tokens is None,
+    )  # fmt: skip
+    kept = store if body.store is not False else None
+    return _ResponsesWriter(request, body, state, form, messages=messages, store=kept)
+
+
+async def response(request: Request) -> Response:
+    """A response that was kept."""
+    return Response(_known(request).json, media_type="application/json")
+
+
+async def delete_response(request: Request) -> Response:
+    """Forget a response."""
+    _known(request)
+    id = request.path_params["id"]
+    store = _store(request)
+    if store is not None:
+        store.delete(id)
+    return Response(encode(Deleted(id)), media_type="application/json")
+
+
+def _store(request: Request) -> ResponseStore | None:
+    store: ResponseStore | None = request.app.state.service.responses
+    return store
+
+
+def _known(request: Request) -> Stored:
+    store = _store(request)
+    if store is None:
+        raise NotFound("This server keeps no responses: start it with --enable-responses-store")
+    return store.get(request.path_params["id"])
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in the form of chats, which chat templates expect."""
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _params(frontend: Frontend, body: ResponsesRequest) -> SamplingParams:
+    structured = _structured(body.text.format) if body.text and body.text.format else None
+    return frontend.input.params(
+        **sampling_fields(body), max_tokens=body.max_output_tokens, structured_outputs=structured
+    )
+
+
+def _structured(asked: TextFormat) -> StructuredOutputsParams | None:
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if asked.schema is None:
+        raise InvalidRequest("text.format.schema is missing", param="text.format.schema")
+    return converted({"json": asked.schema}, "text.format.schema")
+
+
+def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The input as messages for a chat template. Reasoning and calls belong to the assistant's message around them."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not given:
+        raise InvalidRequest("input must not be empty", param="input")
+    messages: list[dict[str, Any]] = []
+    for place, raw in enumerate(given):
+        item = _item(raw, f"input[{place}]")
+        if isinstance(item, FunctionOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _text(item.content)})
+        else:
+            _add_to_turn(messages, item, f"input[{place}]")
+    return messages
+
+
+def _item(raw: dict[str, Any], param: str) -> Item:
+    kind = raw.get("type") or "message"
+    if kind not in ITEMS:
+        raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported", param=param)
+    known = {name: value for name, value in raw.items() if value is not None}
+    try:
+        return msgspec.convert(known, ITEMS[kind])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+
+
+def _text(content: str | Sequence[TextPart | ReasoningText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None:
+    """Add what the model said, thought or called to its message, which begins if the last one is of somebody else."""
+    if not messages or messages[-1]["role"] != "assistant" or (isinstance(item, MessageItem) and _said(messages[-1])):
+        messages.append({"role": "assistant", "content": ""})
+    turn = messages[-1]
+    match item:
+        case MessageItem():
+            turn["content"] = _text(item.content)
+        case FunctionCallItem():
+            call = call_of(item.call_id, item.name, item.arguments, param)
+            turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
+        case ReasoningItem():
+            thought = _text(item.content or [])
+            turn |= {"reasoning": thought, "reasoning_content": thought} if thought else {}
+
+
+def _said(message: dict[str, Any]) -> bool:
+    """Whether an assistant's message is complete before another text."""
+    return bool(message["content"] or message.get("tool_calls"))
+
+
+class _ResponsesWriter(BlocksWriter):
+    always_text = True
+
+    def __init__(
+        self,
+        request: Request,
+        body: ResponsesRequest,
+        state: RequestState,
+        form: AnswerFormat,
+        *,
+        messages: list[dict[str, Any]],
+        store: ResponseStore | None,
+    ) -> None:
+        super().__init__(request, state, form, bool(body.stream))
+        self._id, self._messages, self._store = request_id(request), messages, store
+        self._sequence = 0
+        self._response = ResponseObject(
+            id=f"resp_{self._id}",
+            created_at=int(time.time()),
+            model=body.model or self._service.names[0],
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning,
+            store=store is not None,
+            temperature=state.params.temperature,
+            text=body.text or TextOptions(TextFormat("text")),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=state.params.top_p,
+        )
+
+    def whole(self) -> ResponseObject:
+        self.read_all()
+        return self._completed()
+
+    def opening(self) -> bytes:
+        shown = {"response": self._response}
+        return self._event("response.created", shown) + self._event("response.in_progress", shown)
+
+    def begin(self, block: Block) -> bytes:
+        item = self._item(block, "in_progress")
+        if isinstance(item, OutputMessage | OutputReasoning):
+            item.content = []
+        events = self._event("response.output_item.added", {"output_index": self._place, "item": item})
+        if block.kind == "call":
+            return events
+        return events + self._event("response.content_part.added", self._where(block) | {"part": _part(block, "")})
+
+    def extend(self, block: Block, text: str) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        return self._event(f"{_EVENTS[block.kind]}.delta", self._where(block) | {"delta": text} | more)
+
+    def end(self, block: Block) -> bytes:
+        where = self._where(block)
+        said: dict[str, Any] = {"text": block.text}
+        if block.kind == "content":
+            said["logprobs"] = []
+        elif block.kind == "call":
+            said = {"arguments": block.text, "name": block.name}
+        events = self._event(f"{_EVENTS[block.kind]}.done", where | said)
+        if block.kind != "call":
+            events += self._event("response.content_part.done", where | {"part": _part(block, block.text)})
+        done = {"output_index": self._place, "item": self._item(block)}
+        return events + self._event("response.output_item.done", done)
+
+    def last(self, error: PreheatError | None) -> bytes:
+        if error is not None:
+            self._response.status = "failed"
+            self._response.error = ResponseError(error.code or "server_error", error.message)
+            return self._event("response.failed", {"response": self._response})
+        response = self._completed()
+        return self._event(f"response.{response.status}", {"response": response})
+
+    def _completed(self) -> ResponseObject:
+        """The response when the answer has ended; it is kept if that was asked for."""
+        response, blocks = self._response, self.answer.blocks
+        cut = self.choice.finish_reason == "length"
+        response.status = "incomplete" if cut else "completed"
+        response.incomplete_details = Incomplete("max_output_tokens") if cut else None
+        response.output = [self._item(block, place=place) for place, block in enumerate(blocks)]
+        if cut and response.output:
+            response.output[-1].status = "incomplete"
+        prompt, completion = len(self.state.prompt_ids), self.completion_tokens
+        thought = self.form.reasoning_tokens(self.choice.token_ids)
+        response.usage = ResponsesUsage(
+            prompt, InputDetails(self.state.cached_tokens), completion, OutputDetails(thought), prompt + completion
+        )
+        if self._store is not None:
+            whole = [item for item in response.output if not isinstance(item, OutputCall) or _is_json(item.arguments)]
+            said = _messages(msgspec.to_builtins(whole)) if whole else []
+            self._store.put(response.id, Stored(encode(response), [*self._messages, *said]))
+        return response
+
+    @property
+    def _place(self) -> int:
+        return len(self.answer.blocks) - 1
+
+    def _item(self, block: Block, status: str = "completed", place: int | None = None) -> OutputItem:
+        name = f"{self._id}_{self._place if place is None else place}"
+        if block.kind == "content":
+            return OutputMessage(f"msg_{name}", [OutputText(block.text)], status)
+        if block.kind == "reasoning":
+            return OutputReasoning(f"rs_{name}", [ReasoningText(block.text)], status=status)
+        return OutputCall(f"fc_{name}", block.id, block.name, block.text, status)
+
+    def _where(self, block: Block) -> dict[str, Any]:
+        """Which part of the answer an event is about: the last one."""
+        where = {"item_id": self._item(block).id, "output_index": self._place}
+        return where if block.kind == "call" else where | {"content_index": 0}
+
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        self._sequence += 1
+        return named_event(name, {"sequence_number": self._sequence - 1, **fields})
+
+
+_EVENTS = {
+    "content": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _part(block: Block, text: str) -> OutputText | ReasoningText:
+    return OutputText(text) if block.kind == "content" else ReasoningText(text)

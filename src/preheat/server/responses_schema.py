@@ -1,0 +1,231 @@
+"""The bodies of /v1/responses: OpenAI's shapes, as far as they are supported; see :mod:`preheat.server.schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from preheat.server.schema import SAMPLING_HINTS, ForModel, accepted, only, rejected, with_fields
+
+
+class TextFormat(Struct, forbid_unknown_fields=True):
+    """What the text of an answer is; a schema has a name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, only("medium")] = None
+
+
+class ReasoningOptions(Struct, forbid_unknown_fields=True):
+    """``effort`` is a variable of chat templates, for those that look at it."""
+
+    effort: str | None = None
+    summary: Annotated[Any, only("auto")] = None
+    generate_summary: Annotated[Any, only()] = None
+
+
+class FunctionTool(Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class FunctionChoice(Struct, forbid_unknown_fields=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+_NOT_HERE = {"n", "max_tokens", "prompt_logprobs", "structured_outputs"}
+
+
+@with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items() if name not in _NOT_HERE})
+@accepted("user safety_identifier prompt_cache_key prompt_cache_retention stream_options")
+@rejected("conversation prompt max_tool_calls context_management")
+class ResponsesRequest(ForModel, kw_only=True):
+    """POST /v1/responses. ``input`` is a text, or a list of messages, calls of functions and their outputs."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    truncation: Annotated[Any, only("disabled")] = None
+    background: Annotated[Any, only(False)] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message's content; only those with text are supported."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class MessageItem(Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[TextPart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class FunctionCallItem(Struct, forbid_unknown_fields=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutputItem(Struct, forbid_unknown_fields=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[TextPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Struct):
+    text: str
+    type: Literal["reasoning_text"] = "reasoning_text"
+
+
+class ReasoningItem(Struct, forbid_unknown_fields=True):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+ITEMS: dict[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "reasoning": ReasoningItem,
+}
+"""The items of an input, by type. An item without a type is a message."""
+
+
+class OutputText(Struct):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+    type: Literal["output_text"] = "output_text"
+
+
+class OutputMessage(Struct, tag="message"):
+    id: str
+    content: list[OutputText]
+    status: str = "completed"
+    role: Literal["assistant"] = "assistant"
+
+
+class OutputCall(Struct, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str = "completed"
+
+
+class OutputReasoning(Struct, tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    summary: list[Any] = []
+    status: str = "completed"
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+
+
+class InputDetails(Struct):
+    cached_tokens: int
+
+
+class OutputDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(Struct):
+    reason: str
+
+
+class ResponseError(Struct):
+    code: str
+    message: str
+
+
+class ResponseObject(Struct, kw_only=True):
+    """What was asked for comes back in the answer."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str = "in_progress"
+    output: list[OutputItem] = []
+    usage: ResponsesUsage | None = None
+    error: ResponseError | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: ReasoningOptions | None = None
+    store: bool = False
+    temperature: float = 1.0
+    text: TextOptions | UnsetType = UNSET
+    tool_choice: str | FunctionChoice = "auto"
+    tools: list[FunctionTool] = []
+    top_p: float = 1.0
+    truncation: str = "disabled"
+    background: bool = False
+    object: Literal["response"] = "response"
+
+
+class Deleted(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True

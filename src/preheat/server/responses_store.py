@@ -1,0 +1,52 @@
+"""Responses that clients may come back to (``--enable-responses-store``): the last ones, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from preheat.errors import NotFound
+from preheat.server.answers import encode
+
+MOST_BYTES = 64 * 2**20
+"""Bytes of all that is kept, as JSON."""
+
+
+@dataclass
+class Stored:
+    """A response as ``json``, and the conversation up to its end as ``messages`` for a chat template."""
+
+    json: bytes
+    messages: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """Keeps responses by id; beyond ``most`` bytes those that were used longest ago are dropped."""
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._most, self._bytes = most, 0
+        self._kept: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+
+    def get(self, id: str) -> Stored:
+        """The response of this id. Raises NotFound if it was never kept, or is no longer."""
+        if id not in self._kept:
+            raise NotFound(f"There is no response {id!r}, or no longer: the last ones are kept", param="response_id")
+        self._kept.move_to_end(id)
+        return self._kept[id][0]
+
+    def put(self, id: str, stored: Stored) -> None:
+        """Keep a response, unless it alone is too large."""
+        self.delete(id)
+        size = len(stored.json) + len(encode(stored.messages))
+        if size > self._most:
+            return
+        self._kept[id] = stored, size
+        self._bytes += size
+        while self._bytes > self._most:
+            self.delete(next(iter(self._kept)))
+
+    def delete(self, id: str) -> None:
+        """Forget a response, if it is kept."""
+        if id in self._kept:
+            self._bytes -= self._kept.pop(id)[1]

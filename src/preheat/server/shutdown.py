@@ -1,0 +1,107 @@
+"""How the server stops.
+
+The first signal drains: new requests are rejected, running ones have ``--shutdown-timeout`` seconds to finish. What is
+left then, or at a second signal, ends with an error, and the process leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from preheat.errors import NotReady
+from preheat.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 2.0
+"""For clients to read their last bytes after the last request."""
+
+_HASTE_SECONDS = 0.3  # the same, when the process must leave
+_CANCEL_SECONDS = 0.5  # between closed connections and the end of what still runs for them
+_LAST_SECONDS = 1.5  # to leave in haste; then the process exits, whatever hangs
+
+
+class Server(uvicorn.Server):
+    """Leaves signals to us, and closes the connections that stay open too long after the last request."""
+
+    close_seconds = CLOSE_SECONDS
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.timeout_graceful_shutdown = self.close_seconds + _CANCEL_SECONDS  # type: ignore[assignment]
+        closing = asyncio.get_running_loop().call_later(self.close_seconds, self._close_connections)
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    def _close_connections(self) -> None:
+        """A request whose connection is lost ends by itself, without the traceback of one that is cancelled."""
+        for connection in list(self.server_state.connections):
+            if (transport := connection.transport) is not None:
+                transport.abort()
+
+
+class Shutdown:
+    """Stops ``server`` once ``service`` is idle, or after ``seconds``. ``hasty``: the engine must not be waited for.
+    ``unready``: the signal that stopped a server before it was ready.
+    """
+
+    def __init__(self, service: Service, server: Server, seconds: float) -> None:
+        self._service, self._server, self._seconds = service, server, seconds
+        self.hasty = False
+        self.unready: int | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    def signalled(self, number: int) -> None:
+        """The signal ``number``, to stop, has come: the first one or another. Before ready nothing is waited for."""
+        if self._service.max_model_len is None:
+            self.unready, self.hasty = number, True
+            self._server.should_exit = self._server.force_exit = True
+            return
+        if self._service.draining:
+            self._leave("A second signal stopped the server before this request was finished")
+            return
+        logger.info(
+            "Draining: running requests have %g s to finish, new ones are rejected; a second signal stops now",
+            self._seconds,
+        )
+        self._service.draining = True
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self._seconds
+        while self._service.busy:
+            if time.monotonic() >= end:
+                self._leave(f"The server stopped: this request did not finish in {self._seconds:g} s")
+                return
+            await asyncio.sleep(0.05)
+        self._server.should_exit = True
+
+    def _leave(self, reason: str) -> None:
+        if self.hasty:
+            return
+        self.hasty = True
+        if self._service.busy:
+            logger.warning("%s", reason)
+        self._service.end_all(NotReady(reason))
+        self._server.close_seconds = _HASTE_SECONDS
+        self._server.should_exit = True
+        exit_after(_LAST_SECONDS + _HASTE_SECONDS, 0)
+
+
+def exit_after(seconds: float, status: int) -> None:
+    """Exit with ``status`` after ``seconds``, whatever hangs."""
+    last = threading.Timer(seconds, os._exit, [status])
+    last.daemon = True
+    last.start()

@@ -1,0 +1,71 @@
+"""What a body asks of its text: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and its older ``guided_*``.
+
+All of them become one :class:`~preheat.core.StructuredOutputsParams`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from preheat.core import StructuredOutputsParams
+from preheat.errors import InvalidRequest
+from preheat.server.schema import ResponseFormat, Sampling
+
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older fields, and what they are called now."""
+
+
+def structured_outputs(body: Sampling) -> StructuredOutputsParams | None:
+    """What the text of ``body`` must be; None if it is free. Raises InvalidRequest if several fields say it."""
+    formatted = response_format(body.response_format) if body.response_format is not None else None
+    guided = {name: getattr(body, name) for name in GUIDED if getattr(body, name) is not None}
+    given = {"response_format": formatted, "structured_outputs": body.structured_outputs, **guided}  # type: ignore[attr-defined]
+    names = [name for name, value in given.items() if value is not None]
+    if body.guided_whitespace_pattern is not None and not guided:
+        raise InvalidRequest(
+            "guided_whitespace_pattern belongs to guided_json; with structured_outputs it is whitespace_pattern",
+            param="guided_whitespace_pattern",
+        )
+    if len(names) > 1:
+        raise InvalidRequest(f"{' and '.join(names)} both say what the text must be; give one", param=names[1])
+    if not names:
+        return None
+    (name,) = names
+    if name in GUIDED:
+        asked = {GUIDED[name]: given[name], "whitespace_pattern": body.guided_whitespace_pattern}
+        return converted(asked, name)
+    found: StructuredOutputsParams = given[name]
+    return found
+
+
+def response_format(asked: ResponseFormat) -> StructuredOutputsParams | None:
+    """OpenAI's ``response_format``, and vLLM's structural tags in it. Raises InvalidRequest, naming the part."""
+    own = {"json_schema": ("json_schema",), "structural_tag": ("structures", "triggers", "format")}
+    fields = [name for name in ("json_schema", "structures", "triggers", "format") if getattr(asked, name) is not None]
+    for name in fields:
+        if name not in own.get(asked.type, ()):
+            param = f"response_format.{name}"
+            raise InvalidRequest(f"{param} has no meaning for type {asked.type}", param=param)
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            if asked.json_schema is None or asked.json_schema.schema is None:
+                param = "response_format.json_schema"
+                raise InvalidRequest(f"{param} is missing: give it with its schema", param=param)
+            return converted({"json": asked.json_schema.schema}, "response_format.json_schema.schema")
+        case "structural_tag":
+            tag = {name: msgspec.to_builtins(getattr(asked, name)) for name in fields}
+            return converted({"structural_tag": {"type": asked.type, **tag}}, "response_format")
+
+
+def converted(values: dict[str, Any], param: str) -> StructuredOutputsParams:
+    """``values`` as parameters. Raises InvalidRequest, naming ``param``."""
+    try:
+        return msgspec.convert({k: v for k, v in values.items() if v is not None}, StructuredOutputsParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error

@@ -1,0 +1,74 @@
+"""The options of bucket ranges, and the bucketing policy that settings ask for without naming it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from preheat.utils.environment import warn
+from preheat.utils.options import option
+
+_COUNTED = {
+    "prompt_bs": "prompts in a step (with `unified`, the largest is `--max-num-prefill-seqs`)",
+    "prompt_seq": "tokens of a prompt (with `unified`, of a step with prompts)",
+    "decode_bs": "decoding rows",
+    "decode_block": "KV blocks, summed over decoding rows",
+    "decode_seq": "tokens of a decoding row, in place of KV blocks",
+}
+_PARTS: dict[str, tuple[str, int, int | None]] = {
+    "min": ("Smallest bucket of {}.", 1, None),
+    "step": ("Distance of buckets of {}.", 1, None),
+    "max": ("Largest bucket of {}.", 1, None),
+    "pad_max": ("Most padding of `padding_aware` buckets of {}; 0: no limit.", 0, None),
+    "pad_percent": ("The same in percent.", 0, 50),
+}
+DEFAULT_POLICY = "unified"
+"""The bucketing policy where neither an option nor the platform names one."""
+
+SPLIT_OPTIONS = (
+    "bucketing_from_file",
+    *(f"prompt_bs_bucket_{part}" for part in _PARTS if part != "max"),
+    *(f"{name}_bucket_{part}" for name in ("prompt_seq", "decode_block", "decode_seq") for part in _PARTS),
+)
+"""Options of buckets that mean what they say under the split policy alone."""
+
+
+def bucket_range(dimension: str, part: str) -> Any:
+    """A part of the range of a dimension's bucket sizes, by the variables of vLLM on Gaudi. Its later versions say
+    query for the length of prompts.
+    """
+    text, low, high = _PARTS[part]
+    query = f"VLLM_PROMPT_QUERY_BUCKET_{part}".upper() if dimension == "prompt_seq" else None
+    name = f"VLLM_{dimension}_BUCKET_{part}".upper()
+    text = text.format(_COUNTED[dimension])
+    return option(None, text, group="Buckets", env=name, later_env=query, low=low, high=high)
+
+
+def strategy_named(text: str) -> str:
+    """The strategy of this name; those of vLLM on Gaudi are understood too."""
+    return {"exp": "exponential", "lin": "linear", "pad": "padding_aware"}.get(text, text)
+
+
+def with_bucketing_policy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of options with the policy that understands what they set of buckets; says so once.
+
+    Ranges of prompts and blocks are those of vLLM on Gaudi, whose steps read prompts or decode: the split policy,
+    unless something asks for the unified one. There the largest prompt batch is the most prompts in a step.
+    """
+    chosen = dict(values)
+    given = [name for name in SPLIT_OPTIONS if chosen.get(name) is not None]
+    unified = chosen.get("max_num_mixed_tokens") is not None
+    if given and chosen.get("bucketing_policy") is None and not unified:
+        chosen["bucketing_policy"] = "split"
+        named = ", ".join(f"VLLM_{name.upper()}" for name in given)
+        warn(f"{named}: bucketing policy split, whose steps read prompts or decode; --bucketing-policy picks another")
+    if unified and chosen.get("bucketing_policy") is None:
+        chosen["bucketing_policy"] = DEFAULT_POLICY
+    if chosen.get("bucketing_policy") == "split":
+        return chosen
+    if (prompts := chosen.pop("prompt_bs_bucket_max", None)) is not None:
+        asked = chosen.get("max_num_prefill_seqs")
+        chosen["max_num_prefill_seqs"] = prompts if asked is None else min(prompts, asked)
+        most = chosen["max_num_prefill_seqs"]
+        warn(f"VLLM_PROMPT_BS_BUCKET_MAX: with the unified policy that is --max-num-prefill-seqs {most}")
+    return chosen

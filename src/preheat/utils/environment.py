@@ -1,0 +1,104 @@
+"""What the environment sets: our variables, those of vLLM, and those of vLLM on Gaudi in its various versions.
+
+The environment of another engine should boot this one. A variable of ours that makes no sense is an error; one of
+theirs for something that is not here is warned about, once, and has no effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from preheat.errors import SettingsError
+from preheat.utils.options import Option, parse_bool
+from preheat.utils.text import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+EXPONENTIAL = "VLLM_EXPONENTIAL_BUCKETING"
+STRATEGY = "bucketing_strategy"
+NOT_HERE = {
+    "VLLM_PROMPT_CTX_BUCKET_": "the cached context of a prompt is no part of a program",
+    "VLLM_PROMPT_BUCKETING_STRATEGY": "both phases follow VLLM_BUCKETING_STRATEGY",
+    "VLLM_DECODE_BUCKETING_STRATEGY": "both phases follow VLLM_BUCKETING_STRATEGY",
+}
+"""Known variables without an effect, by how they begin, with the reason."""
+NOWHERE = {"defrag_with_graphs": "blocks are swapped without graphs"}
+"""Options that no platform can switch on, with the reason."""
+
+
+def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> dict[str, Any]:
+    """The values of ``options`` that ``env`` sets. Warns of variables with our prefixes that set nothing. Raises
+    SettingsError, naming the variable, for a value that cannot be used.
+    """
+    values: dict[str, Any] = {}
+    known = {name for opt in options.values() for name in opt.env_names} | {EXPONENTIAL}
+    for opt in options.values():
+        name = next((name for name in opt.env_names if name in env), None)
+        if name is None:
+            continue
+        if name == opt.env_names[0]:
+            values[opt.name] = opt.convert(env[name], name)
+        elif isinstance(opt.later, str):
+            warn(f"{name} without effect: {opt.later}")
+        else:
+            value = opt.convert(_without_unknown(opt, name, env[name]), name)
+            if value and opt.name in NOWHERE:
+                warn(f"{name} without effect: {NOWHERE[opt.name]}")
+            else:
+                values[opt.name] = value
+    if EXPONENTIAL in env:
+        values[STRATEGY] = _exponential(env[EXPONENTIAL], values.get(STRATEGY), options[STRATEGY].env_names[0] in env)
+    for name in sorted(env):
+        if name.startswith(("VLLM_", "PREHEAT_")) and name not in known:
+            reason = next((text for start, text in NOT_HERE.items() if name.startswith(start)), None)
+            hint = did_you_mean(name, known)
+            warn(
+                f"{name} without effect: {reason}"
+                if reason
+                else f"Unknown environment variable {name} is ignored{hint}"
+            )
+    return values
+
+
+def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: Mapping[str, str]) -> dict[str, Any]:
+    """``values`` without the file of ranges that only a variable of another engine names: it is often set there for
+    good, and means nothing where nothing is quantized by it.
+    """
+    ours = "quant_config" in args or "PREHEAT_QUANT_CONFIG" in env or "QUANT_CONFIG" not in env
+    if ours or values.get("quantization") == "inc":
+        return dict(values)
+    warn("QUANT_CONFIG without effect: quantization is not inc")
+    return {name: value for name, value in values.items() if name != "quant_config"}
+
+
+@cache
+def warn(message: str) -> None:
+    """Log a warning, once for each process."""
+    logger.warning(message)
+
+
+def _without_unknown(opt: Option, name: str, text: str) -> str:
+    """A list without the entries that only the other engine knows."""
+    if tuple not in opt.kinds or not opt.choices:
+        return text
+    words = [word.strip() for word in text.strip("[]").replace('"', "").split(",") if word.strip()]
+    if unknown := [word for word in words if word not in opt.choices]:
+        warn(f"{name}: {', '.join(unknown)} without effect: here there is {', '.join(opt.choices)}")
+    return ",".join(word for word in words if word in opt.choices)
+
+
+def _exponential(text: str, strategy: str | None, ours: bool) -> str:
+    """The strategy that the older variable names, which wins over the newer one as in vLLM on Gaudi; not over ours."""
+    try:
+        named = "exponential" if parse_bool(text) else "linear"
+    except ValueError:
+        raise SettingsError(f"{EXPONENTIAL}: {text!r} is not a yes or no (use 1/0, true/false or yes/no)") from None
+    if ours and strategy is not None:
+        warn(f"{EXPONENTIAL} without effect: the bucketing strategy is {strategy}")
+        return strategy
+    instead = f" instead of {strategy}" if strategy not in (None, named) else ""
+    warn(f"{EXPONENTIAL} is deprecated: bucketing strategy {named}{instead}")
+    return named

@@ -1,0 +1,110 @@
+"""Structured outputs in the settings: ``--structured-outputs-config``, whose names are vLLM's, and the grammars that a
+boot compiles before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from preheat.core import StructuredOutputsParams
+from preheat.errors import SettingsError
+
+BACKENDS = ("auto", "guidance", "none")
+_OTHERS = ("xgrammar", "outlines", "lm-format-enforcer")
+
+
+class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``backend`` serves all requests: ``guidance`` is llguidance, ``auto`` is that too, ``none`` refuses them. The
+    others are those of a request, for all requests.
+    """
+
+    backend: str = "auto"
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfig:
+    """The option as a struct. Raises SettingsError for what it cannot be."""
+    name = "structured_outputs_config"
+    try:
+        config = msgspec.convert(given or {}, StructuredOutputsConfig)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{name}: {error}", param=name) from None
+    if config.backend in _OTHERS:
+        raise SettingsError(
+            f"{name}: backend {config.backend} is not implemented; guidance (llguidance) serves all that it serves, "
+            "but for what docs/structured-outputs.md lists",
+            param=name,
+        )
+    if config.backend not in BACKENDS:
+        raise SettingsError(f"{name}: backend {config.backend!r} is not one of {', '.join(BACKENDS)}", param=name)
+    return config
+
+
+def with_config(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> StructuredOutputsParams:
+    """``params`` with what the server wishes for all requests."""
+    space = config.disable_any_whitespace and params.kind in ("json", "json_object", "structural_tag")
+    closed = config.disable_additional_properties and params.kind in ("json", "structural_tag")
+    if space and not params.disable_any_whitespace:
+        params = msgspec.structs.replace(params, disable_any_whitespace=True, whitespace_pattern=None)
+    return msgspec.structs.replace(params, disable_additional_properties=True) if closed else params
+
+
+JSON_OBJECT: Mapping[str, StructuredOutputsParams] = MappingProxyType(
+    {"json_object": StructuredOutputsParams(json_object=True)}
+)
+
+
+class _Line(StructuredOutputsParams, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """``structured_outputs`` of a request, and how the grammar is called in the log and the plan."""
+
+    name: str = ""
+
+
+@cache
+def read_preloads(path: str | None) -> Mapping[str, StructuredOutputsParams]:
+    """The grammars of ``--preload-grammars`` by name: each line of the file is the ``structured_outputs`` of a request
+    as a JSON object, with a ``name`` beside. Raises SettingsError, naming the line.
+    """
+    if path is None:
+        return MappingProxyType({})
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the grammars in {path}: {error}", param="preload_grammars") from None
+    found: dict[str, StructuredOutputsParams] = {}
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            given = msgspec.json.decode(line, type=_Line)
+        except msgspec.MsgspecError as error:
+            raise SettingsError(f"{path}, line {number}: {error}", param="preload_grammars") from None
+        name = given.name or f"line {number}"
+        if name in found or name in JSON_OBJECT:
+            raise SettingsError(f"{path}, line {number}: there are two grammars named {name}", param="preload_grammars")
+        fields = {field: getattr(given, field) for field in StructuredOutputsParams.__struct_fields__}
+        found[name] = StructuredOutputsParams(**fields)
+    return MappingProxyType(found)
+
+
+def preloads_of(settings: Any) -> Mapping[str, StructuredOutputsParams]:
+    """The grammars that a boot with these settings compiles, by name; none where it has no structured outputs."""
+    if why_none(settings):
+        return MappingProxyType({})
+    return MappingProxyType({**JSON_OBJECT, **read_preloads(settings.preload_grammars)})
+
+
+def why_none(settings: Any) -> str:
+    """Why a boot with these settings has no structured outputs; "" if it has."""
+    if settings.skip_tokenizer_init:
+        return "there is no tokenizer (--skip-tokenizer-init)"
+    if structured_config(settings.structured_outputs_config).backend == "none":
+        return 'the server was started with --structured-outputs-config \'{"backend": "none"}\''
+    return ""

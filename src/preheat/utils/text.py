@@ -1,0 +1,35 @@
+"""Words for messages: numbers as people write them, and the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+
+def plain_number(value: float) -> str:
+    """``value`` in digits, without an exponent where it is whole: 2147483647, 0.01."""
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` with the known name closest to ``name``; empty if none is close.
+
+    A name of abbreviated words is close to the shortest one that has these words in this order, as ``max-len`` is to
+    ``max-model-len``.
+    """
+    names = list(known)
+    words = _words(str(name))
+    close = sorted((known for known in names if words and _abbreviates(words, _words(known))), key=len)
+    close = close or difflib.get_close_matches(str(name), names, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[-_.]", name.lower()) if word]
+
+
+def _abbreviates(short: list[str], words: list[str]) -> bool:
+    """Whether each of the ``short`` words begins one of ``words``, in their order."""
+    rest = iter(words)
+    return all(any(word.startswith(start) for word in rest) for start in short)
