@@ -34,11 +34,17 @@ def prepared(
     duplicates: bool = False,
     cut: Cut = DEFAULT,
     spare: int = 1,
+    masks: np.ndarray | None = None,
 ) -> tuple[CudaSampler, SamplingInput]:
     """A sampler that holds the description of ``rows`` as its next step, with room for ``spare`` more."""
     slots, n = fill(rows), len(rows)
     batch = sampling_input(slots, np.arange(n))
-    sampler = CudaSampler(n, len(rows[0].logits), backend_of(device), n + spare, duplicates, cut=cut)
+    masked = masks is not None
+    sampler = CudaSampler(n, len(rows[0].logits), backend_of(device), n + spare, duplicates, cut=cut, masked=masked)
+    if masks is not None:
+        sampler.masks(0)[:n] = masks
+        sampler.describe(0, batch, np.arange(n))
+        return sampler, batch
     host = np.zeros(sampler.layout.words, np.int32)
     used = sampler.layout.pack(host, batch, np.arange(n))
     sampler.settings[:used] = torch.from_numpy(host[:used]).to(device)
@@ -60,9 +66,12 @@ def sample_on(
     duplicates: bool = False,
     dtype: torch.dtype = torch.float32,
     cut: Cut = DEFAULT,
+    masks: np.ndarray | None = None,
 ) -> list[int]:
-    """The token of each row, at the level that they need or at ``level``; a row that pads is checked on the way."""
-    sampler, batch = prepared(rows, device, duplicates, cut)
+    """The token of each row, at the level that they need or at ``level``; a row that pads is checked on the way.
+    ``masks`` int32 [rows, words] are those of the rows with a grammar.
+    """
+    sampler, batch = prepared(rows, device, duplicates, cut, masks=masks)
     sampler.sample(batch.level if level is None else level, logits_of(rows, dtype, device))
     *tokens, pad = sampler.tokens.tolist()
     assert pad == 0

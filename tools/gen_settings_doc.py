@@ -19,9 +19,11 @@ Every option can be given in four ways. The first of these that is present wins:
 4. the default.
 
 Yes-or-no options are pairs of flags (`--enable-prefix-caching`, `--no-enable-prefix-caching`); elsewhere write
-1/0, true/false or yes/no. Lists are `a,b` or a JSON list in the environment, several words after a flag, lists in YAML.
+1/0, true/false or yes/no. Lists are `a,b` or a JSON list in the environment, several words after a flag (`--api-key`
+takes one, and may be repeated), lists in YAML. Objects are JSON, or mappings in YAML.
 An unknown flag, keyword or key is an error; an unknown variable that begins with `VLLM_` or `PREHEAT_` is warned about.
-Options that are not implemented yet are listed here too; any value but the default is rejected with the reason.
+Options that are not implemented yet are listed here too; any value but the default is rejected with the reason, but
+warned about if it comes from a variable of another engine (`VLLM_…`, `PT_HPU_…`).
 `HF_TOKEN` and `HF_HOME` are read by the Hugging Face library.
 """
 
@@ -68,7 +70,7 @@ def _table(options: list[Option]) -> str:
 
 
 def _row(opt: Option, later: str) -> str:
-    variable = f"`{opt.env}`" if opt.env else ""
+    variable = ", ".join(f"`{name}`" for name in (opt.env, opt.later_env) if name)
     choices = f" One of {', '.join(f'`{choice}`' for choice in opt.choices)}." if opt.choices else ""
     return f"| `{opt.flag}` | {variable} | {opt.shown_default} | {opt.help}{choices}{later} |\n"
 

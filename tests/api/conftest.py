@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from tests.tokenizers import byte_level
 
@@ -27,7 +28,7 @@ from preheat.server import body
 from preheat.server.app import run_server
 from preheat.settings import Settings
 
-body.BODY_SECONDS = 1.0
+body.BODY_SECONDS = 2.0
 if sys.argv[2:]:
     importlib.import_module(sys.argv[2].partition(":")[0])  # for the error classes of a scripted engine
 sys.exit(run_server(Settings.load(json.loads(sys.argv[1])), *sys.argv[2:]))
@@ -121,13 +122,28 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(model: str, *, engine: str | None = SCRIPTED, wait: bool = True, **options: Any) -> Iterator[Server]:
-    """A server for ``model``; ``engine`` None runs the real one."""
+def serving(
+    model: str,
+    *,
+    engine: str | None = SCRIPTED,
+    wait: bool = True,
+    log: Path | None = None,
+    descriptors: int | None = None,
+    **options: Any,
+) -> Iterator[Server]:
+    """A server for ``model``; ``engine`` None runs the real one. ``log``: where its messages go, instead of to standard
+    error. ``descriptors``: how many files it may open.
+    """
     port = free_port()
     settings = {"model": model, "port": port, "log_level": "warning", **options}
     command = [sys.executable, "-c", SERVE, json.dumps(settings), *([engine] if engine else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    server = Server(subprocess.Popen(command, env=environment), port, model)
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+    with contextlib.ExitStack() as opened:
+        stderr = opened.enter_context(log.open("wb")) if log else None
+        process = subprocess.Popen(command, env=environment, stderr=stderr)
+    server = Server(process, port, model)
     try:
         if wait:
             server.wait_until_ready()
@@ -165,3 +181,39 @@ def server() -> Iterator[Server]:
     """The real thing: the bundled model, and the engine that runs it."""
     with serving("bundled", engine=None, num_threads=1) as server:
         yield server
+
+
+TALKER = (
+    "<s>{{ messages[-1].content }}</s>"
+    "{% for m in messages[:-1] %}({{ m.role }} {{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.reasoning_content }}{{ m.tool_call_id }}){% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ documents | tojson }}{% endif %}"
+    "{% if thinking %}<think>\n{% endif %}"
+)
+
+
+def write_tools_model(folder: Path) -> Path:
+    """A model whose tokenizer has marks: those of reasoning are ordinary tokens, those of calls special ones."""
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    backend.add_special_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
+    backend.post_processor = None
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TALKER}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": backend.get_vocab_size() + 2}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tools_model(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture(scope="session")
+def talker(tools_folder: Path) -> Iterator[Server]:
+    """A server that answers what the last message says, with parsers of tools and of reasoning, and a store."""
+    options: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    options |= {"reasoning_parser": "qwen3", "enable_responses_store": True}
+    with serving(str(tools_folder), served_model_name=["m"], **options) as running:
+        yield running

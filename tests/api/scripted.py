@@ -61,6 +61,7 @@ class ScriptedEngine:
 
     def run(self) -> None:
         self.transport.put(Ready(self.max_model_len, BLOCKS, 64, 0.0, self.record.to_json()))
+        self.transport.start_heartbeat()
         while not (self.draining and not self.running):
             self.take(0 if self.running else None)
             if self.running:
@@ -186,3 +187,10 @@ class ChangingEngine(ScriptedEngine):
         super().advance(id, sequence, delta)
         if len(self.running) > 2 and len(sequence.output) == sequence.request.max_tokens - 1:
             delta.tokens[-1] = sequence.output[-1] = 5 + delta.tokens[-1] % 7
+
+
+def run_roomy_engine(settings: Settings, address: str) -> None:
+    """Takes prompts of up to a million tokens."""
+    transport = EngineTransport(address)
+    ScriptedEngine(transport, max_model_len=2**20).run()
+    transport.close()

@@ -176,7 +176,7 @@ def test_a_step_that_hangs(folder: Path) -> None:
 
 
 def test_a_request_that_is_not_taken(folder: Path) -> None:
-    with serving(str(folder), rpc_timeout_ms=300) as server:
+    with serving(str(folder), rpc_timeout_ms=1500) as server:
         os.kill(server.engine_pid, signal.SIGSTOP)
         answer = server.post(COMPLETIONS, {"prompt": "x"})
         assert answer.status == 504 and "VLLM_RPC_TIMEOUT" in answer.error["message"]
@@ -187,6 +187,160 @@ def test_a_request_that_is_not_taken(folder: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert_idle(server)
+
+
+def health_within(server: Server, status: int, seconds: float) -> float:
+    """Seconds until /health has this status."""
+    started = time.monotonic()
+    while server.get("/health").status != status:
+        assert time.monotonic() - started < seconds
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def test_an_engine_that_is_stopped_while_it_runs(folder: Path) -> None:
+    with serving(str(folder), engine_heartbeat_timeout_s=1.5, rpc_timeout_ms=2500) as server:
+
+        async def scenario() -> tuple[bytes, list[bytes]]:
+            running = asyncio.create_task(ask(server.port, {"prompt": "x", "max_tokens": 1500, "stream": True}))
+            await until_running(server, 1)
+            os.kill(server.engine_pid, signal.SIGSTOP)
+            await asyncio.to_thread(health_within, server, 504, 10)
+            assert "heartbeat" in server.get("/health").error["message"] and server.get("/ready").status == 503
+            late = [await asyncio.wait_for(ask(server.port, {"prompt": "x"}), 10) for _ in range(2)]
+            await asyncio.sleep(3.5)  # another hand-over timeout, in which nothing waits
+            assert not running.done()  # it has the time of a step, which is ten minutes
+            os.kill(server.engine_pid, signal.SIGCONT)
+            return await running, late
+
+        streamed, late = asyncio.run(asyncio.wait_for(scenario(), 60))
+        for answer in late:
+            assert answer.startswith(b"HTTP/1.1 504") and b"VLLM_RPC_TIMEOUT" in answer
+        assert b"[DONE]" in streamed and b'"error"' not in streamed
+        health_within(server, 200, 10)
+        assert_idle(server)
+
+
+def test_a_long_step_is_no_stopped_engine(folder: Path) -> None:
+    """The control: an engine that takes no request for long, but beats, is well, and the request waits."""
+    with serving(str(folder), engine_heartbeat_timeout_s=1.5, rpc_timeout_ms=500) as server:
+
+        async def scenario() -> None:
+            running = asyncio.create_task(ask(server.port, {"prompt": "x", "max_tokens": 4000, "stream": True}))
+            await until_running(server, 1)
+            hanging = asyncio.create_task(ask(server.port, {"prompt": HANG}))
+            await asyncio.sleep(0.5)
+            waiting = asyncio.create_task(ask(server.port, {"prompt": "x"}))
+            for _ in range(40):
+                assert (await asyncio.to_thread(server.get, "/health")).status == 200
+                await asyncio.sleep(0.1)
+            assert not (running.done() or hanging.done() or waiting.done())
+            server.process.kill()
+            await asyncio.gather(running, hanging, waiting, return_exceptions=True)
+
+        asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("engine", ["runs", "is stopped"])
+def test_draining_has_a_deadline(folder: Path, tmp_path: Path, engine: str) -> None:
+    with serving(str(folder), log=tmp_path / "log", shutdown_timeout=1.0) as server:
+
+        async def scenario() -> list[bytes]:
+            body = {"prompt": "x", "max_tokens": 4000}
+            running = [asyncio.create_task(ask(server.port, body | {"stream": i % 2 == 0})) for i in range(4)]
+            await until_running(server, 4)
+            if engine == "is stopped":
+                os.kill(server.engine_pid, signal.SIGSTOP)
+            server.process.terminate()
+            return await asyncio.gather(*running)
+
+        started = time.monotonic()
+        answers = asyncio.run(asyncio.wait_for(scenario(), 30))
+        assert server.process.wait(5) == 0 and time.monotonic() - started < 15
+        for i, answer in enumerate(answers):
+            assert answer.startswith(b"HTTP/1.1 503" if i % 2 else b"HTTP/1.1 200"), answer[:100]
+            assert b"did not finish in 1 s" in answer and (i % 2 or b"[DONE]" in answer)
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_second_signal_leaves_no_traceback(folder: Path, tmp_path: Path) -> None:
+    with serving(str(folder), log=tmp_path / "log") as server:
+
+        async def scenario() -> tuple[list[bytes], float]:
+            hanging = [asyncio.create_task(ask(server.port, {"prompt": HANG, "stream": True})) for _ in range(8)]
+            running = [
+                asyncio.create_task(ask(server.port, {"prompt": "x", "max_tokens": 4000, "stream": True}))
+                for _ in range(8)
+            ]
+            await asyncio.sleep(1)
+            server.process.terminate()
+            await asyncio.sleep(0.5)
+            server.process.terminate()
+            started = time.monotonic()
+            answers = await asyncio.gather(*running, *hanging)
+            assert await asyncio.to_thread(server.process.wait, 5) == 0
+            return answers, time.monotonic() - started
+
+        answers, seconds = asyncio.run(asyncio.wait_for(scenario(), 30))
+        assert all(b"A second signal" in answer for answer in answers) and seconds < 4
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+async def health_times(port: int, seconds: float) -> list[float]:
+    """Seconds until /health answers, asked every 20 ms whether it has answered or not, sorted."""
+
+    async def once() -> float:
+        started = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
+        writer.close()
+        return time.monotonic() - started
+
+    asked, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        asked.append(asyncio.create_task(once()))
+        await asyncio.sleep(0.02)
+    return sorted(await asyncio.gather(*asked))
+
+
+WORDS = "".join(f"def f_{number * 7919}(x): return x + {number}\n" for number in range(30_000))[: 10**6]
+LARGE = {
+    "too long": ("tests.api.scripted:run_engine", {"prompt": WORDS}, b"400"),
+    "encoded": ("tests.api.scripted:run_roomy_engine", {"prompt": WORDS}, b"200"),
+    "a list": ("tests.api.scripted:run_roomy_engine", {"prompt": [WORDS[:5000]] * 200}, b"200"),
+    "token ids": ("tests.api.scripted:run_engine", {"prompt": [7] * 400_000}, b"400"),
+    "a conversation": (
+        "tests.api.scripted:run_roomy_engine", {"messages": [{"role": "user", "content": "x"}] * 20_000}, b"200"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_health_answers_while_large_prompts_arrive(what: str) -> None:
+    """Bounds for a busy machine; `python -m benchmarks overload` has the figures for a quiet one."""
+    engine, body, status = LARGE[what]
+    data = json.dumps({"max_tokens": 1, **body}).encode()
+    path = b"/v1/chat/completions" if "messages" in body else b"/v1/completions"
+    raw = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (path, len(data))
+
+    async def send(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(raw + data)
+        answer = await reader.read(-1)
+        writer.close()
+        return answer
+
+    async def scenario(port: int) -> list[float]:
+        sending = [asyncio.create_task(send(port)) for _ in range(4)]
+        times = await health_times(port, 2)
+        for answer in await asyncio.gather(*sending):
+            assert answer.startswith(b"HTTP/1.1 " + status), answer[:300]
+        return times
+
+    with serving("bundled", engine=engine) as server:
+        times = asyncio.run(asyncio.wait_for(scenario(server.port), 120))
+    assert times[len(times) // 2] < 0.25 and times[-1] < 2, (times[len(times) // 2], times[-1])
 
 
 def test_a_client_that_does_not_read(folder: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,14 +18,19 @@ from preheat.errors import (
     ContextTooLong,
     EngineDead,
     InvalidRequest,
+    ModelError,
     NotReady,
     PreheatError,
+    SettingsError,
     TooManyRequests,
     WireError,
 )
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.settings import Settings
+from preheat.startup import boot_front
 from tests.api.conftest import write_model
 
 READY = Ready(max_model_len=64, num_blocks=10, block_size=16, seconds=0.0)
@@ -61,6 +70,33 @@ class Played:
 @pytest.fixture
 def played(tokenizer: Tokenizer) -> Played:
     return Played(tokenizer)
+
+
+def test_requests_are_logged_for_who_asks(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        quiet = Played(tokenizer)
+        quiet.ask()
+        quiet.say("ab", Finish("length"))
+        assert caplog.messages == []
+        played = Played(tokenizer, log_requests=True)
+        state = played.ask("a secret", n=2, max_tokens=3)
+        played.say("ab", Finish("length"))
+        assert len(caplog.messages) == 1  # a choice is still running
+        played.say("c", Finish("stop"), id=2)
+        aborted = played.ask([5, 6])
+        played.frontend.abort(aborted)
+    count = len(state.prompt_ids)
+    begun, ended, other, gone = caplog.messages
+    assert begun == f"Received request {state.request_id}: {count} prompt tokens, n=2, max_tokens=3"
+    generated = sum(len(choice.token_ids) for choice in state.choices)
+    assert re.fullmatch(
+        rf"Finished request {state.request_id}: length and stop, {count} prompt tokens \(0 cached\), "
+        rf"{generated} generated, the first after \d+\.\d{{3}} s, \d+\.\d{{3}} s in total",
+        ended,
+    )
+    assert other.startswith(f"Received request {aborted.request_id}: 2 prompt tokens")
+    assert gone.startswith(f"Finished request {aborted.request_id}: abort, 2 prompt tokens (0 cached), 0 generated, ")
+    assert "secret" not in caplog.text
 
 
 def test_a_request_is_resolved(played: Played) -> None:
@@ -217,6 +253,40 @@ def test_lengths_are_capped_on_demand(played: Played) -> None:
     assert played.frontend.prepare([5] * 60, SamplingParams(max_tokens=50), cap_length=True).max_tokens == 4
 
 
+def test_minus_one_stands_for_a_number(tokenizer: Tokenizer) -> None:
+    played = Played(tokenizer, max_logprobs=7)
+    params = played.ask(logprobs=-1, prompt_logprobs=-1).params
+    assert (params.logprobs, params.prompt_logprobs) == (7, 7) == (
+        played.requests[-1].params.logprobs, played.requests[-1].params.prompt_logprobs
+    )  # fmt: skip
+    most = Played(tokenizer, max_logprobs=10**6).ask(logprobs=-1).params
+    assert (most.logprobs, most.prompt_logprobs) == (tokenizer.vocab_size, None)
+
+
+@pytest.mark.parametrize(("asked", "max_tokens", "kept"), [(5, 4, 5), (-1, 4, 60), (-1, None, 63)])
+def test_truncation_keeps_the_end_of_the_prompt(played: Played, asked: int, max_tokens: int | None, kept: int) -> None:
+    ids = [5 + at for at in range(80)]
+    params = played.frontend.input.params(truncate_prompt_tokens=asked, max_tokens=max_tokens)
+    assert played.frontend.prepare(ids, params).prompt_ids == ids[-kept:]
+
+
+@pytest.mark.parametrize(("asked", "max_tokens"), [(64, 4), (-1, 64)])
+def test_truncation_makes_no_room_that_there_is_not(played: Played, asked: int, max_tokens: int) -> None:
+    params = played.frontend.input.params(truncate_prompt_tokens=asked, max_tokens=max_tokens)
+    with pytest.raises(ContextTooLong, match="maximum context length is 64"):
+        played.frontend.prepare([5] * 80, params)
+
+
+def test_a_truncated_text_is_what_was_kept(tokenizer: Tokenizer) -> None:
+    played = Played(tokenizer)
+    played.frontend.handle(msgspec.structs.replace(READY, max_prompt_len=3))
+    text = "def add(a, b):"
+    state = played.frontend.prepare(text, played.frontend.input.params(truncate_prompt_tokens=-1))
+    assert state.prompt_ids == tokenizer.encode(text)[-3:]
+    assert state.prompt == state.prompt_text == tokenizer.decode(state.prompt_ids)
+    assert text.endswith(state.prompt)
+
+
 def test_the_queue_is_bounded(tokenizer: Tokenizer) -> None:
     played = Played(tokenizer, max_queued=2)
     first = played.ask(n=2)
@@ -234,7 +304,7 @@ def test_abort_frees_at_once(played: Played) -> None:
     assert state.output().outputs[0].finish_reason == "abort"
     played.say("late")
     metrics = played.frontend.metrics
-    assert state.completion_tokens == 0 and (metrics.waiting, metrics.running) == (0, 0)
+    assert not any(choice.token_ids for choice in state.choices) and (metrics.waiting, metrics.running) == (0, 0)
 
 
 def test_an_error_ends_all_choices(played: Played) -> None:
@@ -265,3 +335,84 @@ def test_recommended_parameters(tmp_path: Path) -> None:
     params = frontend.input.params
     assert (params().temperature, params().top_k, params().max_tokens) == (0.5, 7, 9)
     assert (params(temperature=1.5).temperature, params(max_tokens=3).max_tokens) == (1.5, 3)
+
+
+@pytest.mark.parametrize("broken", [{"temperature": "hot"}, {"top_k": 1.5}, {"top_p": 3}, {"max_new_tokens": 0}])
+def test_recommendations_that_cannot_be_used_are_found_at_once(tmp_path: Path, broken: dict[str, object]) -> None:
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(broken))
+    with pytest.raises(ModelError, match=r"generation_config\.json recommends what cannot be used"):
+        Frontend(Tokenizer(tmp_path), print)
+
+
+def booted(folder: Path, **options: object) -> Frontend:
+    return boot_front(Settings(model=str(folder), **options), print)  # type: ignore[arg-type]
+
+
+def test_whose_recommendations_count(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (other := tmp_path / "other").mkdir()
+    write_model(model)
+    (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "eos_token_id": 5}')
+    (other / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": 6}')
+
+    def resolved(**options: object) -> tuple[object, ...]:
+        frontend = booted(model, **options)
+        params = frontend.input.params()
+        return params.temperature, params.top_k, params.top_p, frontend.tokenizer.eos_ids
+
+    assert resolved() == (0.5, 7, 1.0, [1, 5])
+    assert resolved(generation_config="vllm") == (1.0, 0, 1.0, [1, 5])  # the ends of a sequence are no sampling default
+    assert resolved(generation_config=str(other)) == (1.0, 0, 0.5, [1, 6])
+    assert resolved(override_generation_config={"top_k": 3}) == (0.5, 3, 1.0, [1, 5])
+    assert resolved(override_generation_config={"top_k": 3}, generation_config="vllm") == (1.0, 3, 1.0, [1, 5])
+    assert resolved(generation_config=str(model)) == (0.5, 7, 1.0, [1, 5])
+    with pytest.raises(SettingsError, match="'top_n' is not one of temperature, top_p"):
+        resolved(override_generation_config={"top_n": 3})
+    with pytest.raises(SettingsError, match="top_k: Expected `int`"):
+        resolved(override_generation_config={"top_k": "x"})
+    with pytest.raises(SettingsError, match=r"holds no generation_config\.json"):
+        resolved(generation_config=str(tmp_path))
+    (model / "generation_config.json").write_text('{"temperature": "hot"}')
+    assert resolved(generation_config="vllm")[0] == 1.0
+    assert resolved(override_generation_config={"temperature": 0.25})[0] == 0.25
+
+
+def test_overrides_of_the_config_reach_the_tokenizer(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    frontend = booted(tmp_path, hf_overrides={"vocab_size": 300, "eos_token_id": 9})
+    assert (frontend.tokenizer.vocab_size, frontend.tokenizer.eos_ids) == (300, [1, 9])
+
+
+@pytest.mark.parametrize("template", ["{% for x %}", "{{ messages | nofilter }}", "{{ messages[0].a.b }}"])
+def test_a_broken_template_is_found_at_the_start(tmp_path: Path, template: str) -> None:
+    write_model(tmp_path)
+    with pytest.raises(ModelError, match=r"the chat template .*--chat-template"):
+        booted(tmp_path, chat_template=template)
+
+
+def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    frontend = booted(tmp_path, chat_template="{{ raise_exception('a system message first') }}")
+    with pytest.raises(InvalidRequest, match="a system message first"):
+        frontend.template.render([{"role": "user", "content": "x"}])
+
+
+def test_more_sequences_than_can_ever_wait(tokenizer: Tokenizer) -> None:
+    """A request that will never fit is the client's mistake; one that does not fit now may come again."""
+    played = Played(tokenizer, max_queued=4)
+    with pytest.raises(InvalidRequest, match=r"asks for 5 sequences .* at most 4 can wait"):
+        played.ask(n=5)
+    played.ask(n=3)
+    with pytest.raises(TooManyRequests):
+        played.ask(n=2)
+
+
+def test_which_prompt_of_a_list() -> None:
+    with pytest.raises(ContextTooLong, match=r"^prompt\[2\]: This model's maximum") as error, naming_prompt(2, 3):
+        raise ContextTooLong("This model's maximum", param="prompt")
+    assert error.value.param == "prompt[2]"
+    with pytest.raises(ContextTooLong, match=r"^One"), naming_prompt(0, 1):
+        raise ContextTooLong("One", param="prompt")
+    with pytest.raises(InvalidRequest, match=r"^Another"), naming_prompt(0, 2):
+        raise InvalidRequest("Another", param="logprobs")

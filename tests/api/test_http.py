@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -10,11 +12,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.api.conftest import ROOT, Server, serving
+from tests.api.scripted import HANG
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -65,7 +70,7 @@ REFUSED = [
     ({"prompt": []}, "prompt", "1 to 2048"),
     ({"prompt": ["x"] * 2049}, "prompt", "1 to 2048"),
     ({"prompt": [1, "x"]}, "prompt", "not both"),
-    ({"prompt": ["x", ""], "add_special_tokens": False}, "prompt", "empty"),
+    ({"prompt": ["x", ""], "add_special_tokens": False}, "prompt[1]", "empty"),
     ({"prompt": [999999]}, "prompt", "999999"),
     ({"prompt": "x", "max_tokens": "3"}, "max_tokens", "Expected"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens"),
@@ -73,7 +78,9 @@ REFUSED = [
     ({"prompt": "x", "temperature": -1}, "temperature", "temperature"),
     ({"prompt": "x", "n": 129}, "n", "between 1 and 128"),
     ({"prompt": "x", "seed": 2**64}, "seed", "seed"),
-    ({"prompt": "x", "best_of": 3}, "best_of", "best_of"),
+    ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "at least n"),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+    ({"prompt": "x", "priority": 1}, "priority", "--scheduling-policy"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "at most 20"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
@@ -84,7 +91,7 @@ REFUSED = [
     ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "100"),
     ({"prompt": "x", "store": True}, "store", "not supported"),
     ({"prompt": "x", "service_tier": "flex"}, "service_tier", "not supported"),
-    ({"prompt": "x", "guided_json": {}}, "guided_json", "not supported"),
+    ({"prompt": "x", "guided_json": 3}, "guided_json", "Expected"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"prompt": "x", "stream": True, "stream_options": {"a": 1}}, "stream_options.a", "Unrecognized"),
     ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
@@ -93,10 +100,9 @@ REFUSED = [
     ({"messages": "x"}, "messages", "Expected"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-     "messages[0].content[0].image_url", "not supported"),
+     "messages", "sees no images"),
     ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages", "'file'"),
-    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "not supported"),
-    ({"messages": MESSAGES, "tools": [{}]}, "tools", "not supported"),
+    ({"messages": MESSAGES, "tools": [{}]}, "tools[0]", "missing required field"),
     ({"messages": MESSAGES, "functions": [{}]}, "functions", "not supported"),
     ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities", "not supported"),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
@@ -196,8 +202,21 @@ def test_keys_origins_and_limits(folder: Path) -> None:
         assert "access-control-allow-origin" not in answer.headers
         preflight = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
         assert server.post(COMPLETIONS, b"", "OPTIONS", **preflight).status == 200
-        full = server.post(COMPLETIONS, {"prompt": "x", "n": 4}, Authorization="Bearer one")
-        assert full.status == 429 and full.error["code"] == "queue_full" and full.headers["retry-after"] == "1"
+        with waiting(server, {"prompt": [HANG], "n": 2}, b"Authorization: Bearer one"):
+            full = server.post(COMPLETIONS, {"prompt": "x", "n": 2}, Authorization="Bearer one")
+            assert full.status == 429 and full.error["code"] == "queue_full" and full.headers["retry-after"] == "1"
+
+
+@contextlib.contextmanager
+def waiting(server: Server, body: dict[str, Any], header: bytes) -> Iterator[None]:
+    """A client whose ``n`` sequences wait for an answer meanwhile."""
+    data = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\nContent-Length: %d\r\n\r\n" % (header, len(data))
+        client.sendall(head + data)
+        while server.metric("num_requests_waiting") < body["n"]:
+            time.sleep(0.02)
+        yield
 
 
 def test_metrics(scripted: Server) -> None:
@@ -209,6 +228,49 @@ def test_metrics(scripted: Server) -> None:
     page = scripted.get("/metrics").body.decode()
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
         assert f"# TYPE preheat:{name} histogram" in page
+
+
+def test_every_family_of_the_page_is_described_and_the_dashboard_asks_for_no_other(scripted: Server) -> None:
+    assert scripted.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 3, "n": 2}).status == 200
+    page = scripted.get("/metrics").body.decode()
+    families = set(re.findall(r"^# TYPE preheat:(\w+) ", page, re.MULTILINE))
+    described = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text().split("| --- | --- | --- |")[1]))
+    assert {name.removesuffix("_total") for name in families} <= {name.removesuffix("_total") for name in described}
+    dashboard = (ROOT / "examples" / "grafana" / "preheat.json").read_text()
+    asked = set(re.findall(r"\$\{prefix\}:(\w+)", dashboard))
+    assert len(asked) > 20
+    assert {name for name in asked if f"preheat:{name}{{" not in page} <= {"cold_events_total"}  # there may be none
+
+
+def test_times_and_lengths_of_a_request(scripted: Server) -> None:
+    names = ["request_prefill_time_seconds", "request_decode_time_seconds", "request_generation_tokens"]
+    before = [scripted.metric(f"{name}_count") for name in names]
+    length, ended = scripted.metric("request_generation_tokens_sum"), scripted.metric("request_params_n_sum")
+    assert scripted.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 7, "n": 2}).status == 200
+    assert [scripted.metric(f"{name}_count") for name in names] == [count + 2 for count in before]
+    assert scripted.metric("request_generation_tokens_sum") == length + 14
+    assert scripted.metric("request_params_n_sum") == ended + 2
+    parts = sum(scripted.metric(f"request_{part}_time_seconds_sum") for part in ("prefill", "decode"))
+    assert parts == pytest.approx(scripted.metric("request_inference_time_seconds_sum"))
+    assert scripted.metric("cache_config_info", enable_prefix_caching="True") == 1
+
+
+def test_vllm_names_and_the_access_log(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = {"metrics_prefix": "vllm", "access_log": "json", "log_level": "info", "api_key": ["one"]}
+    with serving(str(folder), log=log, **options) as server:
+        key = {"Authorization": "Bearer one", "X-Request-Id": "mine"}
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2}, **key).status == 200
+        assert server.post(COMPLETIONS, {"prompt": "x"}).status == 401
+        assert server.get("/nowhere", **key).status == 404
+        page = server.get("/metrics").body.decode()
+    assert "vllm:num_requests_running{" in page and "preheat:" not in page
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0' in page
+    assert 'http_requests_total{handler="none",method="POST",status="401"} 1.0' in page
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (mine,) = (line for line in lines if line["request_id"] == "mine" and line["path"] == COMPLETIONS)
+    assert (mine["status"], mine["method"], mine["seconds"] > 0) == (200, "POST", True)
+    assert [line["status"] for line in lines if line["path"] == "/nowhere"] == [404]
 
 
 def test_tls(folder: Path, tmp_path: Path) -> None:
@@ -238,3 +300,19 @@ def test_the_http_process_is_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
                           env={"PYTHONPATH": str(ROOT / "src")})  # fmt: skip
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_best_of_several(scripted: Server) -> None:
+    """All of them have the same logprobs here, so the first ones are the best; all their tokens are counted."""
+    body = {"prompt": ["hi", "you"], "best_of": 3, "n": 2, "max_tokens": 4, "temperature": 1}
+    answer = scripted.post(COMPLETIONS, body).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 24
+    assert scripted.post(COMPLETIONS, body | {"logprobs": 1}).json["choices"][0]["logprobs"]["tokens"]
+
+
+def test_endpoints_that_are_not_here_say_why(scripted: Server) -> None:
+    for path, why in (("/v1/audio/transcriptions", "hears"), ("/v1/embeddings", "hidden states"), ("/v1/nothing", "")):
+        answer = scripted.post(path, {})
+        assert answer.status == 404 and why in answer.error["message"]

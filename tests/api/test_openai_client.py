@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Literal
 
 import pytest
-from openai import APIConnectionError, BadRequestError, NotFoundError, OpenAI
+from openai import APIConnectionError, BadRequestError, NotFoundError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel, Field
 
 from preheat.core import MAX_STOP_IDS
 from tests.api.conftest import Server
@@ -168,6 +171,18 @@ def test_extra_fields(client: OpenAI) -> None:
     assert stopped.stop_reason == choice["token_ids"][1] and stopped.finish_reason == "stop"
 
 
+def test_the_prefix_cache_is_reset(client: OpenAI, server: Server) -> None:
+    def cached() -> int:
+        return complete(client, list(range(300, 700)), max_tokens=1).usage.prompt_tokens_details.cached_tokens
+
+    cached()
+    assert cached() > 0
+    answer = server.post("/reset_prefix_cache", b"")
+    assert (answer.status, answer.body) == (200, b"")
+    assert cached() == 0
+    assert cached() > 0
+
+
 def test_inert_fields_pass(client: OpenAI) -> None:
     inert = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "n": 1}
     answer = chat(client, **inert, tools=[], response_format={"type": "text"}, parallel_tool_calls=True)
@@ -176,10 +191,10 @@ def test_inert_fields_pass(client: OpenAI) -> None:
 
 def test_refusals(client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for options in ({"tools": [tool]}, {"response_format": {"type": "json_object"}}, {"temperature": 3000}):
+    for options, param in (({"tools": [tool]}, "tool_choice"), ({"temperature": 3000}, "temperature")):
         with pytest.raises(BadRequestError) as refused:
             chat(client, **options)
-        assert refused.value.param == next(iter(options)) and refused.value.type == "invalid_request_error"
+        assert refused.value.param == param and refused.value.type == "invalid_request_error"
     with pytest.raises(BadRequestError) as refused:
         complete(client, "word " * 3000)
     assert refused.value.code == "context_length_exceeded" and "2048" in refused.value.message
@@ -188,3 +203,44 @@ def test_refusals(client: OpenAI) -> None:
     assert unknown.value.code == "model_not_found"
     with pytest.raises(APIConnectionError):
         OpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0).models.list()  # the control: it can fail
+
+
+class Weather(BaseModel):
+    city: Literal["Oslo", "Rome"]
+    days: int = Field(ge=0, le=9)
+
+
+WEATHER = pydantic_function_tool(Weather, name="weather")
+FLAG = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
+OTHER = {"type": "function", "function": {"name": "other", "parameters": FLAG}}
+
+
+def test_forced_calls_have_valid_arguments(client: OpenAI) -> None:
+    """The bundled model knows no tools: the grammar makes the calls."""
+    forced = {"tools": [WEATHER, OTHER], "tool_choice": "required", "max_completion_tokens": 200, "temperature": 1.5}
+    for seed in range(3):
+        choice = chat(client, **forced, seed=seed, parallel_tool_calls=False).choices[0]
+        (call,) = choice.message.tool_calls
+        given = json.loads(call.function.arguments)
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert Weather.model_validate(given) if call.function.name == "weather" else given.keys() == {"n"}
+    named = {"type": "function", "function": {"name": "weather"}}
+    choice = chat(client, **forced | {"tool_choice": named}, seed=1).choices[0]
+    arguments = choice.message.tool_calls[0].function.arguments
+    assert choice.finish_reason == "stop" and Weather.model_validate_json(arguments)
+    events = chat(client, **forced | {"tool_choice": named}, seed=1, stream=True)
+    deltas = [call for event in events for call in event.choices[0].delta.tool_calls or []]
+    assert "".join(d.function.arguments for d in deltas) == arguments
+    answer = client.responses.create(
+        model="bundled", input="Hi", tools=[{"type": "function", **OTHER["function"]}], tool_choice="required"
+    )
+    assert json.loads(answer.output[0].arguments).keys() == {"n"}
+
+
+def test_parsed_answers(client: OpenAI) -> None:
+    options = {"model": "bundled", "temperature": 0}
+    parsed = client.chat.completions.parse(messages=CHAT, response_format=Weather, **options).choices[0].message.parsed
+    assert isinstance(parsed, Weather)
+    assert isinstance(client.responses.parse(input="Hi", text_format=Weather, **options).output_parsed, Weather)
+    tools = client.chat.completions.parse(messages=CHAT, tools=[WEATHER], tool_choice="required", **options)
+    assert isinstance(tools.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)

@@ -11,6 +11,7 @@ import pytest
 
 from preheat.core import Cancel, Delta, Drain, Finish, Ready, Request, SamplingParams, Stats, TokenLogprobs
 from preheat.transport import EngineTransport, FrontendTransport, InlineTransport
+from preheat.utils.heartbeat import INTERVAL_SECONDS
 
 REQUEST = Request(
     7, [1, 2, 3], SamplingParams(stop=["x"], logit_bias={5: 1.0}, seed=2**64 - 1), 2**64 - 1, 9, 1, [0], "salt"
@@ -55,12 +56,12 @@ def test_requests_are_receipted(ends) -> None:
     front, engine = ends
     front.send(REQUEST)
     front.send(Cancel(1))
-    assert front.untaken == 1
+    assert [id for id, _ in front.untaken] == [7]
     engine.take(5)
     end = time.monotonic() + 5
     while front.untaken and time.monotonic() < end:
         assert front.receive() == []
-    assert front.untaken == 0
+    assert not front.untaken
 
 
 def test_taking_waits_only_as_long_as_asked(ends) -> None:
@@ -91,7 +92,7 @@ def test_what_is_sent_early_waits_for_the_engine() -> None:
 def test_sending_without_a_receiver_does_not_block() -> None:
     front = FrontendTransport()
     front.send(REQUEST)
-    assert front.untaken == 1 and front.receive() == []
+    assert [id for id, _ in front.untaken] == [7] and front.receive() == []
     folder = Path(front.address.removeprefix("ipc://"))
     assert folder.stat().st_mode & 0o777 == 0o700
     front.close()
@@ -104,3 +105,25 @@ def test_inline() -> None:
     box.put(DELTA)
     assert box.take(None) == [Cancel(1)] and box.take(0) == []
     assert box.receive() == [DELTA] and box.receive() == []
+
+
+def test_heartbeats_end_while_the_engine_is_stuck(ends) -> None:
+    front, engine = ends
+    alive = threading.Event()
+    alive.set()
+
+    def beats_within(seconds: float) -> bool:
+        before, end = front.beat_at, time.monotonic() + seconds
+        while time.monotonic() < end and front.beat_at == before:
+            assert front.receive() == []
+            time.sleep(0.02)
+        return front.beat_at != before
+
+    assert front.beat_at is None
+    engine.start_heartbeat(alive.is_set)
+    assert beats_within(5) and beats_within(5)
+    alive.clear()
+    beats_within(2 * INTERVAL_SECONDS)  # one may be on its way
+    assert not beats_within(4 * INTERVAL_SECONDS)
+    alive.set()
+    assert beats_within(5)

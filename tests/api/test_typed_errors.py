@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,10 +53,10 @@ PLAIN = {"max_tokens": 20, "ignore_eos": True, "skip_special_tokens": False}
 
 
 class TeapotScheduler(Scheduler):
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, grammar: Any = None) -> None:
         if request.prompt[0] == REFUSED:
             raise Teapot("no coffee here", param="prompt")
-        super().add(request)
+        super().add(request, grammar)
 
 
 class TeapotDevice(PaperDevice):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 
+from preheat.backends.cpu import attention
+from preheat.backends.cpu.attention import CpuAttention
+from preheat.backends.cpu.decode_attention import DecodeAttention
 from preheat.backends.cpu.linear import OneDnnLinear
+from preheat.backends.cpu.paged_attention import PagedAttention
 from preheat.ops import norm
 
 
@@ -50,3 +55,80 @@ def first_run(monkeypatch) -> None:
 
 
 PLANTS = {"split by batch": split_by_batch, "threshold": threshold}
+
+
+def resumed(monkeypatch, part: str) -> None:
+    """The rope or the query and key norm of rows that are recomputed with what they generated: a bit off."""
+    right, found = CpuAttention.plan, {"rows": torch.empty(0, dtype=torch.int64)}
+
+    def plan(self, step, tables):
+        again = (step.extend > 1) & (step.first + step.extend > tables.prompt_len[step.slots])
+        found["rows"] = torch.from_numpy(np.flatnonzero(np.repeat(again, step.extend)))
+        return right(self, step, tables)
+
+    def off(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 3:
+            x[found["rows"]] *= 1 + 2**-7
+        return x
+
+    monkeypatch.setattr(CpuAttention, "plan", plan)
+    if part == "rope":
+        rope = attention.apply_rope_
+        monkeypatch.setattr(attention, "apply_rope_", lambda x, cos, sin: off(rope(x, cos, sin)))
+    else:
+        normed = norm._norm
+        monkeypatch.setattr(norm, "_norm", lambda x, *more: off(normed(x, *more)))
+
+
+def merge_from_last(monkeypatch, splits: int = 3) -> None:
+    """Decoding rows whose KV splits are merged from the last to the first where there are so many."""
+    right = DecodeAttention._merge
+
+    def merge(self: DecodeAttention, part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        unseen = self._unseen
+        if unseen is None or len(unseen) < splits:
+            return right(self, part, lse)
+        self._unseen = unseen.flip(0)
+        try:
+            turned = part.view(len(unseen), -1, part.shape[-1]).flip(0).reshape(part.shape)
+            return right(self, turned, lse.view(unseen.shape).flip(0).reshape(lse.shape))
+        finally:
+            self._unseen = unseen
+
+    monkeypatch.setattr(DecodeAttention, "_merge", merge)
+
+
+def unrounded_prefill(monkeypatch) -> None:
+    """Prompts that attend to their own chunk's keys and values as they were before they went to a cache of eight bits,
+    while what decodes reads that: what an engine does that hands the fresh ones to its kernel for prompts.
+    """
+    write, attend, fresh = attention._Store.write, PagedAttention.__call__, {}
+
+    def keeping(self, rows, kv):
+        fresh[self._rows.data_ptr()] = rows, kv.float() / self._scales
+        write(self, rows, kv)
+
+    def prompts(self, q, cache, *more):
+        rows, kv = fresh[cache.data_ptr()]
+        unrounded = cache.to(q.dtype)
+        unrounded.view(-1, cache.shape[-1]).index_copy_(0, rows, kv.reshape(-1, cache.shape[-1]).to(q.dtype))
+        return attend(self, q, unrounded, *more)
+
+    monkeypatch.setattr(attention._Store, "write", keeping)
+    monkeypatch.setattr(PagedAttention, "__call__", prompts)
+
+
+def scales_of_the_first_forward(monkeypatch) -> None:
+    """Scales of the KV cache taken from what happens to run first, as ``--calculate-kv-scales`` of vLLM took them."""
+    write = attention._Store.write
+
+    def measuring(self, rows, kv):
+        if not hasattr(self, "measured"):
+            self.measured = True
+            keys, values = kv.float().chunk(2, 1)
+            scales = [max(float(each.abs().max()), 1e-3) / 448 for each in (keys, values)]
+            self._scales = torch.tensor(scales).repeat_interleave(keys.shape[1]).unsqueeze(1)
+            self.scale, self._value = self.scale * scales[0], scales[1]
+        write(self, rows, kv)
+
+    monkeypatch.setattr(attention._Store, "write", measuring)

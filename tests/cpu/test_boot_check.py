@@ -57,7 +57,8 @@ def booted():
 
 def test_every_path_is_an_item_with_a_row(booted):
     ready, record, loop = booted
-    paths = ["later run", "co-batched", "next bucket", "chunked", "prefix hit", "decode", "compaction"]
+    paths = ["finite", "later run", "co-batched", "next bucket", "chunked", "prefix hit", "decode", "resumed",
+             "full step", "sampler", "grammar", "compaction"]  # fmt: skip
     assert list(checks(record)) == paths
     assert set(checks(record).values()) == {("ready", "")}
     assert [item.name for item in loop.packer.plan.items[-len(paths) :]] == [f"(check, {path})" for path in paths]
@@ -166,7 +167,7 @@ def test_without_invariance_nothing_is_promised(monkeypatch, caplog):
     ready, record, _ = boot(boot_check="full", **varying)
     assert not ready.blocked_reason
     assert record.invariant is record.summary()["invariant"] is False
-    assert checks(record) == {"later run": ("ready", "")}
+    assert checks(record) == {"finite": ("ready", ""), "later run": ("ready", "")}
     assert not [entry for entry in record.entries if entry.kind == "determinism"]
     assert "may depend on what shares its batch" in caplog.text
     with pytest.raises(SettingsError, match=r"--batch-invariant false lets bits depend"):

@@ -117,7 +117,7 @@ def test_control_a_swap_of_one_without_the_other_is_noticed(
 
 
 def test_reading_in_place_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bits(LLM(**IN_PLACE, defrag_threshold=NEVER), 8, 280)
+    right = bits(LLM(**IN_PLACE, contiguous_pa=False, defrag_threshold=NEVER), 8, 280)
     llm = LLM(**IN_PLACE, contiguous_pa=True, defrag_threshold=0)
     assert bits(llm, 8, 280) == right
     stats = llm.loop.scheduler.stats()
@@ -202,7 +202,7 @@ def test_debug_lines_are_for_who_asks(caplog: pytest.LogCaptureFixture) -> None:
     ("options", "message"),
     [
         ({"defrag_with_graphs": True}, "no graphs on a CPU"),
-        ({"contiguous_pa": True}, "set block_size to 256"),
+        ({"contiguous_pa": True, "block_size": 64}, "set block_size to 256"),
         ({"debug": ("defrog",)}, "did you mean defrag"),
         ({"defrag_threshold": -1}, "at least 0"),
     ],

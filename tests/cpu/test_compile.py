@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cpu import linear
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.compile import Regional, check_compiler, region_builder
 from preheat.errors import SettingsError
 from preheat.model.decoder import Decoder, after_attention, project
-from preheat.ops.activation import silu_and_mul
+from preheat.model.families import read_spec
+from preheat.model.files import read_config
+from preheat.model.loader import load_weights
+from preheat.ops.activation import ACTIVATIONS, silu_and_mul
 from preheat.utils.dynamo import compilations, compile_seconds
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import logits_of, open_decoder, random_tokens
@@ -42,7 +45,16 @@ def compiled(eager: Decoder) -> Decoder:
     return Decoder(eager.spec, eager.weights, 256, region_builder("compile", None))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3", torch.bfloat16), ("llama with biases", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3", torch.bfloat16),
+        ("llama with biases", torch.float32),
+        ("gemma 3", torch.float32),
+        ("mpt with six heads", torch.bfloat16),
+        ("qwen2 moe", torch.float32),
+    ],
+)
 def test_prefill_and_decode_have_the_bits_of_eager(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_checkpoint(MODELS[name], tmp_path)
     eager = open_decoder(tmp_path, dtype)
@@ -54,7 +66,8 @@ def test_prefill_and_decode_have_the_bits_of_eager(name: str, dtype: torch.dtype
 def test_the_comparison_of_bits_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here an operation does something else in compiled code."""
     save_checkpoint(MODELS["llama"], tmp_path)
-    monkeypatch.setattr(linear, "silu_and_mul", lambda x: silu_and_mul(x) * (1 + 2**-7 * torch.compiler.is_compiling()))
+    other = lambda x: silu_and_mul(x) * (1 + 2**-7 * torch.compiler.is_compiling())  # noqa: E731
+    monkeypatch.setitem(ACTIVATIONS, "silu_and_mul", other)  # type: ignore[arg-type]
     eager = open_decoder(tmp_path)
     assert not all(map(torch.equal, Steps(compiled(eager)).run(WAYS["decode"]), Steps(eager).run(WAYS["decode"])))
 
@@ -84,6 +97,29 @@ def arithmetic(seen: list[str]) -> list[str]:
     return [name for name in seen if not name.startswith(MOVES + ours)]
 
 
+@pytest.mark.parametrize("name", ["gemma 3", "mpt with six heads", "gpt bigcode", "qwen2 moe"])
+def test_inductor_sees_no_arithmetic_of_other_families(name: str, tmp_path: Path) -> None:
+    save_checkpoint(MODELS[name], tmp_path)
+    decoder = open_decoder(tmp_path)
+    layer, attention = decoder.weights.layers[0], decoder.spec.layers[0].attention
+    x, residual = torch.ones(2, 4, decoder.spec.hidden_size).unbind()
+    assert arithmetic(operations(project, x, layer, attention.head_dim)) == []
+    attended = torch.ones(4, attention.num_heads * attention.head_dim)
+    assert arithmetic(operations(after_attention, attended, residual, layer, layer.input_norm)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
+def test_inductor_sees_no_arithmetic_of_quantized_layers(name: str, tmp_path: Path) -> None:
+    save_checkpoint(MODELS[name], tmp_path)
+    spec = read_spec(read_config(tmp_path), "fp8")
+    layer = load_weights(spec, tmp_path, torch.float32, CpuBackend()).layers[0]
+    attention = spec.layers[0].attention
+    x, residual = torch.ones(2, 4, spec.hidden_size).unbind()
+    assert arithmetic(operations(project, x, layer, attention.head_dim)) == []
+    attended = torch.ones(4, attention.num_heads * attention.head_dim)
+    assert arithmetic(operations(after_attention, attended, residual, layer, layer.input_norm)) == []
+
+
 def test_inductor_sees_no_arithmetic_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(MODELS["qwen3"], tmp_path)
     decoder = open_decoder(tmp_path)
@@ -95,7 +131,7 @@ def test_inductor_sees_no_arithmetic_of_a_layer(tmp_path: Path, monkeypatch: pyt
     after = operations(after_attention, attended, residual, layer, layer.input_norm)
     assert before and arithmetic(before) == []
     assert after and arithmetic(after) == []
-    monkeypatch.setattr(linear, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setitem(ACTIVATIONS, "silu_and_mul", silu_and_mul.__wrapped__)  # type: ignore
     torch._dynamo.reset()
     assert arithmetic(operations(after_attention, attended, residual, layer, layer.input_norm)) != []
 

@@ -162,7 +162,8 @@ def test_an_operation_that_looks_at_its_batch_is_found(
 ) -> None:
     """The comparisons above can fail: here one operation's rounding depends on the number of rows."""
     alone = [everywhere([p], GREEDY)[0] for p in prompts[:3]]
-    monkeypatch.setattr(linear, "silu_and_mul", lambda x: silu_and_mul(x) * (1 + 2**-7 * (len(x) > 2)))
+    wrong = {"silu_and_mul": lambda x: silu_and_mul(x) * (1 + 2**-7 * (len(x) > 2))}
+    monkeypatch.setattr(linear, "ACTIVATIONS", {**linear.ACTIVATIONS, **wrong})
     assert everywhere(prompts[:3], GREEDY) != alone
 
 
@@ -179,6 +180,23 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_the_cache(prompts: list[list
     for prompt, entries in zip(some, results[0], strict=True):
         assert entries is not None and len(entries) == len(prompt) and entries[0] is None
         assert all(token in entry for token, entry in zip(prompt[1:], entries[1:], strict=True) if entry is not None)
+
+
+def test_truncation_all_logprobs_and_a_reset_prefix_cache(prompts: list[list[int]]) -> None:
+    """What the frontend resolves reaches the engine; a prompt that was cut is the prompt of its last tokens."""
+    llm = LLM(max_logprobs=3, block_size=16)
+    prompt = next(prompt for prompt in prompts if len(prompt) > 40)
+
+    def run(ids: list[int], **params: Any) -> RequestOutput:
+        return llm.generate([ids], SamplingParams(temperature=0, max_tokens=4, **params), use_tqdm=False)[0]
+
+    cut = run(prompt, truncate_prompt_tokens=33, logprobs=-1)
+    assert cut.prompt_token_ids == prompt[-33:]
+    assert cut.outputs == run(prompt[-33:], logprobs=3).outputs
+    assert {len(entry) for entry in cut.outputs[0].logprobs or ()} == {3}
+    assert [run(prompt[-33:]).num_cached_tokens for _ in range(2)] == [32, 32]
+    llm.reset_prefix_cache()
+    assert [run(prompt[-33:]).num_cached_tokens for _ in range(2)] == [0, 32]
 
 
 def test_seeded_choices_differ_from_each_other_but_not_from_run_to_run(prompts: list[list[int]]) -> None:

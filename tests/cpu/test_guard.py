@@ -15,6 +15,8 @@ from preheat.backends.cpu.sampler import CpuSampler
 from preheat.core import Level
 from preheat.errors import ColdStep, PreheatError
 from preheat.frontend.request_state import RequestState
+from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.dispatcher import WarnOnce
 from preheat.warmup.cold_monitor import FIRST_RUN, ColdMonitor
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import MAX_EVENTS, Record
@@ -153,6 +155,19 @@ def test_without_warm_up_each_program_is_cold_once(llm):
     assert guard.record.cold[FIRST_RUN] == first
     ran = [entry for entry in guard.record.entries if entry.hits]
     assert all(entry.outcome == "ready" and "first run" in entry.reason for entry in ran)
+
+
+def test_only_what_was_not_warmed_up_is_called_so(llm, caplog):
+    """As in vLLM on Gaudi, but not of a step beyond the bucket sizes, whose fallback is warm."""
+    with caplog.at_level(logging.WARNING):
+        watch(llm, "warn", hot=False)
+        serve(llm, 1)
+        first = [text for text in caplog.messages if "was not warmed-up!" in text]
+        assert "Configuration: (decode, 1) was not warmed-up!" in first
+        assert len(first) == len(set(first))
+        serve(llm, 1)
+        WarnOnce()(StepSize("decode", 9, 9), Bucket.decode(16))
+    assert [text for text in caplog.messages if "was not warmed-up!" in text] == first
 
 
 def test_without_warm_up_raise_fails_first_runs_only(llm):

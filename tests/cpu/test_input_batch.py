@@ -30,7 +30,15 @@ TILE, SPLIT, WINDOWS = 4, 8, (None, 5)
 CACHE, ROPE = torch.zeros(1, 2, 1, 4, 64), torch.zeros(1, 2, 1, 64)
 LAYERS = [
     AttentionLayer(
-        num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0, window=window, cache=CACHE, rope=ROPE, qk_norm=None
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        scale=1.0,
+        window=window,
+        cache=CACHE,
+        dtype=CACHE.dtype,
+        rope=ROPE,
+        qk_norm=None,
     )
     for window in WINDOWS
 ]

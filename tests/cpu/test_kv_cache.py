@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from preheat.core import Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import KVCache
 from preheat.plan.items import SWAP_SIZES, Item, SwapItem
+from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.run import WarmUp
 
 
@@ -39,7 +39,8 @@ def executor(llm: LLM, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> 
 def warm_up(runner: Executor) -> WarmUp:
     """As much of a warm-up as swaps need."""
     warm = WarmUp.__new__(WarmUp)
-    warm.steps = SimpleNamespace(executor=runner)
+    warm.steps, warm.level = DummySteps.__new__(DummySteps), logging.INFO
+    warm.steps.executor = runner
     return warm
 
 

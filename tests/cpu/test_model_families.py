@@ -11,13 +11,14 @@ from torch import Tensor
 
 from preheat.backends.base import Attend
 from preheat.backends.cpu.backend import CpuBackend
+from preheat.errors import ModelError
 from preheat.model.decoder import Attended, Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.ops.embedding import embed
 from preheat.ops.rotary import apply_rope_
-from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.checkpoints import MODELS, longrope, save_checkpoint
 
 TOKENS = 90
 
@@ -33,7 +34,9 @@ def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
     turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
     if norm is not None:
         turned.copy_(norm(turned))
-    apply_rope_(turned, *decoder.ropes[layer][: len(qkv)].unbind(1))
+    rope = decoder.ropes[layer]
+    if rope is not None:
+        apply_rope_(turned, *rope[: len(qkv)].unbind(1))
 
 
 def dense_attention(decoder: Decoder) -> Attend:
@@ -47,7 +50,13 @@ def dense_attention(decoder: Decoder) -> Attend:
         seen = position <= position[:, None]
         if window := spec.window:
             seen = seen & (position > position[:, None] - window)
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, enable_gqa=True)
+        bias = torch.zeros(spec.num_heads, len(qkv), len(qkv)).masked_fill(~seen, -torch.inf)
+        if (slopes := decoder.alibi[layer]) is not None:
+            bias += slopes[:, None, None] * (position - position[:, None])
+        bias = bias.to(q.dtype)
+        out = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=bias, enable_gqa=True, scale=spec.scale
+        )
         return out[0].transpose(0, 1).reshape(len(qkv), -1)
 
     return attend
@@ -55,7 +64,11 @@ def dense_attention(decoder: Decoder) -> Attend:
 
 @torch.inference_mode()
 def logits_of(decoder: Decoder, tokens: Tensor, attend: Attend | None = None) -> Tensor:
-    residual = embed(tokens, decoder.weights.embedding)
+    weights = decoder.weights
+    residual = embed(
+        tokens, weights.embedding, scale=decoder.spec.embedding.scale, positions=weights.positions,
+        at=torch.arange(len(tokens)),
+    )  # fmt: skip
     out = decoder.layers(residual, attend or dense_attention(decoder))
     return decoder.weights.head(decoder.finish(Attended(out, residual))).float()
 
@@ -84,12 +97,58 @@ def test_the_comparison_can_fail(tmp_path):
         "mistral with window": {"sliding_window": None},
         "llama 3.1": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         "llama tied": {"rms_norm_eps": 1e-3},
+        "gemma 3": {"query_pre_attn_scalar": 40},
+        "gpt bigcode": {"scale_attn_weights": False},
+        "mpt": {"attn_config": {"alibi_bias_max": 7}},
+        "mpt with six heads": {"attn_config": {"softmax_scale": 0.3}},
+        "phi3 with longrope": {"rope_parameters": longrope(12) | {"original_max_position_embeddings": 99}},
     }.items():
         folder = tmp_path / name
         reference = save_checkpoint(MODELS[name], folder)
         spec = read_spec(read_config(folder) | change)
         decoder = Decoder(spec, load_weights(spec, folder, torch.float32, CpuBackend()), 256)
         assert error_at_each_position(logits_of(decoder, random_tokens()), reference(random_tokens())).max() > 1e-3
+
+
+def test_alibi_of_another_maximum(tmp_path):
+    """As the model's authors compute it: transformers reads the field and goes on with 8."""
+    from transformers.models.mpt import modeling_mpt
+
+    name, changes = MODELS["mpt with six heads"]
+    model = name, {**changes, "attn_config": {"alibi_bias_max": 16}}
+    reference = save_checkpoint(model, tmp_path)
+    got, tokens = logits_of(open_decoder(tmp_path), random_tokens()), random_tokens()
+    assert error_at_each_position(got, reference(tokens))[1:].min() > 1e-3
+    build = modeling_mpt.build_mpt_alibi_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_mpt, "build_mpt_alibi_tensor", lambda heads, length, _, device: build(heads, length, 16))
+        assert error_at_each_position(got, reference(tokens)).max() <= 1e-5
+
+
+def test_longrope_goes_by_the_longest_sequence_that_may_come(tmp_path):
+    """Transformers goes by the sequence at hand, and gives a token another key once there are more than 8."""
+    reference, tokens = save_checkpoint(MODELS["phi4 mini"], tmp_path), random_tokens(8)
+    spec = read_spec(read_config(tmp_path))
+    weights = load_weights(spec, tmp_path, torch.float32, CpuBackend())
+    short, long = Decoder(spec, weights, 8), Decoder(spec, weights, 9)
+    assert error_at_each_position(logits_of(short, tokens), reference(tokens)).max() <= 1e-5
+    assert error_at_each_position(logits_of(long, tokens), reference(tokens)).max() > 1e-3
+    right = reference(random_tokens(9))
+    assert error_at_each_position(logits_of(long, random_tokens(9)), right).max() <= 1e-5
+
+
+def test_buffers_of_old_bigcode_files_are_passed_over(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_checkpoint(MODELS["gpt bigcode"], tmp_path)
+    path = tmp_path / "model.safetensors"
+    before, tensors = logits_of(open_decoder(tmp_path), random_tokens()), load_file(path)
+    more = {f"transformer.h.{i}.attn.{name}": torch.ones(1) for i in range(3) for name in ("bias", "masked_bias")}
+    save_file(tensors | more, path)
+    assert torch.equal(logits_of(open_decoder(tmp_path), random_tokens()), before)
+    save_file(tensors | {"transformer.h.0.attn.other": torch.ones(1)}, path)
+    with pytest.raises(ModelError, match=r"unknown tensors: transformer\.h\.0\.attn\.other"):
+        open_decoder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama tied", "qwen2", "qwen3"])
@@ -100,7 +159,9 @@ def test_sharded_checkpoints(name, tmp_path):
     assert error_at_each_position(got, reference(random_tokens())).max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "qwen3", "phi4 mini", "starcoder2", "gpt bigcode", "gemma 3", "mpt"]
+)
 def test_bfloat16_is_close(name, tmp_path):
     reference = save_checkpoint(MODELS[name], tmp_path)
     got = logits_of(open_decoder(tmp_path, torch.bfloat16), random_tokens())

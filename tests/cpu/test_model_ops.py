@@ -9,17 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from preheat.backends.cpu import linear
 from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.model.rope import rope_table
 from preheat.model.specs import RopeSpec
-from preheat.ops.activation import silu_and_mul
+from preheat.ops.activation import ACTIVATIONS, clip, silu_and_mul
 from preheat.ops.embedding import embed
-from preheat.ops.norm import RMSNorm
+from preheat.ops.moe import add_shared
+from preheat.ops.norm import RMSNorm, make_norm
 from preheat.ops.rotary import apply_rope_
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 ROWS = 70
+STEP = 300
+"""Tokens of a large step. Linear layers have tests of their own for it."""
 COUNTS = (1, 2, 3, 5, 16, 17, 33, 64)
 
 Operation = Callable[[Tensor], Tensor]
@@ -71,13 +75,25 @@ def operations(dtype: torch.dtype) -> dict[str, tuple[Operation, Tensor]]:
         found[f"linear {outputs}x{inputs}"] = OneDnnLinear(weight, bias), x
     for size in (64, 100, 256, 4097):
         norm = RMSNorm(randn(size, seed=4, dtype=dtype), 1e-5)
-        found[f"norm {size}"] = norm, randn(ROWS, size, seed=5, dtype=dtype)
-        found[f"add norm {size}"] = lambda x, norm=norm: norm.add(x.flip(-1), x.clone()), randn(ROWS, size, dtype=dtype)
+        found[f"norm {size}"] = norm, randn(STEP, size, seed=5, dtype=dtype)
+        found[f"add norm {size}"] = lambda x, norm=norm: norm.add(x.flip(-1), x.clone()), randn(STEP, size, dtype=dtype)
         heads = RMSNorm(randn(5, size, seed=4, dtype=dtype), 1e-5)
-        found[f"head norm {size}"] = lambda x, norm=heads: norm(x[:, :5]), randn(ROWS, 7, size, seed=6, dtype=dtype)
-        found[f"silu {size}"] = silu_and_mul, 4 * randn(ROWS, 2 * size, seed=7, dtype=dtype)
+        found[f"head norm {size}"] = lambda x, norm=heads: norm(x[:, :5]), randn(STEP, 7, size, seed=6, dtype=dtype)
+        for kind, activation in ACTIVATIONS.items():
+            found[f"{kind} {size}"] = activation, 4 * randn(STEP, 2 * size, seed=7, dtype=dtype)
+        weights = randn(4, size, seed=9, dtype=dtype)
+        for kind, bias in (("layer", weights[1]), ("layer", None), ("rms_plus_one", None)):
+            norm = make_norm(weights[0], 1e-5, kind, bias)
+            found[f"{kind} {bias is None} {size}"] = norm, randn(STEP, size, seed=5, dtype=dtype)
+            found[f"add {kind} {bias is None} {size}"] = (
+                lambda x, norm=norm: norm.add(x.flip(-1), x.clone()), randn(STEP, size, dtype=dtype)
+            )  # fmt: skip
+        found[f"shared expert {size}"] = (
+            lambda x, gate=weights[:1]: add_shared(x, x.flip(-1), gate, 2 * x), randn(STEP, size, seed=5, dtype=dtype)
+        )  # fmt: skip
+        found[f"clip {size}"] = lambda x: clip(x, 0.7), randn(STEP, size, dtype=dtype)
     for dim in (32, 64, 128, 90):
-        found[f"rope {dim}"] = rope, randn(ROWS, 7, dim, seed=8, dtype=dtype)
+        found[f"rope {dim}"] = rope, randn(STEP, 7, dim, seed=8, dtype=dtype)
     return found
 
 
@@ -157,6 +173,34 @@ def test_silu_and_mul_is_right(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_is_right(dtype):
+    x = 4 * randn(9, 200, dtype=dtype)
+    x[0, :4] = torch.tensor([-60.0, 60.0, 0.0, -8.5])
+    for kind, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
+        exact = F.gelu(x.double(), approximate=approximate)
+        assert relative_error(ACTIVATIONS[kind](x), exact) < 2 * ROUNDING[dtype]
+    gate, up = x.double().chunk(2, dim=-1)
+    found = ACTIVATIONS["gelu_tanh_and_mul"](x)
+    assert relative_error(found, F.gelu(gate, approximate="tanh") * up) < 2 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_norms_are_right(dtype):
+    x, weight, bias = 3 + randn(9, 256, dtype=dtype), randn(256, seed=1, dtype=dtype), randn(256, seed=2, dtype=dtype)
+    for given in (None, bias):
+        exact = F.layer_norm(x.double(), (256,), weight.double(), None if given is None else given.double(), 1e-5)
+        assert relative_error(make_norm(weight, 1e-5, "layer", given)(x), exact) < 2 * ROUNDING[dtype]
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + weight.double())
+    assert relative_error(make_norm(weight, 1e-5, "rms_plus_one")(x), exact) < 2 * ROUNDING[dtype]
+    for kind in ("layer", "rms_plus_one"):
+        norm, residual = make_norm(weight, 1e-5, kind), randn(9, 256, seed=3, dtype=dtype)
+        total = x + residual
+        assert torch.equal(norm.add(x, residual), norm(total))
+        assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_is_right(dtype):
     spec, x = RopeSpec(kind="default", theta=500000.0), randn(50, 6, 64, dtype=dtype)
     angles = torch.outer(torch.arange(50).double(), 500000.0 ** (-torch.arange(0, 64, 2).double() / 64))[:, None]
@@ -175,3 +219,30 @@ def test_embedding_copies_rows():
     assert torch.equal(embed(tokens, table), table[tokens])
     with pytest.raises(IndexError):
         embed(torch.tensor([30]), table)
+
+
+@pytest.mark.parametrize("rows", [601, 700, 1024, 1500])
+def test_more_rows_than_a_linear_part_have_the_bits_of_few(rows, monkeypatch):
+    """Whole or in parts, a step of many rows is computed at sizes that were proven."""
+    x, weight = randn(rows, 256), randn(192, 256, seed=1)
+    apply = linear.OneDnnLinear(weight)
+    expected = torch.cat([apply(part) for part in x.split(7)])
+    sizes, product = set(), linear._product
+
+    def noted(part: torch.Tensor, *more: object) -> torch.Tensor:
+        sizes.add(len(part))
+        return product(part, *more)
+
+    monkeypatch.setattr(linear, "_product", noted)
+    assert torch.equal(apply(x), expected)
+    reference = linear._reference(192, 256, x.dtype, torch.get_num_threads())
+    assert all(linear._agrees(size, reference, 192, 256, x.dtype) for size in sizes.copy())
+
+
+def test_unproven_parts_of_a_linear_layer_are_found(monkeypatch):
+    """A part of one row takes another kernel."""
+    x, weight = randn(601, 2048), randn(192, 2048, seed=1)
+    apply = linear.OneDnnLinear(weight)
+    expected = torch.cat([apply(part) for part in x.split(7)])
+    monkeypatch.setattr(linear, "proven_size", lambda *_: 1)
+    assert not torch.equal(apply(x), expected)

@@ -92,7 +92,14 @@ class Steps:
         return [torch.cat(parts) for parts in found]
 
 
-@pytest.mark.parametrize("name", ["llama tied", "llama 3.1", "mistral with window", "qwen2 with windows", "qwen3"])
+FAMILIES = (
+    "llama tied", "llama 3.1", "mistral with window", "qwen2 with windows", "qwen3", "phi4 mini", "starcoder2",
+    "gpt bigcode with a key head each", "gpt bigcode with 48 heads", "gemma 3", "mpt", "mpt with six heads",
+    "qwen2 moe with dense layers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prefill_chunks_and_decode_are_right_and_equal(name, tmp_path):
     reference = save_checkpoint(MODELS[name], tmp_path)
     decoder = open_decoder(tmp_path)
@@ -106,7 +113,9 @@ def test_prefill_chunks_and_decode_are_right_and_equal(name, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
 
 
-@pytest.mark.parametrize("name", ["mistral with window", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["mistral with window", "qwen3", "mpt with six heads", "gemma 3", "gpt bigcode", "qwen2 moe"]
+)
 def test_bfloat16_bits_depend_on_neither_chunks_nor_threads(name, tmp_path):
     save_checkpoint(MODELS[name], tmp_path)
     decoder, first = open_decoder(tmp_path, torch.bfloat16), []

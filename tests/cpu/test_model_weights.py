@@ -102,7 +102,7 @@ class Transposed:
         bias = torch.cat([loader.tensor(f"{name}.bias", size) for name, size in spec.parts]) if spec.bias else None
         for (name, _), rows in zip(spec.parts, weight.split([size for _, size in spec.parts]), strict=True):
             loader.source.fill(f"{name}.weight", rows.t())
-        return loader.backend.linear(weight, bias, gated=spec.gated)
+        return loader.backend.linear(weight, bias, activation=spec.activation)
 
 
 def stored_as(name: str, layer: LayerSpec) -> LayerSpec:
@@ -160,7 +160,7 @@ def test_shards_and_their_index_must_agree(tmp_path):
         load_weights(SPEC, tmp_path, torch.float32, CPU)
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(load_file(tmp_path / "part-0.safetensors"), tmp_path / "part-2.safetensors")
-    with pytest.raises(ModelError, match="in more than one file"):
+    with pytest.raises(ModelError, match="is there more than once"):
         load_weights(SPEC, tmp_path, torch.float32, CPU)
 
 
@@ -188,7 +188,7 @@ def test_a_failing_piece_is_told(tmp_path):
 def test_the_files_are_not_read_into_memory_twice(tmp_path):
     """A tensor of a file is a view of its pages, which is what makes the pieces the only copy."""
     write(tmp_path)
-    (file,) = {id(f): f for f in SafetensorsFiles(tmp_path, copy)._files.values()}.values()
+    (file,) = {id(p.file): p.file for p in SafetensorsFiles(tmp_path, copy)._places.values()}.values()
     at = file.get_tensor("model.norm.weight").data_ptr()
     ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
     bounds = [tuple(int(end, 16) for end in ends.split("-")) for ends in ranges]
@@ -201,6 +201,21 @@ def test_unreadable_files_are_named(tmp_path):
         load_weights(SPEC, tmp_path, torch.float32, CPU)
     with pytest.raises(ModelError, match="load format 'pt'"):
         load_weights(SPEC, tmp_path, torch.float32, CPU, load_format="pt")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_that_is_not_finite_is_named(value, dtype, tmp_path):
+    tensors = {"good": torch.full((40, 50), 3e38, dtype=dtype), "bad": torch.ones(40, 50, dtype=dtype)}
+    tensors["bad"][39, 49] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = SafetensorsFiles(tmp_path, lambda source, out: out.copy_(source))
+    files.fill("good", out := torch.empty(40, 50))
+    assert out[0, 0] == tensors["good"][0, 0].float()
+    files.check_finite()
+    files.fill("bad", out)
+    with pytest.raises(ModelError, match=r"tensor bad .* is not finite: 1 of its 2,000 numbers"):
+        files.check_finite()
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])

@@ -14,14 +14,14 @@ from collections import Counter
 import pytest
 from msgspec.structs import fields
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, SamplingParams, StructuredOutputsParams
 from preheat.errors import SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.plan.sampler_settings import NOT_SAMPLED
 from preheat.warmup.record import Record
 from tests.tokenizers import byte_level
 
-REQUESTS, VOCAB = {"eager": 2_000, "compile": 400}, 320
+REQUESTS, VOCAB = {"eager": 2_000, "compile": 400}, 336
 SMALL = {
     "max_num_seqs": 6,
     "max_num_batched_tokens": 96,
@@ -48,10 +48,14 @@ DRAWS = {
     "ignore_eos": lambda r: True,
     "min_tokens": lambda r: r.randint(1, 5),
     "max_tokens": lambda r: r.randint(5, 8),
-    "logprobs": lambda r: r.randint(0, 20),
-    "prompt_logprobs": lambda r: r.randint(0, 5),
+    "logprobs": lambda r: r.randint(-1, 20),
+    "prompt_logprobs": lambda r: r.randint(-1, 5),
+    "truncate_prompt_tokens": lambda r: r.choice([-1, 1, 10]),
     "skip_special_tokens": lambda r: False,
     "detokenize": lambda r: False,
+    "allowed_token_ids": lambda r: r.sample(range(VOCAB), r.randint(20, VOCAB)),
+    "bad_words": lambda r: r.sample(["de", " world", "zz", "ï"], r.randint(1, 3)),
+    "structured_outputs": lambda r: StructuredOutputsParams(regex=r.choice(["[ab]{1,9}", "(yes|no)?"])),
 }
 PLAIN = ("n", "stop", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens", "stop_token_ids")
 CHOOSING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs")
@@ -79,6 +83,8 @@ def draw(chance: random.Random, names: tuple[str, ...]) -> SamplingParams:
     values.setdefault("max_tokens", 5)
     if "stop" in values:  # which needs text
         values.pop("detokenize", None)
+    if "structured_outputs" in values:  # together they may leave no token, which ends a request with an error
+        values.pop("allowed_token_ids", None)
     if "temperature" not in names:
         values["temperature"] = 0.0
     return SamplingParams(**values)

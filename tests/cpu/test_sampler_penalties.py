@@ -133,3 +133,10 @@ def test_memory_is_untouched_until_needed() -> None:
         grown = (int(statm.read().split()[1]) - before) * 4096
     assert counts.output.nbytes > 100 << 20
     assert grown < 8 << 20
+
+
+@pytest.mark.parametrize("length", [1_025, 5_000])
+def test_a_long_prompt_is_seen_from_its_first_token(length):
+    counts = TokenCounts(1, 32)
+    counts.reset(0, np.concatenate(([7], np.full(length, 3))), np.array([5]))
+    assert set(np.flatnonzero(counts.seen[0]).tolist()) == {3, 5, 7}

@@ -17,6 +17,7 @@ from preheat.backends import cold
 from preheat.backends.cold import Counted, Tally
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.cold import COLD_SOURCES, count_calls, hook_triton
+from preheat.backends.hpu.cold import cold_sources
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.schedule.scheduler import Scheduler
@@ -52,9 +53,9 @@ def test_every_origin_says_on_every_platform_how_it_is_watched():
 
 
 def test_the_page_shows_the_table():
-    both = (CpuBackend().cold_sources(), COLD_SOURCES)
+    platforms = (CpuBackend().cold_sources(), COLD_SOURCES, cold_sources(None, int))
     rows = [
-        f"| {name} | {what} | {' | '.join(f'**{on[name].how}**: {on[name].text}' for on in both)} |"
+        f"| {name} | {what} | {' | '.join(f'**{on[name].how}**: {on[name].text}' for on in platforms)} |"
         for name, what in ORIGINS.items()
     ]
     shown = [line for line in PAGE.read_text().splitlines() if re.match(r"\| [a-z ]+ \| .*\*\*", line)]

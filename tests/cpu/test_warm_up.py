@@ -54,6 +54,23 @@ def test_nothing_is_cold_afterwards(llm):
     assert sum(entry.hits for entry in record(llm).entries if entry.kind in ("mixed", "decode")) > 0
 
 
+def test_a_bucket_runs_one_layer_of_each_kind_at_first(monkeypatch):
+    """And whole steps are left to the checks: warm-up runs none."""
+    forward, layers = Executor._forward, []
+
+    def count(self: Executor, bucket, which, tap=None):
+        layers.append((bucket, len(which)))
+        return forward(self, bucket, which, tap)
+
+    monkeypatch.setattr(Executor, "_forward", count)
+    llm = warm(boot_check="off", determinism_warmup_iterations=0)
+    profiled = next(index for index, (_, count) in enumerate(layers) if count == 1)
+    first = dict(reversed(layers[profiled:]))
+    assert {bucket for bucket, _ in layers[:profiled]} <= {llm.loop.packer.plan.largest, min(first)}
+    assert set(first) == set(llm.loop.packer.plan.dispatcher.buckets)
+    assert set(first.values()) == {1}
+
+
 def test_without_warm_up_everything_is_cold_once():
     llm = warm(skip_warmup=True, on_cold="count")
     assert {entry.outcome for entry in record(llm).entries if entry.kind != "dropped"} <= {"pending", "dropped"}
@@ -113,16 +130,16 @@ def test_tokens_are_those_of_an_engine_that_was_not_warmed(llm):
 
 
 def test_out_of_memory_drops_the_item_and_errors_are_loud(monkeypatch, caplog):
-    execute = Executor.execute
+    prepare = Executor.prepare
 
-    def fail(self: Executor, batch: InputBatch):
+    def fail(self: Executor, batch: InputBatch) -> None:
         if batch.bucket.phase == "decode" and batch.bucket.rows == 2:
             raise MemoryError("no room")
         if batch.bucket.phase == "decode" and batch.bucket.rows == 4:
             raise ValueError("broken")
-        return execute(self, batch)
+        prepare(self, batch)
 
-    monkeypatch.setattr(Executor, "execute", fail)
+    monkeypatch.setattr(Executor, "prepare", fail)
     llm = warm()
     found = {entry.name: (entry.outcome, entry.reason) for entry in record(llm).entries if entry.kind == "decode"}
     assert found["(decode, 2)"] == ("dropped", "out of memory: no room")
@@ -133,12 +150,13 @@ def test_out_of_memory_drops_the_item_and_errors_are_loud(monkeypatch, caplog):
 
 def test_the_log_tells_what_the_seed_tells(caplog):
     with caplog.at_level(logging.INFO):
-        warm(
+        llm = warm(
             bucketing_policy="split",
             bucketing_strategy="linear",
             prompt_bs_bucket_step=1,
             prompt_bs_bucket_max=2,
             decode_bs_bucket_step=2,
+            debug=("warmup",),
         )
     lines = [message for message in caplog.messages if not message.startswith("[Warmup]")]
     start = next(i for i, line in enumerate(lines) if line.startswith("Warming up sampler with batch sizes: [0, 1,"))
@@ -152,6 +170,9 @@ def test_the_log_tells_what_the_seed_tells(caplog):
     assert " seq_len:" in prompts[0]
     assert any(message.startswith("[Warmup][Decode][1/") for message in caplog.messages)
     assert any(line.startswith("Warmup finished in ") for line in lines)
+    decodes = [entry for entry in record(llm).entries if entry.kind == "decode" and entry.outcome == "ready"]
+    ran = [entry.shape["rows"] for entry in decodes if "the same program as" not in entry.reason]
+    assert len(ran) == len(set(ran)) < len(decodes)  # the length of contexts is no part of a program here
 
 
 def test_the_story_of_three_sequences():

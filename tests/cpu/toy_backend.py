@@ -17,7 +17,7 @@ from preheat.backends import base, cold
 from preheat.backends.base import AttentionLayer, K, R, StepInputs
 from preheat.core import Level, TokenLogprobs
 from preheat.limits import Limits
-from preheat.ops import activation, digest, logprobs, norm, rotary, sampler, sampling
+from preheat.ops import activation, digest, embedding, logprobs, moe, norm, rotary, sampler, sampling
 from preheat.warmup.cold_sources import ORIGINS
 
 
@@ -37,7 +37,7 @@ class ToyAttention:
         return ()
 
     def plan(self, step: base.StepRows, tables: base.BlockTables) -> base.AttentionWork:
-        return base.AttentionWork([], -1)
+        return base.AttentionWork([], -1, -1)
 
     def write(self, turn: int, tables: base.BlockTables) -> None:
         self.tables[turn] = np.pad(tables.block_table, ((0, 1), (0, 0)))  # the last row is that of padding
@@ -54,15 +54,16 @@ class ToyAttention:
             turned = qkv[:, : heads + kv]
             if layer.qk_norm is not None:
                 turned.copy_(layer.qk_norm(turned))
-            rotary.apply_rope_(turned, *layer.rope[inputs.positions].unbind(1))
+            if layer.rope is not None:
+                rotary.apply_rope_(turned, *layer.rope[inputs.positions].unbind(1))
             for token, (slot, at) in enumerate(places):
                 layer.cache[self.table[slot, at // size], :, :, at % size] = qkv[token, heads:].view(2, kv, -1)
             for token, (slot, at) in enumerate(places):
                 begin = max(at + 1 - layer.window, 0) if layer.window else 0
                 pages = layer.cache[self.table[slot, : at // size + 1]].permute(1, 2, 0, 3, 4).flatten(2, 3)
                 keys, values = pages[:, :, begin : at + 1]
-                query = qkv[token, :heads].view(kv, heads // kv, -1)
-                weights = (query @ keys.mT * layer.scale).softmax(-1)
+                bias = 0 if layer.alibi is None else layer.alibi.view(kv, -1, 1) * (torch.arange(begin, at + 1) - at)
+                weights = (qkv[token, :heads].view(kv, heads // kv, -1) @ keys.mT * layer.scale + bias).softmax(-1)
                 out[token] = (weights @ values).flatten()
             return out
 
@@ -77,13 +78,17 @@ class ToySampler:
     def __init__(self, slots: int, vocab: int, duplicates: bool) -> None:
         self.host, self.tokens = sampler.HostSampler(slots, vocab, duplicates), np.empty(0, np.int64)
         self.last_token, self.forget = torch.zeros(slots + 1, dtype=torch.int32), self.host.forget
+        self.words = np.zeros((slots, sampling.words_of(vocab)), np.int32)
 
     def describe(self, turn: int, step: sampling.SamplingInput, slots: np.ndarray) -> None:
         self.step = step
 
+    def masks(self, turn: int) -> np.ndarray:
+        return self.words
+
     def sample(self, level: Level, logits: Tensor) -> None:
         self.raw = logits[: self.step.size]
-        self.tokens = self.host.sample(self.raw, self.step).numpy()
+        self.tokens = self.host.sample(self.raw, self.step, self.words).numpy()
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> base.SampledRows:
         tokens, some = self.tokens[:rows], self.tokens[reporting]
@@ -111,12 +116,12 @@ class ToyBackend:
     """Float32 on the host."""
 
     prepare = synchronize = compiling = settle = nothing
+    sharing = None
     facts = base.Facts(
         name="toy", split=16, machine=base.Machine(flops=1e9, bandwidth=1e9, step_overhead=1e-2, call_overhead=1e-3),
         modes=base.Modes(default="eager", runs={"eager": "one operation after the other"}, rejected={}),
     )  # fmt: skip
-    device, fingerprint = torch.device("cpu"), "toy"
-
+    device, fingerprint, peak_memory = torch.device("cpu"), "toy", staticmethod(lambda run: run() or 0)
     cold_sources = staticmethod(lambda: dict.fromkeys(ORIGINS, cold.Watched("none", "it is a toy")))
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
@@ -133,17 +138,19 @@ class ToyBackend:
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> base.Attention:
         return ToyAttention(layers)
 
-    def sampler(self, limits: Limits, vocab: int, *, max_logprobs: int, handle_topk_duplicates: bool) -> base.Sampler:
-        return ToySampler(limits.max_num_seqs, vocab, handle_topk_duplicates)
+    def sampler(self, limits: Limits, vocab: int, **options: Any) -> base.Sampler:
+        return ToySampler(limits.max_num_seqs, vocab, options["handle_topk_duplicates"])
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> base.Linear:
-        last = activation.silu_and_mul if gated else torch.Tensor.contiguous
+    def linear(self, weight: Tensor, bias: Tensor | None = None, **end: Any) -> base.Linear:
+        kind, limit = end.get("activation"), end.get("clip") or torch.inf
+        last = activation.ACTIVATIONS[kind] if kind else lambda x: x.clamp(-limit, limit)
         return lambda x, out=None: last(F.linear(x, weight, bias))
 
-    def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor) -> None:
-        out.copy_(table[inputs.tokens])
+    def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor, **more: Any) -> None:
+        embedding.embed(inputs.tokens, table, **more, at=inputs.positions, out=out)
 
-    def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
-        return x[index]
+    def step_counters(self) -> dict[str, base.StepCounter]:
+        return {}
 
-    norm, row_digests, host_copy = norm.RMSNorm, staticmethod(digest.row_digests), staticmethod(torch.zeros_like)
+    take_rows, add_shared = staticmethod(lambda x, index: x[index]), staticmethod(moe.add_shared)
+    norm, row_digests, host_copy = map(staticmethod, (norm.make_norm, digest.row_digests, torch.zeros_like))

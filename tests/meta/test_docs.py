@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.model.families import FAMILIES
+from preheat.model.quantization import METHODS
 from preheat.settings import OPTIONS
 from tests.meta.source import PACKAGE, ROOT
+from tools import gen_models_doc, gen_quantization_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -43,6 +48,21 @@ def test_the_options_of_warm_up_are_documented_as_they_are():
     options = text.partition(BEGIN)[2].partition(END)[0]
     owned = [opt for opt in OPTIONS.values() if opt.group in ("Buckets", "Warm-up", "Device graphs", "Defragmenter")]
     assert [opt.flag for opt in owned if f"| `{opt.flag}` |" not in options] == []
+
+
+def test_quantization_is_documented_as_it_is():
+    text = gen_quantization_doc.DOC.read_text()
+    assert text == gen_quantization_doc.with_tables(text), "run: python -m tools.gen_quantization_doc"
+    assert {method for method, *_ in gen_quantization_doc.FORMATS} == METHODS.keys()
+    for facts in (CPU, CUDA):
+        assert {kind for _, _, kind, _ in gen_quantization_doc.FORMATS} == facts.quantized.keys()
+
+
+def test_models_are_documented_as_they_are():
+    assert (ROOT / "docs" / "models.md").read_text() == gen_models_doc.render(), "run: python -m tools.gen_models_doc"
+    rows = gen_models_doc.render().splitlines()
+    assert [name for name in FAMILIES if not any(row.startswith("|") and f"`{name}`" in row for row in rows)] == []
+    assert FAMILIES.keys() >= gen_models_doc.COMPARED_ON_A_GPU
 
 
 def test_options_in_prose_exist():

@@ -1,4 +1,4 @@
-"""What the repository holds: no machine's paths, the five scripts, one version, pinned dependencies."""
+"""What the repository holds: no machine's paths, the scripts, one version, pinned dependencies."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from tests.meta.source import MODULES, ROOT, name_of, product_files
 
 # The brackets keep this file from containing what it looks for.
 FOREIGN = re.compile(r"/wor[k]/|\.\./share[d]|/roo[t]/|/hom[e]/[a-z]|/tm[p]/contract|/op[t]/(pypi|wheels)")
-SCRIPTS = {"install", "run", "test", "lint", "bench"}
+SCRIPTS = {"install", "run", "test", "lint", "bench", "image"}
 
 
 def test_no_file_names_a_machine():
@@ -45,7 +45,7 @@ def test_every_option_is_used():
     assert unused - planned - rejected - {"config"} == set()  # read by the settings
 
 
-def test_people_and_ci_share_five_scripts():
+def test_people_and_ci_share_the_scripts():
     scripts = {path.name for path in (ROOT / "scripts").iterdir()}
     assert scripts == SCRIPTS
     contributing = (ROOT / "CONTRIBUTING.md").read_text()

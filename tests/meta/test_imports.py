@@ -26,15 +26,22 @@ RULE = {
     "schedule": "plan",
     "transport": "",
     "frontend": "",
+    "grammar": "schedule ops",
     "execution": "plan schedule model ops backends.base",
-    "engine": "plan schedule execution backends.base",
-    "warmup": "plan schedule execution model ops backends backends.base engine frontend transport",
-    "verify": "plan schedule execution model ops backends.base engine frontend warmup transport",
-    "boot": "plan schedule execution model ops backends backends.base engine transport warmup verify",
+    "engine": "plan schedule grammar execution backends.base",
+    "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
+    " transport",
+    "verify": "plan schedule grammar execution model ops backends.base engine frontend warmup transport",
+    "parallel": "plan schedule execution model ops backends backends.base backends.cold warmup",
+    "boot": "plan schedule grammar execution model ops backends backends.base parallel engine transport warmup verify",
+    "doctor": "backends warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup engine frontend transport warmup",
     "llm": "startup engine frontend transport warmup",
-    "cli": "startup engine llm server plan warmup verify frontend transport",
+    "client": "",
+    "calibration": "llm model schedule execution backends.base",
+    "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
+    "backends.base",
     "__init__": "llm frontend",
     "__main__": "cli",
 }
@@ -46,12 +53,13 @@ PARTS = sorted(BASE | set(RULE), key=len, reverse=True)
 
 # Nothing in the process that speaks HTTP may import torch, nor may planning and scheduling.
 WITHOUT_TORCH = (
-    "server.", "frontend.", "schedule.", "plan.", "transport.",
-    "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts", "backends.cuda.early",
+    "server.", "frontend.", "grammar.", "schedule.", "plan.", "transport.",
+    "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts",
+    "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.early",
     "engine.progress", "engine.loop", "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
     "warmup.dummy_requests",
     "verify.names", "verify.identity", "verify.prompts", "verify.compare", "verify.against", "verify.command",
-    *(f"{name}." for name in sorted(BASE)), "cli",
+    *(f"{name}." for name in sorted(BASE)), "cli", "client.",
 )  # fmt: skip
 
 
@@ -168,7 +176,7 @@ def test_imported_packages_are_declared_and_nothing_else():
 # transformers is imported where it is needed, with an error that says so; Triton comes with torch's CUDA build.
 OPTIONAL = {"transformers", "triton"}
 
-_PROJECTS = {"yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+_PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 
 
 def _normal(requirement: str) -> str:

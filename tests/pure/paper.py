@@ -17,12 +17,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from preheat.core import Delta, Finish, Request, SamplingParams, Schedule, StepResult, Swaps, TokenLogprobs
+from preheat.core import (
+    Delta,
+    Finish,
+    Image,
+    ImageSpan,
+    Request,
+    ResetPrefixCache,
+    SamplingParams,
+    Schedule,
+    StepResult,
+    Swaps,
+    TokenLogprobs,
+)
 from preheat.engine.loop import Loop
 from preheat.limits import Limits
+from preheat.schedule.drafting import Drafting
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import NO_LOGPROBS, UNSEEN, Slots
 from preheat.transport import InlineTransport
@@ -59,7 +73,16 @@ def request(number: int, prompt: list[int], max_tokens: int = 8, *, stop_ids=(),
     )
 
 
-def identities(salt: str, tokens: list[int]) -> list[int]:
+def with_images(request: Request, tokens: list[int]) -> list[Any]:
+    """``tokens`` with what is seen at the positions of images: which image, and how far within it."""
+    found: list[Any] = list(tokens)
+    for segment in request.segments:
+        for at in range(segment.start, min(segment.end, len(found))):
+            found[at] = (segment.image.hash, at - segment.start)
+    return found
+
+
+def identities(salt: str, tokens: list[Any]) -> list[int]:
     found, last = [], zlib.crc32(salt.encode())
     for token in tokens:
         last = hash((last, token))
@@ -90,11 +113,11 @@ def reference(request: Request) -> Outcome:
     """The request run by itself, with no cache and no scheduler."""
     outcome, tokens = Outcome(), list(request.prompt)
     if request.params.prompt_logprobs is not None:
-        ids = identities(request.cache_salt, tokens)
+        ids = identities(request.cache_salt, with_images(request, tokens))
         entries = [logprob(ids[at], successor) for at, successor in enumerate(tokens[1:])]
         outcome.prompt_logprobs.append([None, *entries])
     while outcome.finish is None:
-        identity = identities(request.cache_salt, tokens)[-1]
+        identity = identities(request.cache_salt, with_images(request, tokens))[-1]
         token = next_token(identity)
         tokens.append(token)
         outcome.tokens.append(token)
@@ -114,11 +137,12 @@ class PaperRow:
     slot: int
     owner: Request
     places: list[tuple[int, int]]
-    tokens: list[int]
+    tokens: list[Any]
     first: int
     num_sampled: int
     logprobs: bool
     successors: list[int] | None  # of its tokens, in the prompt, where their logprobs are wanted
+    spans: list[ImageSpan]
 
 
 @dataclass
@@ -127,6 +151,7 @@ class PaperStep:
 
     device: PaperDevice
     rows: list[PaperRow]
+    encode: list[tuple[int, Image]] = field(default_factory=list)
     bucket: str = "paper"
     fails: str = ""
     value: StepResult | None = None
@@ -147,11 +172,14 @@ class PaperDevice:
         self.cache: dict[tuple[int, int], int] = {}
         self.queue: list[PaperStep] = []
         self.last_token: dict[int, int] = {}
+        self.images: dict[int, bytes] = {}  # which image's embeddings are at each place
+        self.encoded = 0
         self.lost: set[int] = set()  # requests of which the device did not compute something
         self.rows_run = 0
 
     def pack(self, schedule: Schedule) -> PaperStep:
-        return PaperStep(self, [self._row(schedule, row) for row in range(schedule.rows)])
+        encode = schedule.images.encode if schedule.images else []
+        return PaperStep(self, [self._row(schedule, row) for row in range(schedule.rows)], encode)
 
     def launch(self, step: PaperStep) -> PaperStep:
         self.queue.append(step)
@@ -185,16 +213,24 @@ class PaperDevice:
                 raise WrongCache(f"a row writes to block {block}, which is not its alone")
         wanted = slots.prompt_logprobs[slot] != NO_LOGPROBS
         successors = slots.tokens[slot, first + 1 : min(end + 1, slots.prompt_len[slot])].tolist()
+        known = [*with_images(owner, slots.tokens[slot, :first].tolist()), *slots.tokens[slot, first:end].tolist()]
+        spans = [span for span in schedule.images.spans if span.row == row] if schedule.images else []
         return PaperRow(
-            slot, owner, places, slots.tokens[slot, :end].tolist(), first, int(schedule.num_sampled[row]),
-            slots.logprobs[slot] != NO_LOGPROBS, successors if wanted else None,
+            slot, owner, places, known, first, int(schedule.num_sampled[row]), slots.logprobs[slot] != NO_LOGPROBS,
+            successors if wanted else None, spans,
         )  # fmt: skip
 
     def _run(self, step: PaperStep) -> StepResult:
         known: dict[int, list[int]] = {}
+        self.encoded += len(step.encode)
+        self.images |= {place: image.hash for place, image in step.encode}
         for at, row in enumerate(step.rows):
             if row.owner.id in self.lost:
                 continue
+            for span in row.spans:
+                for position in range(span.first, span.last):
+                    place, within = divmod(span.source + position - span.first, self.scheduler.limits.image_tokens)
+                    row.tokens[position] = (self.images.get(place), within)
             if row.tokens[-1] == UNSEEN:
                 row.tokens[-1] = self.last_token[row.slot]
             known[at] = identities(row.owner.cache_salt, row.tokens)
@@ -287,8 +323,8 @@ class Watched:
 class Harness:
     """The loop with a scheduler and a device, and what the frontend heard. Checks all promises at every step."""
 
-    def __init__(self, limits: Limits, *, overlap: bool = False, **options) -> None:
-        self.scheduler = Scheduler(limits, **options)
+    def __init__(self, limits: Limits, *, overlap: bool = False, proposer=None, **options) -> None:
+        self.scheduler = Scheduler(limits, drafting=None if proposer is None else Drafting(proposer), **options)
         self.device = PaperDevice(self.scheduler)
         self.transport = InlineTransport()
         parts = self.parts = Parts(self.device, self._check)
@@ -335,6 +371,12 @@ class Harness:
         self._heard()
         self.steps += self.parts.launched is not None
         return self.parts.launched
+
+    def reset_prefix_cache(self) -> None:
+        """As the loop does it, which first processes the results of what is in flight."""
+        self.transport.send(ResetPrefixCache())
+        self.loop.take(0)
+        self._heard()
 
     def rest(self) -> None:
         """Process the results of what is in flight."""
@@ -399,7 +441,9 @@ class Harness:
         if scheduler.mixed_steps:
             going = [slot for slot in order if slot in schedule.slots or self._can_run(slot)]
             assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
-        arrivals = scheduler.running.ids[order].tolist() + list(scheduler.waiting)
+        arrivals = scheduler.running.ids[order].tolist() + [
+            sequence.request.id for sequence in sorted(scheduler.waiting.values(), key=lambda each: each.rank)
+        ]
         assert arrivals == sorted(arrivals), "first come, first served"
 
     def _can_run(self, slot: int) -> bool:
@@ -407,7 +451,7 @@ class Harness:
         slots = self.scheduler.slots
         known, cached = slots.device_len[slot], slots.cached_len[slot]
         waits = known == cached or slots.tokens[slot, known - 1] == UNSEEN
-        drafting = self.scheduler.proposer is not None
+        drafting = self.scheduler.drafting is not None
         return known < slots.max_len[slot] and not (drafting and waits)
 
     def _check_published(self) -> None:
@@ -439,13 +483,18 @@ class Harness:
 class Scripted:
     """Drafts up to ``most`` tokens a row, each of them right with a probability of ``right``."""
 
+    writes_cache = False
+
     def __init__(self, most: int, right: float, seed: int = 0) -> None:
         self.num_speculative_tokens, self.right, self.rng = most, right, random.Random(seed)
         self.asked = 0
 
-    def propose(self, slots: Slots, rows: np.ndarray) -> list[np.ndarray]:
+    def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
         self.asked += len(rows)
         return [self._drafts(slots, slot) for slot in rows.tolist()]
+
+    def ended(self, slots: Slots, stopped) -> None:
+        """Nothing is kept."""
 
     def _drafts(self, slots: Slots, slot: int) -> np.ndarray:
         known = slots.tokens[slot, : slots.device_len[slot]].tolist()

@@ -22,7 +22,7 @@ def test_every_sampling_parameter_has_a_flag():
     fields = [field.name for field in msgspec.structs.fields(SamplingParams)]
     assert fields == list(SAMPLING_FIELDS)
     words = "--n 2 --temperature 0.5 --top_p .9 --stop a b --stop-token-ids 1 2 --ignore-eos --no-skip-special-tokens"
-    args = _parser().parse_args(["generate", *words.replace("_", "-").split(), "--logit-bias", '{"7": -1}'])
+    args = _parser()[0].parse_args(["generate", *words.replace("_", "-").split(), "--logit-bias", '{"7": -1}'])
     values = {name: value for name, value in vars(args).items() if name in SAMPLING_FIELDS}
     assert SamplingParams(**values) == SamplingParams(
         n=2,
@@ -34,6 +34,12 @@ def test_every_sampling_parameter_has_a_flag():
         skip_special_tokens=False,
         logit_bias={7: -1.0},
     )
+
+
+@pytest.mark.parametrize("line", ["serve m --api-key k", "serve --api-key k m", "serve --api-key=k m"])
+def test_a_key_is_one_word(line):
+    args = vars(_parser()[0].parse_args(line.split()))
+    assert (args["model_argument"], args["api_key"]) == ("m", ["k"])
 
 
 @given(st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100)))
@@ -54,6 +60,11 @@ def test_a_json_line_gives_its_prompt(prompts):
     assert list(_read_prompts(file, "f")) == prompts
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt():
+    assert list(_read_prompts(io.StringIO('\ufeff{"prompt": "a"}\n\ufeffb\n'), "f")) == ["a", "\ufeffb"]
+    assert list(_read_prompts(io.StringIO("\ufeffa\n"), "f")) == ["a"]
+
+
 def test_text_may_begin_with_a_brace():
     assert list(_read_prompts(io.StringIO("{ return 1; }\n"), "f")) == ["{ return 1; }"]
 
@@ -70,8 +81,24 @@ def test_bad_prompt_files_say_what_is_wrong(text, message):
     ("line", "message"),
     [
         ("serve --max-num-seq 3", "did you mean --max-num-seqs"),
+        ("serve --use-padding-aware-scheduling", "scheduled by their padded tokens, up to --max-num-batched-tokens"),
+        ("serve --num_scheduler_seqs 8", "--async-scheduling prepares a step while one runs"),
+        ("serve --num-scheduler-steps=8 --no-async-scheduling", "async_scheduling is off: drop one of them"),
+        ("serve --tensor_paralel_size 8", "it is spelled --tensor-parallel-size"),
         ("serve --max_num_seqs 0", "at least 1"),
-        ("serve --quantization awq", "not supported yet"),
+        ("serve --max-len 3", "did you mean --max-model-len"),
+        ("serve --gpu-mem 0.5", "did you mean --gpu-memory-utilization"),
+        ("serve --tp 2", "write --tensor-parallel-size"),
+        ("serve -tp 2", "write --tensor-parallel-size"),
+        ("serve --trust-remote-code", "no code of a checkpoint is ever run"),
+        ("serve --stop x", "unknown argument --stop; --help lists all"),  # a flag of another command is no hint
+        ("serve a b", "unexpected word 'b'"),
+        ("--modle serve", "unknown argument --modle"),
+        ("generate model --prompt x", "as --model model"),
+        ("serve --served-model-name a b", "write the model before it"),
+        ("generate --prompt x --top-k -5", "between -1 and 2147483647"),
+        ("plan --hf-overrides []", "not a JSON object"),
+        ("plan --quantization awq", "only fp8 and inc can be made while loading"),
         ("generate --prompt x --top-p 3", "top_p"),
         ("generate --prompt x --logit-bias [1]", "--logit-bias"),
         ("generate --prompts missing.txt", "missing.txt"),
@@ -138,7 +165,7 @@ def test_one_ladder_as_json_and_as_text(capsys):
 
 def test_the_plan_of_a_published_config(capsys):
     """Weights are neither there nor asked for."""
-    asked = f"plan {LLAMA} --max-num-seqs 256 --max_model_len 4096"
+    asked = f"plan {LLAMA} --max-num-seqs 256 --max_model_len 4096 --max-num-batched-tokens 2048 --block-size 64"
     text = printed(asked, capsys)
     assert text.startswith("256 sequences x 4,096 tokens, 2,048 tokens a step, blocks of 64\n")
     plan = json.loads(printed(f"{asked} --json", capsys))
@@ -157,6 +184,24 @@ def test_the_options_of_planning_reach_the_plan(capsys):
     assert plan["policy"] == "split"
     assert {shape["rows"] for shape in decodes} == {1, 2, 4}
     assert max(shape["longest"] for shape in decodes) == 1024
+
+
+def test_overrides_reach_the_plan(capsys):
+    line = ["plan", str(LLAMA), "--json", "--max-num-seqs", "8", "--hf-overrides", '{"num_hidden_layers": 16}']
+    assert main(line) == 0
+    half = json.loads(capsys.readouterr().out)
+    whole = json.loads(printed(f"plan {LLAMA} --json --max-num-seqs 8", capsys))
+    assert half["estimated_seconds"] < 0.6 * whole["estimated_seconds"]
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_help_begins_with_one_line_of_usage_and_groups_the_options(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: preheat {command} ") and text.splitlines()[1] == ""
+    groups = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert {"Model", "Memory", "Scheduling", "Warm-up"} < set(groups)
 
 
 def test_version(capsys):

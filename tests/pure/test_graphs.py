@@ -17,7 +17,15 @@ from preheat.plan.items import SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
-from preheat.warmup.graphs import CountedGraphs, CountedMemory, DeviceGraphs, capture, divide_memory, graph_bytes
+from preheat.warmup.graphs import (
+    CountedGraphs,
+    CountedMemory,
+    DeviceGraphs,
+    capture,
+    divide_memory,
+    graph_bytes,
+    log_division,
+)
 from preheat.warmup.record import Record
 from tests.specs import LLAMA_8B, llama
 
@@ -57,6 +65,7 @@ def boot(ratio, options=LOGGED):
     """Capture as the log does; the record and the lines."""
     settings = Settings(gpu_memory_utilization=0.5, graph_reserved_mem=0.4, graph_prompt_ratio=ratio)
     split = divide_memory(settings, "graphs", FREE, BLOCK)
+    log_division(settings, "graphs", split, split.num_blocks)
     plan = make_plan(LIMITS, options, COSTS)
     device = Logged(round(55.43 * GIB))
     record = Record.of(plan)
@@ -193,14 +202,20 @@ def test_a_share_that_is_exceeded_is_in_the_notes():
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_other_modes_reserve_nothing(mode, caplog):
-    with caplog.at_level(logging.INFO):
-        split = divide_memory(Settings(gpu_memory_utilization=0.5), mode, FREE, BLOCK)
+    settings = Settings(gpu_memory_utilization=0.5)
+    split = divide_memory(settings, mode, FREE, BLOCK)
     assert split.graphs == 0
     assert split.cache == split.usable == split_memory(FREE, BLOCK, utilization=0.5, reserved=0.4).usable
-    assert "0 B reserved for graphs" in caplog.text
-    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
+    with caplog.at_level(logging.INFO):
+        log_division(settings, mode, split, 64)
+    (line,) = caplog.records
+    assert line.levelno == logging.INFO
+    assert line.getMessage() == (
+        "Free device memory: 79.16 GiB, 39.58 GiB usable (gpu_memory_utilization=0.5), 0 B reserved for graphs "
+        f"(VLLM_GRAPH_RESERVED_MEM=0.1; execution mode {mode} captures none), 1 GiB reserved for KV cache"
+    )
     with caplog.at_level(logging.WARNING):
-        divide_memory(SETTINGS, mode, FREE, BLOCK)
+        log_division(SETTINGS, mode, split, 64)
     assert f"Execution mode {mode} captures no graphs: --graph-reserved-mem without effect" in caplog.text
 
 
@@ -208,6 +223,7 @@ def test_layers_in_a_graph_without_graphs(caplog):
     settings = Settings(config_hidden_layers=2)
     with caplog.at_level(logging.WARNING):
         split = divide_memory(settings, "eager", FREE, BLOCK)
+        log_division(settings, "eager", split, split.num_blocks)
         plan = make_plan(LIMITS, PlanOptions(), COSTS)
         CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), settings, split, SIZES).capture()
         CountedGraphs(SimpleNamespace(plan=plan), Record.of(plan), Settings(), split, SIZES).capture()

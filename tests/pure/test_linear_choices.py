@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from preheat.backends.cuda.tuning import (
+    FP8_REFERENCE,
     REFERENCE,
     SHARED_BYTES,
     Entry,
+    Expanded,
     KernelConfigs,
     Library,
     LinearShape,
@@ -19,11 +21,13 @@ from preheat.backends.cuda.tuning import (
     kernel_configs,
     place,
     read,
+    reference,
     rule,
     shipped,
     tile_rule,
 )
 from preheat.model.families import read_spec
+from preheat.ops.kinds import Scheme
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
@@ -100,6 +104,61 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
     assert read(path) == [written]
     assert path.read_text().count("\n") == len(written.entries) + 2
     assert '"wide":{"outputs":256,"rows":128,"stages":4}}' in path.read_text()
+
+
+INT4 = SHAPE._replace(scheme=Scheme(code="int4", scales="group", group=128, zeros=True))
+FP8 = SHAPE._replace(scheme=Scheme(code="fp8", scales="channel", activations="token"))
+
+
+def test_tables_tell_formats_apart(tmp_path):
+    """Of one size: plain, of four bits, in float8."""
+    written = table((16, NARROW), (512, Expanded(WIDEST)), shape=INT4)
+    written.entries += [*table((16, WIDE)).entries, *table((16, FP8_REFERENCE), shape=FP8).entries]
+    (tmp_path / "table.json").write_bytes(encode(written))
+    (stored,) = read(tmp_path / "table.json")
+    assert stored == written
+    found = KernelConfigs([stored])
+    assert [found(shape, 16) for shape in (SHAPE, INT4, FP8)] == [WIDE, NARROW, FP8_REFERENCE]
+    assert found(INT4, 512) == Expanded(WIDEST)
+    other = INT4._replace(scheme=Scheme(code="int4", scales="group", group=32))
+    assert found(other, 16) == rule(other, 16)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 64, 65, 300, 512, 8192])
+def test_codes_are_read_by_tiles_of_128_inputs(rows):
+    """At least 64 outputs and four warps: the instruction that the reference has. Whole numbers of many rows become
+    plain weights first."""
+    for shape in (INT4, FP8, FP8._replace(gated=True), INT4._replace(gated=True)):
+        choice = rule(shape, rows)
+        if isinstance(choice, Expanded):
+            assert shape.scheme.activations is None and rows >= 512
+            assert choice.choice == rule(shape._replace(scheme=None), rows)
+            continue
+        assert choice.inputs == 128 and choice.outputs >= 64 and choice.warps >= 4
+        assert choice.outputs * choice.rows * (4 if shape.gated else 2) <= 128 * 128 * 2
+
+
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+def test_the_tuner_tries_what_has_that_instruction(rows, monkeypatch):
+    pytest.importorskip("triton")
+    from preheat.backends.cuda import tuner
+
+    monkeypatch.setattr(tuner, "fits", lambda shape: True)
+    for shape in (INT4, FP8, FP8._replace(gated=True)):
+        tried = list(tuner.candidates(shape, rows))
+        tiles = [choice for choice in tried if isinstance(choice, Tile)]
+        assert tiles and all(tile.inputs == 128 and tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)
+        assert (Expanded(Library()) in tried) == (shape == INT4 and rows >= 128)
+        assert len(tried) == len(set(tried))
+
+
+def test_codes_that_are_rejected_are_served_by_the_reference():
+    configs = KernelConfigs()
+    for shape in (INT4, FP8):
+        configs.reject(shape, 16)
+        assert configs(shape, 16) == reference(shape)
+    assert reference(INT4) == Expanded(REFERENCE[torch.bfloat16])
+    assert reference(FP8) == FP8_REFERENCE
 
 
 def test_a_table_that_cannot_be_read_is_told_and_done_without(tmp_path, caplog):

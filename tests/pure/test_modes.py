@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from preheat.backends.cpu import facts as cpu_facts
 from preheat.backends.registry import FACTS
 from preheat.errors import SettingsError
 from preheat.plan.modes import BY_BRIDGE, MODES, asked, resolve
@@ -42,7 +44,8 @@ def test_the_default_of_each_platform(platform, mode):
 
 @pytest.mark.parametrize("platform", FACTS)
 def test_enforce_eager_is_eager(platform):
-    assert resolve(FACTS[platform], Settings(enforce_eager=True)) == "eager"
+    assert resolve(FACTS[platform], Settings(enforce_eager=True)) == FACTS[platform].modes.enforced
+    assert FACTS[platform].modes.enforced == ("lazy" if platform == "hpu" else "eager")  # as in vLLM on Gaudi
 
 
 @pytest.mark.parametrize("platform", FACTS)
@@ -60,24 +63,37 @@ def test_a_named_mode_runs_or_is_rejected_with_the_reason(platform, mode):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.parametrize("options", [{"execution_mode": "lazy"}, {"lazy_mode": True, "enforce_eager": True}])
-def test_lazy_belongs_to_gaudi(platform, options):
+def test_lazy_belongs_to_gaudi(platform):
     with pytest.raises(SettingsError, match="Gaudi"):
-        resolve(FACTS[platform], Settings(**options))
+        resolve(FACTS[platform], Settings(execution_mode="lazy"))
+
+
+@pytest.mark.parametrize("platform", FACTS)
+@pytest.mark.parametrize("options", EVERYTHING, ids=str)
+def test_gaudis_variable_never_stops_a_boot(platform, options, caplog):
+    """Where its mode is not there, or another one is named, it has no effect and that is said."""
+    without = Settings(**options | {"lazy_mode": None})
+    try:
+        expected = resolve(FACTS[platform], without)
+    except SettingsError:
+        return
+    found = resolve(FACTS[platform], Settings(**options))
+    bridge = BY_BRIDGE[options["lazy_mode"], options["enforce_eager"]]
+    assert found in {expected, bridge}
+    ignored = options["lazy_mode"] is not None and found != bridge
+    assert ("PT_HPU_LAZY_MODE" in caplog.text) is ignored
 
 
 @pytest.mark.parametrize("options", EVERYTHING, ids=str)
 def test_settings_ask_for_one_mode_or_are_rejected(options):
     settings = Settings(**options)
-    named = {options["execution_mode"]} - {"auto"}
-    bridge = {BY_BRIDGE[options["lazy_mode"], options["enforce_eager"]]} - {None}
-    if len(named | bridge) > 1:
-        with pytest.raises(SettingsError, match="contradicts") as error:
+    mode = options["execution_mode"]
+    bridge = BY_BRIDGE[options["lazy_mode"], options["enforce_eager"]]
+    if options["enforce_eager"] and mode not in ("auto", "eager", bridge):
+        with pytest.raises(SettingsError, match="contradicts enforce_eager"):
             asked(settings)
-        assert ("PT_HPU_LAZY_MODE" in error.value.message) is (options["lazy_mode"] is not None)
-        assert ("enforce_eager" in error.value.message) is options["enforce_eager"]
     else:
-        assert {asked(settings)} == (named | bridge or {None})
+        assert asked(settings) == (bridge if mode == "auto" else mode)
 
 
 def test_options_and_table_name_the_same_modes():
@@ -92,3 +108,12 @@ def test_the_page_shows_the_table(platform):
     for mode, text in [*row.runs.items(), *row.rejected.items()]:
         shown = f"`{mode}`, the default" if mode == row.default else f"`{mode}`"
         assert f"| {platform} | {shown} | {'refused: ' * (mode in row.rejected)}{text} |" in lines
+
+
+def test_without_a_compiler_the_bridge_gives_way_and_a_named_mode_is_an_error(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    facts = replace(FACTS["cpu"], modes=cpu_facts.modes())
+    assert resolve(facts, Settings.load({}, env={"PT_HPU_LAZY_MODE": "0"})) == "eager"
+    assert "install g++" in caplog.text
+    with pytest.raises(SettingsError, match=r"install g\+\+"):
+        resolve(facts, Settings.load({"execution_mode": "compile"}))

@@ -102,3 +102,19 @@ def test_who_arrives_while_a_step_runs_takes_part_in_the_next(listens) -> None:
     loop.run()
     assert transport.listened == listens
     assert (max(rows) == 2) == listens
+
+
+def test_how_long_the_device_has_been_at_a_step() -> None:
+    now = 10.0
+    launch_timer = LaunchTimer(lambda: now)
+    assert launch_timer.running() == 0
+    launch_timer.launched("first")
+    now = 12.0
+    launch_timer.launched("second")
+    now = 13.0
+    assert launch_timer.running() == 3  # of the first one
+    launch_timer.finished()
+    now = 17.0
+    assert launch_timer.running() == 4  # the second began when the first had ended
+    launch_timer.finished()
+    assert launch_timer.running() == 0

@@ -43,7 +43,7 @@ def run(pool, queues=QUEUES, cost=true_bytes, expected=None, **more):
 def test_free_memory_is_divided_as_logged():
     free = round(79.16 * GIB)
     split = split_memory(free, 16 * MIB, utilization=0.5, reserved=0.4)
-    assert lines.free_memory(split, 0.5, 0.4) == (
+    assert lines.free_memory(split, split.cache, 0.5, 0.4) == (
         "Free device memory: 79.16 GiB, 39.58 GiB usable (gpu_memory_utilization=0.5), 15.83 GiB reserved for graphs "
         "(VLLM_GRAPH_RESERVED_MEM=0.4), 23.75 GiB reserved for KV cache"
     )
@@ -125,6 +125,11 @@ def test_the_first_estimate_is_the_plans():
     assert len(done["prompt"].skipped) == 24
 
 
+def test_what_fits_exactly_is_captured():
+    done, _ = run(100, cost=lambda *_: 30, expected=dict.fromkeys((*PROMPTS, *DECODES), 30), prompt_ratio=0.3)
+    assert len(done["prompt"].captured) == 1
+
+
 def test_a_share_that_is_exceeded_is_told():
     done, order = run(1000, cost=lambda *_: 400, expected=dict.fromkeys((*PROMPTS, *DECODES), 1))
     assert done["prompt"].notes == ["(prompt, 1, 128) took 400 bytes where 1 were expected: 100 over the share"]
@@ -177,6 +182,16 @@ def test_every_shape_is_captured_or_skipped_once_and_overshoot_is_told(pool, rat
 )  # fmt: skip
 def test_bytes_are_written_as_logged(size, text):
     assert lines.format_bytes(size) == text
+
+
+def test_a_device_in_the_hosts_memory_is_named_once():
+    host = (1000 * 1024, 2 * GIB, 8 * GIB)
+    assert lines.memory_step("Model profiling run", None, host) == (
+        "Model profiling run took 1000 KiB of host memory (2 GiB/8 GiB used)"
+    )
+    assert (
+        lines.finished(2, 1000 * 1024, place="host") == "Warmup finished in 2 secs, allocated 1000 KiB of host memory"
+    )
 
 
 def test_a_step_of_the_boot_as_logged():

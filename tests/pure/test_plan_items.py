@@ -1,21 +1,24 @@
 import dataclasses
-import logging
+from collections import Counter
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.core import Level, SamplingParams
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.plan.cost import Cost, Costs, ModelSizes
 from preheat.plan.items import Item, SamplerItem, SwapItem
+from preheat.plan.modes import with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import KINDS, make_plan
 from preheat.plan.programs import SamplerProgram, SwapProgram
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
+from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.specs import llama
 
@@ -67,8 +70,9 @@ def test_the_twelve_settings_are_logged_in_order():
     ]
 
 
-def sampler_items(*sizes) -> list[SamplerItem]:
-    return list(SamplerItem.of_plan(SimpleNamespace(sampler_sizes=sizes)))
+def sampler_items(*sizes, on_host=False) -> list[SamplerItem]:
+    options = PlanOptions(host_sampler=on_host)
+    return list(SamplerItem.of_plan(SimpleNamespace(sampler_sizes=sizes, options=options)))
 
 
 def test_each_size_runs_each_setting_changed_and_unchanged():
@@ -76,6 +80,34 @@ def test_each_size_runs_each_setting_changed_and_unchanged():
     assert len(items) == len(set(items)) == 2 * 2 * len(SAMPLER_SETTINGS)
     assert items[:12] == [SamplerItem(0, name, changed) for changed in (True, False) for name in GAUDI_SETTINGS]
     assert items[12:14] == [SamplerItem(0, name, True) for name in list(BRANCH_SETTINGS)[:2]]
+
+
+def test_a_sampler_on_the_host_runs_each_setting_once_and_each_program():
+    items = sampler_items(0, 1, 4, on_host=True)
+    assert {(item.setting, item.batch_changed) for item in items if item.rows == 1} == {
+        (name, changed) for name in SAMPLER_SETTINGS for changed in (True, False)
+    }
+    assert [item.program for item in items if item.rows == 4] == [SamplerProgram(4, level) for level in Level]
+    assert {item.program for item in items} == {item.program for item in sampler_items(0, 1, 4)}
+    assert len(items) == len({item.name for item in items}) == 2 * len(SAMPLER_SETTINGS) + 2 * len(Level)
+
+
+def test_the_plan_of_a_cpu_has_few_items():
+    """Its sampler made 728 of 818 items, which took most of a start."""
+    limits = Limits(
+        max_model_len=2048, max_num_seqs=CPU.max_num_seqs, max_num_batched_tokens=CPU.max_num_batched_tokens,
+        max_num_prefill_seqs=None, block_size=64, num_blocks=2049,
+    )  # fmt: skip
+    plan = make_plan(limits, PlanOptions.of(with_defaults(Settings(), CPU), CPU))
+    kinds = Counter(item.kind for item in plan.items)
+    assert kinds["sampler"] <= 100
+    assert len(plan.items) <= 160
+    assert (
+        Counter(item.kind for item in make_plan(limits, PlanOptions.of(with_defaults(Settings(), CUDA), CUDA)).items)[
+            "sampler"
+        ]
+        > 400
+    )
 
 
 def test_every_item_of_the_sampler_names_a_program():
@@ -97,18 +129,19 @@ def test_levels():
 
 
 def test_the_lines_of_the_sampler_and_the_defragmenter(caplog):
-    with caplog.at_level(logging.INFO):
-        SamplerItem.run_kind(sampler_items(4), lambda item: None, None)
-        assert caplog.messages[-1] == "Sampler warmup completed successfully"
-        caplog.clear()
-        SwapItem.run_kind([SwapItem(8), SwapItem(16)], lambda item: None, SimpleNamespace(num_blocks=2))
-        SwapItem.run_kind([SwapItem(8)], lambda item: None, SimpleNamespace(num_blocks=1))
-    assert caplog.messages == [
+    told = []
+    SamplerItem.run_kind(sampler_items(4), lambda item: None, SimpleNamespace(tell=told.append))
+    assert told[0].startswith("Warming up sampler with batch sizes: [")
+    assert told[-1] == "Sampler warmup completed successfully"
+    told.clear()
+    SwapItem.run_kind([SwapItem(8), SwapItem(16)], lambda item: None, SimpleNamespace(num_blocks=2, tell=told.append))
+    SwapItem.run_kind([SwapItem(8)], lambda item: None, SimpleNamespace(num_blocks=1, tell=told.append))
+    assert told == [
         "Warming up defragmenter with thresholds: [8, 16]",
         "Defragmenter warmup completed successfully",
         "Warming up defragmenter with thresholds: [8]",
-        "Skipping defragmenter warmup, insufficient blocks (1)",
     ]
+    assert caplog.messages == ["Skipping defragmenter warmup, insufficient blocks (1)"]
 
 
 @pytest.mark.parametrize(

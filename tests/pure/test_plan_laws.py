@@ -13,10 +13,10 @@ from preheat.plan.candidates import candidates
 from preheat.plan.dispatcher import Dispatcher, WarnOnce, build_phase
 from preheat.plan.items import ForwardItem
 from preheat.plan.options import PlanOptions
-from preheat.plan.plan import make_plan
+from preheat.plan.plan import Plan, make_plan
 from preheat.plan.regions import DecodeByBlocks, MixedRegion, PromptRegion
 
-STRATEGIES = ("linear", "exponential", "padding_aware")
+STRATEGIES = ("auto", "linear", "exponential", "padding_aware")
 
 limits = st.builds(
     Limits,
@@ -47,11 +47,13 @@ def options(draw):
         enable_prefix_caching=draw(st.booleans()),
         bucketing_strategy=draw(st.sampled_from(STRATEGIES)),
         allow_large_plan=True,
+        pads_context=draw(st.booleans()),
+        verify_widths=draw(st.sampled_from([(), (2,), (2, 3, 5, 8)])) if policy == "unified" else (),
         **asked,
     )
 
 
-def draw_need(data, phase, at: Limits, sharing: bool) -> StepSize:
+def draw_need(data, phase, at: Limits, sharing: bool, at_widths: tuple[int, ...] = ()) -> StepSize:
     """Any need that a step within the limits can have, found without the plan's own idea of what those are."""
     pool = at.num_blocks - 1
     blocks_of = lambda tokens: -(-tokens // at.block_size)  # noqa: E731
@@ -63,6 +65,12 @@ def draw_need(data, phase, at: Limits, sharing: bool) -> StepSize:
         most = rows * blocks_of(longest)
         blocks = draw(blocks_of(longest) + rows - 1, most if sharing else min(pool, most))
         return StepSize(phase, rows, rows, longest, blocks)
+    if phase == "verify":
+        widths = [width for width in at_widths if width <= at.max_num_batched_tokens]
+        width = data.draw(st.sampled_from(widths))
+        rows = draw(1, min(most_rows, at.max_num_batched_tokens // width))
+        longest = draw(2, width)
+        return StepSize(phase, rows, draw(rows + longest - 1, rows * longest), longest)
     rows = draw(1, most_rows if phase == "mixed" else min(most_rows, at.max_num_prefill_seqs or most_rows))
     longest = draw(1, min(at.max_model_len, at.max_num_batched_tokens - rows + 1))
     tokens = draw(longest + rows - 1, min(rows * longest, at.max_num_batched_tokens))
@@ -78,16 +86,23 @@ def within_budgets(shape: Bucket, at: Limits) -> bool:
     )
 
 
+def plan_of(at: Limits, how: PlanOptions, **more) -> Plan:
+    """The plan, of settings that a boot takes: `Limits.of` refuses more drafts than leave room for a prompt."""
+    assume(max(how.verify_widths, default=0) < at.max_model_len)
+    try:
+        return make_plan(at, how, **more)
+    except SettingsError:
+        assume(False)
+        raise
+
+
 @settings(max_examples=150, deadline=None)
 @given(limits, options(), st.data())
 def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, how, data):
-    try:
-        plan = make_plan(at, how)
-    except SettingsError:
-        assume(False)
+    plan = plan_of(at, how)
     for phase in plan.dispatcher.phases:
         for _ in range(4):
-            need = draw_need(data, phase, at, how.enable_prefix_caching)
+            need = draw_need(data, phase, at, how.enable_prefix_caching, how.verify_widths)
             shape = plan.fit(need)
             assert shape.holds(need)
             assert within_budgets(shape, at)
@@ -98,13 +113,10 @@ def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, 
 @given(limits, options(), st.data())
 def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how, data):
     misses = []
-    try:
-        plan = make_plan(at, how, on_miss=lambda need, shape: misses.append((need, shape)))
-    except SettingsError:
-        assume(False)
+    plan = plan_of(at, how, on_miss=lambda need, shape: misses.append((need, shape)))
     before = plan.dispatcher.buckets
     for phase, part in plan.dispatcher.phases.items():
-        need = draw_need(data, phase, at, how.enable_prefix_caching)
+        need = draw_need(data, phase, at, how.enable_prefix_caching, how.verify_widths)
         shape = plan.fit(need)
         choices = [padded_work(s) for s in part.buckets if s.holds(need)]
         if choices:
@@ -120,10 +132,7 @@ def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how
 @settings(max_examples=100, deadline=None)
 @given(limits, options())
 def test_round_trip_every_shape_is_the_fit_of_its_example(at, how):
-    try:
-        plan = make_plan(at, how)
-    except SettingsError:
-        assume(False)
+    plan = plan_of(at, how)
     for shape in plan.dispatcher.buckets:
         assert plan.fit(plan.dispatcher.example(shape)) == shape
 
@@ -131,10 +140,7 @@ def test_round_trip_every_shape_is_the_fit_of_its_example(at, how):
 @settings(max_examples=100, deadline=None)
 @given(limits, options())
 def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
-    try:
-        plan = make_plan(at, how)
-    except SettingsError:
-        assume(False)
+    plan = plan_of(at, how)
     names = [item.name for item in plan.items]
     assert len(names) == len(set(names))
     dropped = {entry.bucket for entry in plan.dropped}
@@ -149,13 +155,10 @@ def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
 @given(limits, options(), st.data())
 def test_what_is_shadowed_is_never_missed(at, how, data):
     """With the shadowed shapes put back, no need gets another shape."""
-    try:
-        phases = candidates(at, how)
-    except SettingsError:
-        assume(False)
-    for phase in phases:
+    plan_of(at, how)
+    for phase in candidates(at, how):
         part = build_phase(phase.region, phase.buckets, phase.fallback)
-        need = draw_need(data, phase.phase, at, how.enable_prefix_caching)
+        need = draw_need(data, phase.phase, at, how.enable_prefix_caching, how.verify_widths)
         choices = [shape for shape in phase.buckets if shape.holds(need)]
         cheapest = min((padded_work(shape) for shape in choices), default=None)
         found = Dispatcher([part]).find(need)
@@ -218,7 +221,9 @@ def test_a_miss_is_warned_of_once_and_counted(caplog):
     table = Dispatcher([part], watch)
     need = StepSize("prompt", 5, 3000, 700)
     assert [table.fit(need) for _ in range(3)] == [Bucket.mixed(8192, 8)] * 3
-    assert [record.getMessage() for record in caplog.records] == ["Configuration: (prompt, 5, 700) was not warmed-up!"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Configuration: (prompt, 5, 700) is beyond the bucket sizes and runs as (mixed, 8192, 8)"
+    ]
     assert sum(watch.counts.values()) == 3
     for length in range(513, 1025):
         table.fit(StepSize("prompt", 1, length, length))

@@ -2,7 +2,6 @@ import argparse
 import json
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +13,7 @@ from preheat.plan import commands
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.items import SwapItem
+from preheat.plan.modes import step_limits, with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
@@ -44,8 +44,7 @@ ENGINE = {
 
 
 def settings(**more):
-    """Stands for Settings, which refuse the options of planning until warm-up is wired to them."""
-    return SimpleNamespace(**{**vars(PlanOptions()), **ENGINE, **more})
+    return Settings(**ENGINE | more)
 
 
 def by_name(plan):
@@ -178,6 +177,17 @@ def test_limits_asked_for():
         resolve_limits(settings(), 2048, block)
 
 
+def test_limits_that_are_not_set_are_the_backends():
+    unset = settings(max_num_seqs=None, max_num_batched_tokens=None)
+    sizes = [step_limits(unset, facts) for facts in (CPU, CUDA)]
+    assert sizes == [(64, 1024), (256, 2048)]
+    assert step_limits(settings(max_num_seqs=None), CPU) == (64, 8192)
+    assert resolve_limits(with_defaults(unset, CPU), 8192, 1000).max_num_seqs == 64
+    with pytest.raises(ValueError, match="no defaults before there is a backend"):
+        resolve_limits(unset, 8192, 1000)
+    assert "64 sequences x 4,096 tokens, 1,024 tokens a step" in commands.plan(unset, LLAMA_8B, 8192, facts=CPU)
+
+
 def test_limits_follow_the_memory_that_is_there():
     usable = partial(resolve_limits, max_positions=8192, block_bytes=1000)
     assert usable(settings(), usable=500_500).num_blocks == 500
@@ -185,13 +195,16 @@ def test_limits_follow_the_memory_that_is_there():
     assert usable(settings(kv_cache_memory_bytes=400_000), usable=500_500, cache_bytes=9_000).num_blocks == 400
     assert usable(settings(), usable=1 << 60).num_blocks == LIMITS.num_blocks
     assert usable(settings(num_gpu_blocks_override=7), usable=500_500).num_blocks == 7
+    assert usable(settings(num_gpu_blocks_override=500), usable=500_500).num_blocks == 500
+    with pytest.raises(SettingsError, match=r"num_gpu_blocks_override 501 takes .* there is room for 500 blocks"):
+        usable(settings(num_gpu_blocks_override=501), usable=500_500)
     with pytest.raises(SettingsError, match="kv_cache_memory_bytes 600000 is more than the 500500 bytes"):
         usable(settings(kv_cache_memory_bytes=600_000, gpu_memory_utilization=0.9), usable=500_500)
 
 
 def test_a_cache_of_the_pad_block_alone_is_refused():
     with pytest.raises(SettingsError, match="holds nothing"):
-        commands.plan(settings(num_gpu_blocks_override=1), LLAMA_8B, 8192, facts=CPU)
+        commands.plan(settings(kv_cache_memory_bytes=64 * SIZES.kv_bytes_per_token), LLAMA_8B, 8192, facts=CPU)
 
 
 def buckets(*flags):
@@ -213,7 +226,9 @@ def test_the_buckets_command():
 def test_options_carry_the_settings_names():
     """What the plan reads of the settings exists there, with the same default."""
     missing = {name for name in vars(PlanOptions()) if name not in Settings.__dataclass_fields__}
-    assert missing <= {"bucket_pad_max", "bucket_pad_percent"}
+    assert missing == {
+        "pads_context", "host_sampler", "grammars", "draft_model", "measures_drafts", "verify_widths",
+    }  # fmt: skip
     for name, value in vars(PlanOptions()).items():
         if name not in missing:
-            assert getattr(Settings(), name) == value
+            assert getattr(Settings(), name) == (None if name == "bucketing_policy" else value)  # a device's own

@@ -5,6 +5,7 @@ import pytest
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan import lines
+from preheat.plan.bucket_sizes import bucket_sizes
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.candidates import candidates
 from preheat.plan.options import PlanOptions
@@ -90,16 +91,36 @@ def test_the_defaults_of_the_twelve_variables(seqs, length, block):
         block_size=block,
         num_blocks=1 << 20,
     )
-    prompt, decode = candidates(limits, PlanOptions(bucketing_policy="split", bucketing_strategy="linear"))
-    spans = [(axis.low, axis.step, axis.high) for axis in (*prompt.axes, *decode.axes)]
-    most = -(-length // block) * seqs  # no step can need more blocks than this
-    asked = max(128, seqs * -(-length // block))
-    assert spans == [
-        (1, min(seqs, 32), min(seqs, 64)),
-        (block, block, length),
-        (1, min(seqs, 32), seqs),
-        (min(block, most), block, min(asked, most)),
-    ]
+    for strategy in ("linear", "exponential", "auto"):
+        prompt, decode = candidates(limits, PlanOptions(bucketing_policy="split", bucketing_strategy=strategy))
+        spans = [(axis.low, axis.step, axis.high) for axis in (*prompt.axes, *decode.axes)]
+        assert spans == [
+            (1, min(seqs, 32), min(seqs, 64)),
+            (block, block, length),
+            (1, min(seqs, 32), seqs),
+            (block, block, max(128, seqs * -(-length // block))),
+        ]
+
+
+def test_there_are_no_more_decode_blocks_than_the_cache_has():
+    """The most that all sequences could hold is a theoretical number; shared blocks beyond take the fallback."""
+    few = replace(LIMITS, num_blocks=41)
+    for sharing in (True, False):
+        options = PlanOptions(bucketing_policy="split", enable_prefix_caching=sharing)
+        _, decode = candidates(few, options)
+        assert decode.axes[1].high == 40
+        assert max(bucket.blocks for bucket in decode.buckets) == 40
+    assert make_plan(few, PlanOptions(bucketing_policy="split")).dispatcher.phases["decode"].fallback == Bucket.decode(
+        4, blocks=64
+    )
+
+
+def test_exponential_sizes_have_the_number_of_points_of_the_original():
+    limits = replace(LIMITS, max_num_seqs=256, max_model_len=8192, num_blocks=20_000)
+    prompt, decode = candidates(limits, PlanOptions(bucketing_policy="split", bucketing_strategy="exponential"))
+    assert prompt.axes[1].values == bucket_sizes("exponential", 128, 128, 8192, count=13)
+    assert decode.axes[0].values == bucket_sizes("exponential", 1, 32, 256, count=9)
+    assert decode.axes[1].values == bucket_sizes("exponential", 128, 128, 16384, count=15)
 
 
 def test_no_bucket_is_above_what_a_step_can_need():
@@ -119,8 +140,8 @@ def test_no_bucket_is_above_what_a_step_can_need():
     assert max(shape.blocks for shape in decodes) == 50
     assert plan.dispatcher.phases["decode"].fallback is None
     shared = make_plan(small, PlanOptions(**split)).dispatcher.phases["decode"]
-    assert max(shape.blocks for shape in shared.buckets) == 8 * 19  # a shared block counts once for each row
-    assert shared.fallback is None
+    assert max(shape.blocks for shape in shared.buckets) == 50
+    assert shared.fallback == Bucket.decode(8, blocks=8 * 19)  # a shared block counts once for each row
 
 
 def test_over_budget_buckets_are_listed():
@@ -176,14 +197,12 @@ def test_powers_of_two_and_the_most_rows_are_never_padded_in_unified(seqs):
     [
         ({"bucketing_policy": "both"}, "bucketing_policy must be one of"),
         ({"bucketing_strategy": "cubic"}, "strategy must be one of"),
-        ({"decode_block_bucket_max": 4}, "VLLM_DECODE_BLOCK_BUCKET_. needs --bucketing-policy split"),
         ({"bucketing_policy": "split", "decode_block_bucket_max": 64, "decode_seq_bucket_max": 64}, "either"),
         ({"prompt_seq_bucket_min": 9, "prompt_seq_bucket_max": 8}, "VLLM_PROMPT_SEQ_BUCKET_.*min .9. must not exceed"),
+        ({"prompt_seq_bucket_min": 9, "prompt_seq_bucket_max": 8}, "skip warm-up .VLLM_SKIP_WARMUP=true"),
         ({"decode_bs_bucket_step": 0}, "VLLM_DECODE_BS_BUCKET_.*step must be at least 1"),
-        ({"bucketing_strategy": "file"}, "belong together"),
-        ({"bucketing_from_file": "x"}, "belong together"),
+        ({"bucketing_strategy": "file"}, "needs the file"),
         ({"bucketing_strategy": "file", "bucketing_from_file": "/nowhere"}, "/nowhere cannot be read"),
-        ({"bucket_pad_max": 4}, "belong to the padding_aware strategy"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(more, message):
@@ -191,29 +210,106 @@ def test_options_that_make_no_sense_are_refused(more, message):
         make_plan(LIMITS, PlanOptions(**more))
 
 
-def test_a_file_replaces_both_ladders(tmp_path):
+def test_skipping_warm_up_skips_the_mistake_too(caplog):
+    plan = make_plan(LIMITS, PlanOptions(skip_warmup=True, prompt_seq_bucket_min=9, prompt_seq_bucket_max=8))
+    assert "VLLM_PROMPT_SEQ_BUCKET_MIN, _STEP and _MAX are 9" in caplog.text
+    assert max(bucket.tokens for bucket in plan.dispatcher.phases["mixed"].buckets) == 8192
+
+
+def test_a_minimum_above_the_default_maximum_is_a_range_of_one():
+    """It may come from the environment of a longer model."""
+    prompt, _ = candidates(LIMITS, PlanOptions(bucketing_policy="split", prompt_seq_bucket_min=4096))
+    assert prompt.axes[1].values == (2048,)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"decode_block_bucket_max": 4},
+            "VLLM_DECODE_BLOCK_BUCKET_* without effect: the length of contexts is no part",
+        ),
+        ({"bucketing_strategy": "linear", "bucket_pad_max": 4}, "VLLM_PROMPT_SEQ_BUCKET_*: its padding is without"),
+    ],
+)
+def test_ranges_without_effect_are_named(more, message, caplog):
+    make_plan(LIMITS, PlanOptions(**more))
+    assert message in caplog.text
+
+
+def test_a_range_alone_is_linear_and_the_others_stay_as_they_are():
+    mixed, decode = candidates(LIMITS, PlanOptions(decode_bs_bucket_step=3))
+    assert [axis.strategy for axis in (*mixed.axes, *decode.axes)] == ["exponential", "linear"]
+    assert decode.axes[0].values == (1, 2, 3, 4)
+    _, decode = candidates(LIMITS, PlanOptions(decode_bs_bucket_pad_percent=0))
+    assert decode.axes[0].strategy == "padding_aware"
+
+
+def test_equal_rows_are_one_program_where_contexts_are_no_part_of_it():
+    """They were as many programs as buckets, with padding of contexts that nothing paid for."""
+    limits = replace(LIMITS, max_num_seqs=16, block_size=16, num_blocks=4096)
+    options = PlanOptions(bucketing_policy="split", bucketing_strategy="linear", pads_context=False)
+    plan, padded = make_plan(limits, options), make_plan(limits, replace(options, pads_context=True))
+    decode = plan.dispatcher.phases["decode"]
+    assert decode.buckets == padded.dispatcher.phases["decode"].buckets
+    assert len(decode.buckets) == 248
+    assert {plan.program_of(bucket) for bucket in decode.buckets} == {Bucket.decode(rows) for rows in (1, 2, 4, 8, 16)}
+    assert padded.programs - plan.programs == len(decode.buckets) - 5
+    assert {plan.program_of(item.program) for item in plan.items if item.kind == "prompt"} == set(
+        plan.dispatcher.phases["prompt"].buckets
+    )
+    paid = [plan.fit(StepSize("decode", rows, rows, blocks=rows)).rows / rows - 1 for rows in range(1, 17)]
+    assert plan.padding["decode"].mean == pytest.approx(sum(paid) / 16, abs=0.05)
+    assert padded.padding["decode"].mean > plan.padding["decode"].mean
+
+
+def test_prompts_that_fit_no_bucket_together_wait_for_each_other():
+    """Else every step of several prompts ran as the fallback, of the whole budget."""
+    plan = make_plan(LIMITS, PlanOptions(bucketing_policy="split", prompt_bs_bucket_max=2))
+    budget = LIMITS.max_num_batched_tokens
+    assert plan.padded(2, 300, 200) == 512
+    assert plan.padded(3, 450, 200) > budget
+    assert plan.padded(1, 2048, 2048) == 2048
+
+
+def test_a_file_replaces_both_ladders(tmp_path, caplog):
     path = tmp_path / "buckets.txt"
     path.write_text(
         "([1, 2], 256, [0, 8])  # context is no part of a prompt's program\n(4, 1, range(16, 65, 16))\n(9, 64)\n"
+        "(4, 2048)\n(5, 4096)\n"
     )
-    options = PlanOptions(bucketing_policy="split", bucketing_strategy="file", bucketing_from_file=str(path))
-    plan = make_plan(LIMITS, options)
-    assert plan.dispatcher.phases["prompt"].buckets == (Bucket.prompt(1, 256), Bucket.prompt(2, 256))
+    options = PlanOptions(bucketing_policy="split", bucketing_from_file=str(path))
+    plan = make_plan(replace(LIMITS, max_num_batched_tokens=4096), options)
+    assert plan.dispatcher.phases["prompt"].buckets == (
+        Bucket.prompt(4, 64), Bucket.prompt(1, 256), Bucket.prompt(2, 256)
+    )  # fmt: skip
     assert [shape.blocks for shape in plan.dispatcher.phases["decode"].buckets] == [16, 32, 48, 64]
-    assert [entry.reason for entry in plan.dropped] == ["over budget: 9 rows exceed --max-num-seqs 4"]
+    assert [entry.reason for entry in plan.dropped] == [
+        "over budget: 8,192 tokens exceed --max-num-batched-tokens 4,096"
+    ]
+    assert "bucket (prompt, 4, 2048) is dropped: over budget" in caplog.text
     assert plan.fit(StepSize("decode", 4, 4, blocks=60)).blocks == 64
-    path.write_text("(4, [64, 512])\n([2, 4], 1)\n")
+    path.write_text("\ufeff(4, [64, 512])\n([2, 4], 1)\n", encoding="utf-8")  # as editors on Windows write it
     plan = make_plan(LIMITS, PlanOptions(bucketing_strategy="file", bucketing_from_file=str(path)))
     assert plan.fit(StepSize("mixed", 3, 65)) == Bucket.mixed(512, 4)
     assert plan.fit(StepSize("decode", 1, 1)) == Bucket.decode(2)
     assert plan.fit(StepSize("mixed", 3, 600)) == Bucket.mixed(8192, 4)
 
 
-@pytest.mark.parametrize("line", ["(0, 5)", "(1, 1)", "(1, 1, 0)"])
-def test_a_bucket_that_its_policy_cannot_run_is_refused(tmp_path, line):
+def test_entries_of_a_file_are_cut_to_what_a_step_can_need(tmp_path):
     path = tmp_path / "buckets.txt"
-    path.write_text(line)
-    with pytest.raises(SettingsError, match="bucket"):
-        make_plan(
-            LIMITS, PlanOptions(bucketing_policy="split", bucketing_strategy="file", bucketing_from_file=str(path))
-        )
+    path.write_text("([2, 4], 1, range(8, 32, 8))\n(4, 1, 64)\n(9, 1, 8)\n(2, 9000)\n(1, 9000)\n")
+    limits = replace(LIMITS, max_model_len=1024, max_num_batched_tokens=2048)  # 8 blocks a row
+    plan = make_plan(limits, PlanOptions(bucketing_policy="split", bucketing_from_file=str(path)))
+    _, decode = plan.phases
+    assert [bucket.dims for bucket in decode.buckets] == [(2, 8), (2, 16), (4, 8), (4, 16), (4, 24), (4, 32)]
+    assert plan.dispatcher.phases["prompt"].buckets == (Bucket.prompt(1, 1024), Bucket.prompt(2, 1024))
+
+
+@pytest.mark.parametrize("line", ["(0, 5)", "(1, 1)", "(1, 1, 0)"])
+def test_a_bucket_that_its_policy_cannot_run_is_skipped_and_named(tmp_path, line, caplog):
+    path = tmp_path / "buckets.txt"
+    path.write_text(f"{line}\n(1, 128)\n")
+    plan = make_plan(LIMITS, PlanOptions(bucketing_policy="split", bucketing_from_file=str(path)))
+    assert plan.dispatcher.phases["prompt"].buckets == (Bucket.prompt(1, 128),)
+    assert f"bucket {line} is skipped: " in caplog.text

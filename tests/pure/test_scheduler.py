@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from preheat.core import Schedule, StepResult
+from preheat.core import ResetPrefixCache, Schedule, StepResult
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.scheduler import Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
+from preheat.schedule.waiting import WaitingQueue
 from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
 
 
@@ -98,6 +100,10 @@ class Anything(RuleBasedStateMachine):
             was_here = self.harness.outcomes[number].finish is None and number not in self.harness.cancelled
             assert self.harness.cancel(number) == was_here
 
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.harness.reset_prefix_cache()
+
     @rule(at=st.sampled_from(["pack", "launch", "listener", "result"]))
     def fail(self, at) -> None:
         self.harness.step("out of paper", at)
@@ -155,6 +161,24 @@ def test_a_cached_prefix_is_used_up_to_what_differs() -> None:
     assert shared_prefix([1, 2, 3, 4, 9, 6, 7, 8, 9]).outcomes[1].starts == [4]
     assert shared_prefix([9, 2, 3, 4, 5, 6, 7, 8, 9]).outcomes[1].starts == [0]
     assert shared_prefix([1, 2, 3, 4, 5, 6, 7, 8, 9], salt="a").outcomes[1].starts == [0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_computed_before_a_reset_is_found(overlap) -> None:
+    """Not even what a step in flight has computed; a sequence that runs goes on, on the blocks that it has."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    harness = Harness(limits(), overlap=overlap)
+    harness.add(request(0, prompt, 20))
+    harness.step()
+    harness.transport.send(ResetPrefixCache())
+    harness.loop.take(0)
+    for number in (1, 2):
+        harness.add(request(number, prompt))
+        harness.step()
+        harness.step()
+    harness.run()
+    harness.verify()
+    assert [harness.outcomes[number].starts for number in range(3)] == [[0], [0], [8]]
 
 
 def test_control_a_salt_left_out_of_the_hash_is_noticed(monkeypatch) -> None:
@@ -369,7 +393,37 @@ def test_stats_count_each_token_once_despite_preemption() -> None:
     assert stats.steps == harness.steps
 
 
-class ScannedQueue(OrderedDict):
+def test_the_lowest_priority_goes_first_and_is_preempted_last() -> None:
+    """Equal ones in order of arrival; a preempted one waits at its old place."""
+    scheduler = Scheduler(limits(max_num_seqs=2))
+    for number, priority in enumerate((5, 0, -3, 0), 1):
+        scheduler.add(msgspec.structs.replace(request(number, [1] * 8, max_tokens=4), priority=priority))
+    first = scheduler.schedule()
+    assert first is not None
+    assert sorted(first.ids.tolist()) == [2, 3]
+    assert scheduler.running.ids[scheduler.running.order].tolist() == [3, 2]
+    assert scheduler.waiting.first().request.id == 4
+    scheduler.waiting.arrive(Sequence(msgspec.structs.replace(request(9, [1]), priority=-9)))
+    assert scheduler.waiting.first().request.id == 9
+    _, preempted = scheduler.running.preempt_last()
+    scheduler.waiting.wait(preempted)
+    order = []
+    while scheduler.waiting:
+        order.append(scheduler.waiting.first().request.id)
+        scheduler.waiting.pop(order[-1])
+    assert order == [9, 2, 4, 1]
+
+
+def test_one_that_starts_late_goes_before_those_of_higher_priority() -> None:
+    scheduler = Scheduler(limits(max_num_seqs=3))
+    for number, priority in ((1, 2), (2, 2), (3, 1)):
+        scheduler.add(msgspec.structs.replace(request(number, [1] * 4, max_tokens=4), priority=priority))
+        scheduler.schedule()
+    assert scheduler.running.ids[scheduler.running.order].tolist() == [3, 1, 2]
+    scheduler.check()
+
+
+class ScannedQueue(WaitingQueue):
     """The obvious queue, which scans when a sequence leaves."""
 
     def __init__(self) -> None:
@@ -385,7 +439,7 @@ class ScannedQueue(OrderedDict):
         return super().pop(request_id, default)
 
 
-def comparisons(monkeypatch, queue: type[OrderedDict], count: int) -> int:
+def comparisons(monkeypatch, queue: type[WaitingQueue], count: int) -> int:
     """How often two sequences are compared while ``count`` of them are queued and leave in random order."""
     seen = 0
 
@@ -396,7 +450,7 @@ def comparisons(monkeypatch, queue: type[OrderedDict], count: int) -> int:
 
     monkeypatch.setattr(Sequence, "__eq__", equal)
     scheduler = Scheduler(limits())
-    assert type(scheduler.waiting) is OrderedDict
+    assert type(scheduler.waiting) is WaitingQueue
     scheduler.waiting = queue()
     for number in range(count):
         scheduler.add(request(number, [1]))
@@ -407,7 +461,7 @@ def comparisons(monkeypatch, queue: type[OrderedDict], count: int) -> int:
 
 
 def test_leaving_the_queue_compares_no_sequences(monkeypatch) -> None:
-    assert comparisons(monkeypatch, OrderedDict, 20_000) == 0
+    assert comparisons(monkeypatch, WaitingQueue, 20_000) == 0
     assert comparisons(monkeypatch, ScannedQueue, 300) > 300 * 20, "the control must scan"
 
 

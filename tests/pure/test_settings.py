@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import logging
 import re
 import subprocess
@@ -24,6 +25,8 @@ TRIALS = {
     "enable_prefix_caching": (False, False),
     "dtype": ("float32", "bfloat16"),
     "api_key": (("a", "b"), ("c",)),
+    "served_model_name": (("a", "b"), ("c",)),
+    "hf_overrides": ({"rope_theta": 1e6, "eos_token_id": [1, 2]}, {"x": None}),
     "num_threads": (1, 2),
     "engine_iteration_timeout_s": (1.5, 30.0),
     "host": ("0.0.0.0", "::1"),
@@ -56,6 +59,8 @@ SOURCE_NAMES = {
 
 
 def as_text(value):
+    if isinstance(value, dict):
+        return json.dumps(value)
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -104,10 +109,10 @@ def test_what_comes_later_is_refused_except_at_its_default(opt):
         tuple: lambda: ("x",),
     }[opt.kinds[0]]()
     assert getattr(Settings.load({opt.name: opt.default}, env={}), opt.name) == opt.default
-    for args, env in (({opt.name: other}, {}), ({}, {opt.env_names[-1]: as_text(other)})):
+    for args, env in (({opt.name: other}, {}), ({}, {opt.env_names[0]: as_text(other)})):
         with pytest.raises(SettingsError, match="not supported yet") as error:
             Settings.load(args, env)
-        assert (opt.env_names[-1] if env else opt.name) in str(error.value)
+        assert (opt.env_names[0] if env else opt.name) in str(error.value)
 
 
 @given(st.sampled_from(["1", "true", "yes", "0", "false", "no"]), st.data())
@@ -138,6 +143,7 @@ def test_determinism_iterations_never_fail_to_parse(text):
     ("args", "message"),
     [
         ({"max_num_seq": 1}, "did you mean max_num_seqs"),
+        ({"tensor_paralel_size": 1}, "it is spelled --tensor-parallel-size"),
         ({"port": "many"}, "port: 'many' is not a whole number"),
         ({"port": 70000}, "between 0 and 65535"),
         ({"port": True}, "port: True is not a whole number"),
@@ -146,6 +152,10 @@ def test_determinism_iterations_never_fail_to_parse(text):
         ({"gpu_memory_utilization": float("nan")}, "between 0.01 and 1"),
         ({"dtype": "bfloat"}, "is not one of"),
         ({"block_size": 48}, "power of two"),
+        ({"hf_overrides": "[1]"}, "hf_overrides: '[1]' is not a JSON object"),
+        ({"hf_overrides": "{"}, "not a JSON object"),
+        ({"root_path": "llm"}, "must begin with a slash"),
+        ({"seed": -1, "port": 3}, "seed: -1 must be at least 0"),
         ({"block_size": 8}, "between 16 and 256"),
         ({"ssl_keyfile": "key.pem"}, "ssl_certfile"),
         ({"device": "gpu"}, "is not one of auto, cpu, cuda"),
@@ -213,7 +223,8 @@ def test_every_kind_of_option_has_a_flag(name):
     if isinstance(value, bool):
         line = [flag if value else flag.replace("--", "--no-", 1)]
     else:
-        line = [flag, *([str(item) for item in value] if isinstance(value, tuple) else [str(value)])]
+        words = [str(item) for item in value] if isinstance(value, tuple) else [as_text(value)]
+        line = [word for each in words for word in (flag, each)] if OPTIONS[name].one_word else [flag, *words]
     given_flags = vars(parser.parse_args(line))
     assert set(given_flags) == {name}
     assert getattr(Settings.load(given_flags, env={}), name) == value

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.schedule import results as results_module
+from preheat.schedule.drafting import Drafting
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
@@ -180,4 +181,4 @@ def test_a_proposer_of_no_tokens_is_not_asked() -> None:
 
 def test_separate_phases_cannot_speculate() -> None:
     with pytest.raises(SettingsError, match="unified"):
-        Scheduler(limits(), mixed_steps=False, proposer=Scripted(1, 1.0))
+        Scheduler(limits(), mixed_steps=False, drafting=Drafting(Scripted(1, 1.0)))

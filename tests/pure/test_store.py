@@ -74,6 +74,7 @@ CHANGES = {
     "options": lambda: parts(plan(enable_prefix_caching=False)),
     "limits": lambda: parts(plan(dataclasses.replace(LIMITS, max_model_len=192))),
     "determinism passes": lambda: parts(plan(determinism_warmup_iterations=4)),
+    "overrides of the config": lambda: parts(overrides={"rope_theta": 5e5}),
     "dummy weights": lambda: boot_parts(BUNDLED_PATH, [], plan(), **BOOT),
 }
 

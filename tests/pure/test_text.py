@@ -91,7 +91,7 @@ def test_special_tokens_and_ends(tokenizers: dict[str, Tokenizer], tmp_path: Pat
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.5}')
     (tmp_path / "config.json").write_text('{"vocab_size": 512, "eos_token_id": 5}')
     loaded = Tokenizer(tmp_path)
-    assert loaded.eos_ids == [1, 2] and loaded.vocab_size == 512 and loaded.generation["temperature"] == 0.5
+    assert loaded.eos_ids == [1, 2] and loaded.vocab_size == 512 and loaded.model.generation["temperature"] == 0.5
     with pytest.raises(InvalidRequest, match="character 1"):
         tokenizer.encode("a\ud800")
 
@@ -107,6 +107,34 @@ def test_transformers_agrees(tmp_path: Path) -> None:
     for flag in (True, False):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=flag)
         assert ChatTemplate(ours).render(messages, add_generation_prompt=flag) == expected
+
+
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim", "m.content.rstrip()", "m.content ~ '?'"])
+@pytest.mark.parametrize("final", ["y", " y ", "y\n\n", "x", "a FINAL_MESSAGE_ENDS_HERE b "])
+def test_transformers_agrees_on_continued_messages(tmp_path: Path, shown: str, final: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = "{% for m in messages %}<{{ m.role }}>\n{{ " + shown + " }}</{{ m.role }}>\n{% endfor %}"
+    ours = saved(tmp_path, byte_level(), chat_template=source, tokenizer_class="PreTrainedTokenizerFast")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": final}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert ChatTemplate(ours).render(messages, continue_final_message=True) == expected
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    with_tools = ChatTemplate(ours, "{{ tools | tojson }}")
+    expected = theirs.apply_chat_template(messages, tools, chat_template="{{ tools | tojson }}", tokenize=False)
+    assert with_tools.render(messages, tools=tools) == expected
+
+
+def test_an_empty_message_is_continued_behind_its_header(tokenizers: dict[str, Tokenizer]) -> None:
+    template = _template(tokenizers, "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }};{% endfor %}")
+    messages = [{"role": "assistant", "content": ""}]
+    assert template.render(messages, continue_final_message=True) == "<assistant>\n"
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        template.render(messages, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(InvalidRequest, match="needs a message"):
+        template.render([], continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        _template(tokenizers, "{{ messages | length }}").render(messages, continue_final_message=True)
 
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,277 @@
+"""Fields and endpoints that clients of vLLM use by themselves, through the official client: each does what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from preheat.frontend.tokenizer import Tokenizer
+from tests.api.conftest import Server, serving, write_model
+
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}[{{ tools | tojson }}]{% endif %}{% if flag %}({{ flag }}){% endif %}"
+    "{% for m in messages %}{% if m.tool_calls is defined %}{{ raise_exception('tool calls?') }}{% endif %}"
+    "<|im_start|>{{ m.role }}: {{ m.content | trim }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+HEAD, HI = "<s><|im_start|>user: ", "<s><|im_start|>user: hi\n"
+MOST_LOGPROBS, MAX_MODEL_LEN = 2, 4096
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    """Its tokens are those of the prompt, again and again from the second one on."""
+    with serving(str(folder), chat_template=TEMPLATE, max_logprobs=MOST_LOGPROBS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def complete(client: OpenAI, server: Server) -> Callable[..., Any]:
+    def complete(prompt: object = "hi", stream: bool = False, **options: Any) -> Any:
+        options = {"max_tokens": 4} | options
+        return client.completions.create(
+            model=server.model, prompt=prompt, stream=stream, extra_body={"return_token_ids": True} | options
+        )
+
+    return complete
+
+
+@pytest.fixture(scope="module")
+def chat(client: OpenAI, server: Server) -> Callable[..., Any]:
+    def chat(messages: list[Any] | None = None, stream: bool = False, **options: Any) -> Any:
+        options = {"max_tokens": 4} | options
+        return client.chat.completions.create(
+            model=server.model, messages=messages or [USER], stream=stream,
+            extra_body={"return_token_ids": True} | options,
+        )  # fmt: skip
+
+    return chat
+
+
+@pytest.fixture(scope="module")
+def prompt_of(folder: Path) -> Callable[[Any], str]:
+    """The prompt that an answer to a conversation says it had, as text."""
+    tokenizer = Tokenizer(folder)
+    return lambda answer: tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False)
+
+
+def refused(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str | None, str]:
+    """The field that the refusal names, and what it says."""
+    with pytest.raises(BadRequestError) as error:
+        call(*args, **options)
+    return error.value.param, error.value.message
+
+
+def test_an_answer_goes_into_the_next_request_as_it_is(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
+    """``model_dump`` has null in fields that only OpenAI fills, and in those of whatever client made it."""
+    answer = chat().choices[0].message
+    plain = prompt_of(chat([USER, {"role": "assistant", "content": answer.content}, USER]))
+    for message in (answer, answer.model_dump(), {**answer.model_dump(), "reasoning_content": None, "parsed": None},
+                    {**answer.model_dump(), "annotations": [], "tool_calls": []}):  # fmt: skip
+        assert prompt_of(chat([USER, message, USER])) == plain
+
+
+def test_a_field_that_nobody_knows_must_be_null(chat: Callable[..., Any], complete: Callable[..., Any]) -> None:
+    assert chat(what=None).choices and complete(what=None, stream_options=None).choices
+    part = {"type": "text", "text": "hi", "cache_control": None}
+    assert chat([{"role": "user", "content": [part]}]).choices
+    assert refused(chat, [{**USER, "what": 1}])[0] == "messages[0].what"
+    assert refused(chat, [{**USER, "annotations": [{}]}])[0] == "messages[0].annotations"
+    assert refused(chat, [{**USER, "what": None, "why": 1}])[0] == "messages[0].why"
+    assert refused(complete, what=None, why=1)[0] == "why"
+    assert refused(complete, what=None, logit_bias={"5": None})[0] == "logit_bias[...]"  # no field, but a value
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_chunk_has_the_usage_so_far(complete: Callable[..., Any], chat: Callable[..., Any], n: int) -> None:
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for call in (complete, chat):
+        events = list(call(stream=True, stream_options=usage, max_tokens=20, n=n))
+        total = call(max_tokens=20, n=n).usage
+        done = dict.fromkeys(range(n), 0)
+        for event in events[:-1]:
+            (choice,) = event.choices
+            done[choice.index] += len(choice.model_extra.get("token_ids", ()))
+            assert event.usage.completion_tokens == done[choice.index]
+            assert event.usage.prompt_tokens == total.prompt_tokens
+            assert event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
+        assert set(done.values()) == {20}
+        assert events[-1].choices == []
+        assert events[-1].usage == total
+
+
+def test_continuous_usage_includes_usage_unless_told_otherwise(
+    complete: Callable[..., Any], chat: Callable[..., Any]
+) -> None:
+    events = list(complete(stream=True, stream_options={"continuous_usage_stats": True}))
+    assert all(event.usage for event in events)
+    assert events[-1].choices == []
+    last_only = list(complete(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": False}))
+    assert [bool(event.usage) for event in last_only] == [False] * (len(last_only) - 1) + [True]
+    no_last = list(chat(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}))
+    assert all(event.usage and event.choices for event in no_last)
+    scored = {"include_usage": True, "continuous_usage_stats": True}
+    events = list(complete(stream=True, stream_options=scored, echo=True, max_tokens=0))
+    assert {event.usage.completion_tokens for event in events} == {0}
+
+
+def test_tools_are_shown_to_a_model_that_must_not_call_them(
+    chat: Callable[..., Any], prompt_of: Callable[..., str], server: Server
+) -> None:
+    shown = '<s>[[{"type": "function", "function": {"name": "add", "parameters": {}}}]]' + HI.removeprefix("<s>")
+    assert prompt_of(chat(tools=[TOOL], tool_choice="none")) == shown + ">"
+    assert prompt_of(chat(tool_choice="none")) == prompt_of(chat(tools=[], tool_choice="auto")) == HI + ">"
+    tokens = server.post("/tokenize", {"messages": [USER], "tools": [TOOL]}).json["tokens"]
+    assert tokens == chat(tools=[TOOL], tool_choice="none").prompt_token_ids
+    for choice in (None, "auto"):
+        param, message = refused(chat, tools=[TOOL], tool_choice=choice)
+        assert param == "tool_choice"
+        assert "--tool-call-parser" in message
+
+
+def test_variables_of_the_chat_template(chat: Callable[..., Any], prompt_of: Callable[..., str]) -> None:
+    assert prompt_of(chat(chat_template_kwargs={"flag": "on"})) == "<s>(on)" + HI.removeprefix("<s>") + ">"
+    assert prompt_of(chat(chat_template_kwargs={"flag": None})) == HI + ">"
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"):
+        param, message = refused(chat, chat_template_kwargs={name: "x"})
+        assert param == "chat_template_kwargs"
+        assert name in message
+
+
+def test_the_final_message_is_continued(
+    chat: Callable[..., Any], prompt_of: Callable[..., str], server: Server
+) -> None:
+    begun = [USER, {"role": "assistant", "content": "The answer "}]
+    prompt = HI + "<|im_start|>assistant: The answer"  # the template trims
+    answer = chat(begun, continue_final_message=True)
+    assert prompt_of(answer) == prompt
+    assert prompt_of(chat(begun, continue_final_message=True, add_generation_prompt=False)) == prompt
+    assert prompt_of(chat(begun, add_generation_prompt=False)) == prompt + "\n"
+    assert prompt_of(chat(begun)) == prompt + "\n>"
+    asked = {"messages": begun, "continue_final_message": True}
+    assert server.post("/tokenize", asked).json["tokens"] == answer.prompt_token_ids
+    param, message = refused(chat, begun, continue_final_message=True, add_generation_prompt=True)
+    assert param == "continue_final_message"
+    assert "add_generation_prompt" in message
+    assert server.post("/tokenize", {"prompt": "x", "continue_final_message": True}).status == 400
+
+
+def test_prompts_are_truncated_from_the_left(
+    complete: Callable[..., Any], chat: Callable[..., Any], server: Server
+) -> None:
+    ids = server.post("/tokenize", {"prompt": "def add(a, b):"}).json["tokens"]
+    for prompt in ("def add(a, b):", ids):
+        cut = complete(prompt, truncate_prompt_tokens=3)
+        assert cut.choices[0].prompt_token_ids == ids[-3:]
+        assert cut.usage.prompt_tokens == 3
+        assert complete(prompt, truncate_prompt_tokens=len(ids)).choices[0].prompt_token_ids == ids
+        assert complete(prompt, truncate_prompt_tokens=-1).choices[0].prompt_token_ids == ids
+    kept = server.post("/detokenize", {"tokens": ids[-3:]}).json["prompt"]
+    echoed = complete("def add(a, b):", truncate_prompt_tokens=3, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert (echoed.text, "".join(echoed.logprobs.tokens)) == (kept, kept)
+    assert len(chat(truncate_prompt_tokens=5).prompt_token_ids) == 5
+
+
+def test_minus_one_truncates_to_what_fits_beside_the_answer(
+    complete: Callable[..., Any], chat: Callable[..., Any]
+) -> None:
+    ids = [5 + at % 200 for at in range(MAX_MODEL_LEN + 10)]
+    assert refused(complete, ids)[0] == "prompt"
+    cut = complete(ids, truncate_prompt_tokens=-1, max_tokens=7)
+    assert cut.choices[0].prompt_token_ids == ids[-(MAX_MODEL_LEN - 7) :]
+    assert cut.usage.total_tokens == MAX_MODEL_LEN
+    text = {"role": "user", "content": "x" * (MAX_MODEL_LEN + 10)}
+    assert chat([text], truncate_prompt_tokens=-1, max_tokens=None).usage.prompt_tokens == MAX_MODEL_LEN - 1
+    for wrong in (0, -2, MAX_MODEL_LEN + 1):
+        assert refused(complete, truncate_prompt_tokens=wrong)[0] == "truncate_prompt_tokens"
+
+
+def test_minus_one_asks_for_as_many_logprobs_as_there_may_be(
+    complete: Callable[..., Any], chat: Callable[..., Any]
+) -> None:
+    choice = complete("hi", logprobs=-1, prompt_logprobs=-1).choices[0]
+    assert choice.logprobs == complete("hi", logprobs=MOST_LOGPROBS).choices[0].logprobs
+    assert {len(top) for top in choice.logprobs.top_logprobs} == {MOST_LOGPROBS}
+    assert {len(entry) for entry in choice.prompt_logprobs[1:]} == {MOST_LOGPROBS}
+    content = chat(logprobs=True, top_logprobs=-1).choices[0].logprobs.content
+    assert {len(entry.top_logprobs) for entry in content} == {MOST_LOGPROBS}
+    assert refused(complete, logprobs=-2)[0] == "logprobs"
+    assert refused(complete, logprobs=MOST_LOGPROBS + 1)[0] == "logprobs"
+
+
+def test_request_ids_in_bodies(complete: Callable[..., Any], chat: Callable[..., Any], server: Server) -> None:
+    assert complete(request_id="mine-1").id == "cmpl-mine-1"
+    assert chat(request_id="mine-2").id == "chatcmpl-mine-2"
+    assert {event.id for event in chat(request_id="mine-3", stream=True)} == {"chatcmpl-mine-3"}
+    body = {"prompt": "x", "request_id": "mine-4"}
+    assert server.post("/v1/completions", body).headers["x-request-id"] == "mine-4"
+    both = server.post("/v1/completions", body, **{"X-Request-Id": "header"})
+    assert (both.json["id"], both.headers["x-request-id"]) == ("cmpl-header", "header")
+    for wrong in ("a b", "x" * 129, "", "a\n", "é"):
+        assert refused(complete, request_id=wrong)[0] == "request_id"
+    assert server.post("/v1/completions", {"prompt": "x", "request_id": None}).status == 200
+
+
+def test_ping(server: Server) -> None:
+    for answer in (server.get("/ping"), server.post("/ping", b"")):
+        assert (answer.status, answer.json) == (200, server.get("/health").json)
+
+
+def test_load_counts_what_is_being_answered(folder: Path, complete: Callable[..., Any], server: Server) -> None:
+    assert server.get("/load").json == {"server_load": 0}
+    stream = complete(stream=True, max_tokens=3000)
+    next(iter(stream))
+    assert server.get("/load").json == {"server_load": 1}
+    stream.close()
+    end = time.monotonic() + 10
+    while server.get("/load").json != {"server_load": 0}:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_tokenizer_info_of_a_model(tmp_path: Path) -> None:
+    """Tokens are shown as their text, and no files are named, as in vLLM."""
+    folder = write_model(tmp_path)
+    token = {"content": "<s>", "lstrip": False, "special": True}
+    config = {"tokenizer_class": "X", "bos_token": token, "added_tokens_decoder": {"0": token}, "model_max_length": 9,
+              "additional_special_tokens": [token], "vocab_file": "/a/b", "chat_template": "{{ 1 }}"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    shown = {"tokenizer_class": "X", "bos_token": "<s>", "added_tokens_decoder": {"0": "<s>"}, "model_max_length": 9,
+             "additional_special_tokens": ["<s>"], "chat_template": "{{ 1 }}"}  # fmt: skip
+    with serving(str(folder)) as server:
+        assert server.get("/tokenizer_info").json == shown
+    with serving(str(folder), skip_tokenizer_init=True) as server:
+        assert "no tokenizer" in server.get("/tokenizer_info").error["message"]
+
+
+def test_tokenizer_info(server: Server) -> None:
+    assert server.get("/tokenizer_info").json == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+    }  # fmt: skip
+
+
+def test_keys_are_needed_where_something_can_be_changed_or_read(folder: Path) -> None:
+    with serving(str(folder), api_key=["one"]) as server:
+        for key, status in (({}, 401), ({"Authorization": "Bearer one"}, 200)):
+            assert server.get("/tokenizer_info", **key).status == status
+            assert server.post("/reset_prefix_cache", b"", **key).status == status
+        assert server.get("/ping").status == server.get("/load").status == 200
+
+
+def test_a_body_may_begin_with_the_mark_that_editors_on_windows_write(server):
+    body = json.dumps({"model": server.model, "prompt": "hi", "max_tokens": 1}).encode("utf-8-sig")
+    assert server.post("/v1/completions", body).status == 200

@@ -1,0 +1,103 @@
+"""/v1/messages, through Anthropic's client. The engine repeats what the last message says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.api.conftest import Server, serving
+
+TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+ALL = "<think>Well.</think>Let me see." + CALL
+
+
+@pytest.fixture(scope="module")
+def client(talker: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=talker.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def user(text: Any) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def ask(client: anthropic.Anthropic, content: Any, call: str = "create", **options: Any) -> Any:
+    messages = content if isinstance(content, list) else user(content)
+    options = {"max_tokens": 200, "tools": [TOOL]} | options
+    return getattr(client.messages, call)(model="m", messages=messages, **options)
+
+
+def test_text(client: anthropic.Anthropic) -> None:
+    answer = ask(client, "Hi", system="Be brief.")
+    assert (answer.content[0].text, answer.stop_reason, answer.role) == ("Hi", "end_turn", "assistant")
+    assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 1
+    assert ask(client, "Hi there, you", max_tokens=2).stop_reason == "max_tokens"
+    stopped = ask(client, "Hi there, you", stop_sequences=[" you"])
+    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+        "Hi there,",
+        "stop_sequence",
+        " you",
+    )
+
+
+def blocks(answer: Any) -> list[tuple[Any, ...]]:
+    fields = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+    return [(block.type, getattr(block, fields[block.type])) for block in answer.content]
+
+
+EXPECTED = [("thinking", "Well."), ("text", "Let me see."), ("tool_use", {"city": "Oslo"})]
+
+
+def test_thinking_and_tools(client: anthropic.Anthropic) -> None:
+    answer = ask(client, ALL)
+    assert blocks(answer) == EXPECTED and answer.stop_reason == "tool_use"
+    assert answer.content[2].name == "weather" and answer.content[2].id
+    assert [block.type for block in ask(client, CALL, tool_choice={"type": "none"}).content] == ["text"]
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    assert len(ask(client, CALL + CALL, tool_choice=one).content) == 1
+
+
+def test_the_stream_is_the_answer(client: anthropic.Anthropic) -> None:
+    with ask(client, ALL, "stream") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    whole = ask(client, ALL)
+    assert blocks(final) == blocks(whole) == EXPECTED
+    assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", whole.usage.output_tokens)
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+
+
+def test_a_turn_goes_back(client: anthropic.Anthropic) -> None:
+    first = ask(client, ALL)
+    result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": [{"type": "text", "text": "sun"}]}
+    talk = [
+        *user("?"),
+        {"role": "assistant", "content": first.content},
+        *user([result, {"type": "text", "text": "Hi"}]),
+    ]
+    assert ask(client, talk).content[0].text == "Hi"
+    counted = client.messages.count_tokens(model="m", messages=talk, tools=[TOOL]).input_tokens
+    used = ask(client, talk).usage
+    assert counted == used.input_tokens + used.cache_read_input_tokens
+
+
+def test_errors_have_its_shape(client: anthropic.Anthropic, folder: Path) -> None:
+    with pytest.raises(anthropic.BadRequestError) as error:
+        ask(client, "x", extra_body={"top_k": -5})
+    assert error.value.body["error"]["type"] == "invalid_request_error" and "top_k" in error.value.message
+    with pytest.raises(anthropic.BadRequestError, match="'image'"):
+        ask(client, [*user([{"type": "image", "source": {}}])])
+    with serving(str(folder), api_key=["secret"], served_model_name=["m"]) as server:
+        for key, refused in (("wrong", True), ("secret", False)):
+            with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) as own:
+                if refused:
+                    with pytest.raises(anthropic.AuthenticationError):
+                        ask(own, "x", tools=[])
+                else:
+                    assert ask(own, "x", tools=[], max_tokens=2).usage.output_tokens == 2

@@ -1,0 +1,67 @@
+"""A server whose engine has several ranks, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import Server, serving
+from tests.api.test_faults import ask, until_running
+
+STREAMS = 64
+
+
+def ranks_of(server: Server) -> list[int]:
+    """The processes of the other ranks, which are children of the engine's."""
+    return [
+        int(pid) for pid in Path(f"/proc/{server.engine_pid}/task/{server.engine_pid}/children").read_text().split()
+    ]
+
+
+def shared_folders() -> set[Path]:
+    return set(Path("/dev/shm").glob("preheat-*"))
+
+
+def gone(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return False
+    return True
+
+
+async def streams(server: Server, count: int, rank: int) -> tuple[list[bytes], float]:
+    """What clients have read when ``rank`` was killed in their midst, and how long it took."""
+    body = {"prompt": "def f(x):", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    running = [asyncio.create_task(ask(server.port, body)) for _ in range(count)]
+    if running:
+        await until_running(server, count)
+    os.kill(rank, signal.SIGKILL)
+    killed = time.monotonic()
+    return await asyncio.gather(*running), killed
+
+
+@pytest.mark.parametrize("count", [STREAMS, 0], ids=["streams", "idle"])
+def test_a_killed_rank(count: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = {"num_threads": 1, "kv_cache_memory_bytes": 256 << 20, "log_level": "error"}
+    folders = shared_folders()
+    with serving("bundled", engine=None, log=log, tensor_parallel_size=2, **options) as server:
+        (rank,) = ranks_of(server)
+        engine = server.engine_pid
+        answers, killed = asyncio.run(asyncio.wait_for(streams(server, count, rank), 60))
+        with contextlib.suppress(OSError):  # the server may have left by now
+            assert server.get("/health").status == 500 or not count
+        assert server.process.wait(10) == 1 and time.monotonic() - killed < 10
+    assert len(answers) == count
+    for answer in answers:
+        assert answer.startswith(b"HTTP/1.1 200") and b'"type":"engine_dead"' in answer, answer[-300:]
+        assert b"Rank 1 ended with status -9: it was killed" in answer, answer[-300:]
+    assert b"Rank 1 ended with status -9" in log.read_bytes()
+    assert gone(rank) and gone(engine)
+    assert shared_folders() <= folders

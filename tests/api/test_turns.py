@@ -1,0 +1,74 @@
+"""Long texts have turns: few are worked on at once, medium ones do not wait for long ones, nobody for a lost client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import types
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from preheat.server.turns import INLINE_CHARS, LONG_AT_ONCE, LONG_CHARS, MEDIUM_AT_ONCE, Turns, in_turn
+
+
+def request(turns: Turns, gone: bool = False) -> Request:
+    async def receive() -> dict[str, str]:
+        if not gone:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    app = types.SimpleNamespace(state=types.SimpleNamespace(service=types.SimpleNamespace(turns=turns)))
+    return Request({"type": "http", "app": app, "headers": []}, receive)
+
+
+class Work:
+    """Holds its thread until released."""
+
+    def __init__(self) -> None:
+        self.running, self.release = 0, threading.Event()
+
+    def __call__(self) -> str:
+        self.running += 1
+        self.release.wait(10)
+        return "done"
+
+
+def test_few_at_once_and_long_ones_apart() -> None:
+    async def scenario() -> None:
+        turns, long, medium = Turns(), Work(), Work()
+        tasks = [asyncio.create_task(in_turn(request(turns), LONG_CHARS, long)) for _ in range(5)]
+        tasks += [asyncio.create_task(in_turn(request(turns), INLINE_CHARS, medium)) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        assert (long.running, medium.running) == (LONG_AT_ONCE, MEDIUM_AT_ONCE)
+        medium.release.set()
+        assert await asyncio.gather(*tasks[5:]) == ["done"] * 5 and long.running == LONG_AT_ONCE
+        long.release.set()
+        assert await asyncio.gather(*tasks[:5]) == ["done"] * 5
+
+    asyncio.run(scenario())
+
+
+def test_short_ones_do_not_wait() -> None:
+    async def scenario() -> None:
+        turns, busy = Turns(), Work()
+        tasks = [asyncio.create_task(in_turn(request(turns), INLINE_CHARS, busy)) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        thread = await in_turn(request(turns), INLINE_CHARS - 1, threading.get_ident)
+        assert thread == threading.get_ident()
+        busy.release.set()
+        await asyncio.gather(*tasks)
+        other = await in_turn(request(turns), 10, threading.get_ident, total=INLINE_CHARS)  # one of many short ones
+        assert other != thread
+
+    asyncio.run(scenario())
+
+
+def test_the_work_of_a_lost_client_is_not_done() -> None:
+    async def scenario() -> None:
+        work = Work()
+        with pytest.raises(ClientDisconnect):
+            await in_turn(request(Turns(), gone=True), LONG_CHARS, work)
+        assert work.running == 0
+
+    asyncio.run(scenario())

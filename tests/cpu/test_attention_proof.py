@@ -1,0 +1,91 @@
+"""What attention's number of rows is proven by: a row has the same bits at every place of a call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.backends.cpu import paged_attention
+from preheat.backends.cpu.paged_attention import PagedAttention, widest_tile
+from preheat.backends.cpu.tiles import Rows, plan_tiles
+
+LENGTH, DIM, BLOCK = 300, 64, 64
+
+
+@pytest.fixture
+def _unproven():
+    """Nothing is known of the kernel, before and after."""
+    caches = (paged_attention._proven_rows, paged_attention._reference, paged_attention._expected)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def attend(work: list[tuple[int, int]], group: int) -> torch.Tensor:
+    """A sequence of ``LENGTH`` tokens and one key head, of which (position, count) each are the rows of a step."""
+    generator = torch.Generator().manual_seed(group)
+    q = torch.randn(LENGTH, group, DIM, generator=generator)
+    cache = torch.randn(-(-LENGTH // BLOCK) + 1, 2, 1, BLOCK, DIM, generator=generator)
+    first, extend = (np.array(column, np.int64) for column in zip(*work, strict=True))
+    tables = np.tile(np.arange(1, len(cache), dtype=np.int32), (len(work), 1))
+    rows = Rows(np.cumsum(extend) - extend, first, extend, tables)
+    tiles = plan_tiles(rows, BLOCK, None, 1 << 14, widest=widest_tile(group, DIM, q.dtype))
+    found = PagedAttention(tiles, group, 1, DIM, q.dtype)
+    queries = torch.cat([q[at : at + count] for at, count in work])
+    out = torch.empty_like(queries)
+    out[found.targets] = found(queries, cache, DIM**-0.5)
+    return out
+
+
+def differing(group: int) -> list[str]:
+    """The ways to cut the sequence that give other bits than one token at a time."""
+    alone = torch.cat([attend([(at, 1)], group) for at in range(LENGTH)])
+    found = []
+    for size in (LENGTH, 128, 64, 37, 32, 16, 8, 5, 4, 2):
+        chunks = [(at, min(size, LENGTH - at)) for at in range(0, LENGTH, size)]
+        apart = torch.cat([attend([chunk], group) for chunk in chunks])
+        for how, out in (("apart", apart), ("in one step", attend(chunks, group))):
+            if not torch.equal(out, alone):
+                found.append(f"{group} heads a key head, chunks of {size} {how}")
+    return found
+
+
+@pytest.mark.parametrize("instructions", ["", "AVX2", "SSE4_2"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_query_has_the_same_bits_at_every_place_of_a_tile(instructions: str, threads: int) -> None:
+    """By the kernels that MKL takes on this processor and on older ones: some compute the last rows of a block
+    otherwise, at two threads in other places than at one.
+    """
+    code = (
+        f"import torch; torch.set_num_threads({threads})\n"
+        "from tests.cpu.test_attention_proof import differing\n"
+        "print([line for group in (1, 5, 7) for line in differing(group)])"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "MKL_ENABLE_INSTRUCTIONS"}
+    env |= {"MKL_ENABLE_INSTRUCTIONS": instructions} if instructions else {}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.usefixtures("_unproven")
+def test_a_kernel_that_favours_a_place_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = paged_attention.kernel
+
+    def last_rows_otherwise(query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        part, lse = right(query, *args, **options)
+        part[:, :, 30::32] += 1e-3
+        return part, lse
+
+    assert paged_attention._reference(DIM, torch.float32, 1) >= 24
+    paged_attention._reference.cache_clear()
+    paged_attention._expected.cache_clear()
+    monkeypatch.setattr(paged_attention, "kernel", last_rows_otherwise)
+    assert paged_attention._reference(DIM, torch.float32, 1) <= 24
+    assert paged_attention._proven_rows(40, DIM, torch.float32, 1) == 0

@@ -1,0 +1,219 @@
+"""What the check at boot looks at beside the usual contexts: each row passes, and sees what is planted for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from preheat import LLM, boot
+from preheat.backends.base import Facts
+from preheat.backends.cpu.facts import FACTS
+from preheat.errors import CheckFailed, NotInvariant, PreheatError
+from preheat.execution import logit_stages
+from preheat.grammar import guidance, service
+from preheat.limits import Limits
+from preheat.ops import sampler, sampling
+from preheat.schedule import slots
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.transport import InlineTransport
+from preheat.verify import draws
+from preheat.verify.boot import BootCheck
+from preheat.verify.check_runner import CheckRunner
+from preheat.verify.names import long_context
+from preheat.warmup.record import Record
+from tests.cpu import planted
+from tests.cpu.sampling_reference import Row, answer
+
+ROOMY = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 1024, "max_model_len": 640, "block_size": 32, "skip_warmup": True,
+    "dtype": "float32", "kv_cache_memory_bytes": 1 << 26,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loop():
+    return boot_engine(Settings.load(ROOMY), InlineTransport())
+
+
+@pytest.fixture
+def check(loop):
+    plan, backend = loop.packer.plan, loop.executor.backend
+    record = Record.of(plan, model="bundled", platform="cpu", dtype="float32", mode="eager")
+    runner = CheckRunner(loop.scheduler.pool, loop.packer, loop.executor)
+    yield BootCheck(runner, record, backend.facts, loop.grammars)
+    loop.scheduler.check()
+    assert loop.scheduler.slots.num_free == ROOMY["max_num_seqs"]
+
+
+@pytest.mark.parametrize("name", ["finite", "resumed", "long context", "full step", "sampler", "grammar"])
+def test_all_is_well(check, loop, name, monkeypatch):
+    """And something was really computed."""
+    ran: list[str] = []
+
+    def noted(kind):
+        right = getattr(loop.executor, kind)
+
+        def run(*args, **more):
+            ran.append(kind)
+            return right(*args, **more)
+
+        return run
+
+    for kind in ("logits", "draw"):
+        monkeypatch.setattr(loop.executor, kind, noted(kind))
+    check.run(name)
+    assert set(ran) == {"draw" if name in ("sampler", "grammar") else "logits"}
+
+
+PLANTED = {
+    "resumed": lambda patch: planted.resumed(patch, "rope"),
+    "long context": planted.merge_from_last,
+    "full step": lambda patch: planted.split_by_batch(patch, rows=600),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_for_a_row_is_seen_by_it_and_no_usual_one(check, name, monkeypatch):
+    PLANTED[name](monkeypatch)
+    for usual in ("later run", "co-batched", "chunked", "decode"):
+        check.run(usual)
+    with pytest.raises(NotInvariant, match=f"{name}: .* the first layer that differs is layer 0"):
+        check.run(name)
+
+
+def test_the_long_context_has_three_splits_where_there_is_room():
+    def limits(**more) -> Limits:
+        return Limits(**({"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 2048, "block_size": 16,
+                          "num_blocks": 100, "max_num_prefill_seqs": None} | more))  # fmt: skip
+
+    facts: Facts = FACTS
+    assert long_context(limits(), facts) == 2 * facts.split + 44
+    assert long_context(limits(max_model_len=500), facts) is None
+    assert long_context(limits(num_blocks=30), facts) is None
+
+
+def wrong_position(patch):
+    right = sampler.gumbel_at
+    patch.setattr(sampler, "gumbel_at", lambda seed, position, *more: right(seed, position + 1, *more))
+
+
+def low_seed(patch):
+    right = sampler.gumbel_at
+    patch.setattr(sampler, "gumbel_at", lambda seed, *more: right(seed & draws.np.uint64(0xFFFFFFFF), *more))
+
+
+def no_bans(patch):
+    patch.setattr(logit_stages.MinTokens, "edits", lambda *_: ())
+
+
+def prompt_unseen(patch):
+    right = sampler.TokenCounts.reset
+    patch.setattr(sampler.TokenCounts, "reset", lambda self, slot, prompt, out: right(self, slot, prompt[1:], out))
+
+
+@pytest.mark.parametrize("plant", [wrong_position, low_seed, no_bans, prompt_unseen])
+def test_draws_that_are_not_the_contracts_are_seen(check, plant, monkeypatch, loop):
+    plant(monkeypatch)
+    loop.executor.sampler.forget()
+    with pytest.raises(CheckFailed, match=r"sampler: token \d+ was drawn where the contract has \d+, at position"):
+        check.run("sampler")
+
+
+def no_mask(patch):
+    patch.setattr(sampler, "allowed", lambda mask, vocab: np.ones(vocab, bool))
+
+
+def one_bit_less(patch):
+    """Of the mask: its highest token."""
+    right = guidance.Guidance.fill
+
+    def fill(self, masks, rows):
+        right(self, masks, rows)
+        for _, place, _ in rows:
+            last = np.flatnonzero(sampling.allowed(masks[place], self.vocab_size))[-1]
+            masks[place, last // 32] &= ~np.int32(1 << last % 32)
+
+    patch.setattr(guidance.Guidance, "fill", fill)
+
+
+def ends_anywhere(patch):
+    right = guidance.Guidance.fill
+
+    def fill(self, masks, rows):
+        right(self, masks, rows)
+        for state, place, _ in rows:
+            masks[place] |= state._stops
+
+    patch.setattr(guidance.Guidance, "fill", fill)
+
+
+def every_row(patch):
+    """The mask is applied to all rows."""
+    right = slots.Slots.describe
+
+    def describe(self, slot, request):
+        right(self, slot, request)
+        self.has_grammar[slot] = True
+
+    patch.setattr(slots.Slots, "describe", describe)
+    patch.setattr(service.Grammars, "fill", _fill_for_all)
+
+
+def _fill_for_all(self, masks, held, schedule):
+    self.backend.fill(masks, [(next(iter(held.grammars.values())), 0, ())])
+    masks[: schedule.rows] = masks[0]
+    return self._masks.submit(lambda: 0.0)
+
+
+@pytest.mark.parametrize("plant", [no_mask, one_bit_less, ends_anywhere, every_row])
+def test_masks_that_are_not_the_grammars_are_seen(check, plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(CheckFailed, match=r"grammar: (a row without grammar drew )?token \d+"):
+        check.run("grammar")
+
+
+@pytest.mark.parametrize("vocab", [40, 4096, 128_256])
+def test_the_contract_is_that_of_the_tests(vocab):
+    ids = [1 + place * (vocab - 2) // 8 for place in range(8)]
+    logits = torch.full((vocab,), draws.IMPOSSIBLE)
+    logits[ids] = torch.tensor(draws.LOGITS)
+    clear = 0
+    for row in draws.ROWS:
+        token, sure = draws.contract(row, ids)
+        expected = answer(Row(
+            logits.numpy(), draws._named(row.params, ids), [ids[row.prompt]], draws._output(row, ids),
+            [ids[place] for place in row.stops], row.seed, row.choice,
+        ))  # fmt: skip
+        clear += sure
+        assert token == expected.token or not sure
+    assert clear >= len(draws.ROWS) - 1
+
+
+@pytest.mark.parametrize(("layer", "said"), [(3, "whose output is not finite is layer 3"), (None, "all 7 layers are")])
+def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
+    weights = loop.executor.decoder.weights
+    where = weights.final_norm if layer is None else weights.layers[layer].post_norm
+    kept = where.weight.clone()
+    try:
+        where.weight[5] = torch.inf
+        with pytest.raises(CheckFailed, match=rf"finite: [\d,]+ of 4,096 logits are not finite after .*{said}"):
+            check.run("finite")
+    finally:
+        where.weight.copy_(kept)
+
+
+def test_such_an_engine_does_not_become_ready(monkeypatch):
+    """Its weights are finite, what they give is not."""
+    right = boot.load_model
+
+    def load(*args):
+        model = right(*args)
+        weight = model.weights.layers[2].post_norm.weight
+        weight.fill_(torch.finfo(weight.dtype).max)
+        return model
+
+    monkeypatch.setattr(boot, "load_model", load)
+    with pytest.raises(PreheatError, match="not finite is layer 2"):
+        LLM(max_num_seqs=1, max_num_batched_tokens=32, max_model_len=32, block_size=16, skip_warmup=False)

@@ -1,0 +1,106 @@
+"""Every family through the whole engine: in chunks, decoding, and behind a cached prefix, against transformers, and
+with one set of bits on all paths.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat import LLM, SamplingParams
+from preheat.backends.cpu.tiles import SPLIT
+from preheat.frontend.outputs import RequestOutput
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+
+NAMES = (
+    "llama", "mixtral", "qwen3 moe", "phi4 mini", "starcoder2", "gpt bigcode", "gpt bigcode with a key head each",
+    "gemma 3", "mpt with six heads", "qwen2 moe",
+)  # fmt: skip
+VOCAB, STEPS = 199, 6
+OPTIONS = {
+    "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 4,
+    "max_num_batched_tokens": 48, "block_size": 16, "num_gpu_blocks_override": 60, "max_logprobs": VOCAB,
+}  # fmt: skip
+PARAMS = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
+
+
+def prompts() -> list[list[int]]:
+    """The second and third begin as the first, by two blocks; all are longer than 8 tokens."""
+    chance = random.Random(2)
+    first, second, third = ([chance.randrange(VOCAB) for _ in range(length)] for length in (90, 37, 9))
+    return [first, first[:32] + second, first[:32] + third]
+
+
+def seen(output: RequestOutput) -> tuple[list[int], Tensor]:
+    """The tokens, and the log-probabilities of the whole vocabulary before each: fp32 [steps, vocab]."""
+    choice = output.outputs[0]
+    assert choice.logprobs is not None
+    found = torch.empty(STEPS, VOCAB)
+    for row, entry in zip(found, choice.logprobs, strict=True):
+        row[list(entry)] = torch.tensor([value.logprob for value in entry.values()])
+    return choice.token_ids, found
+
+
+def run(llm: LLM, some: list[list[int]]) -> list[tuple[list[int], Tensor]]:
+    return [seen(output) for output in llm.generate(some, PARAMS, use_tqdm=False)]
+
+
+def differing(a: list[tuple[list[int], Tensor]], b: list[tuple[list[int], Tensor]]) -> int:
+    pairs = zip(a, b, strict=True)
+    return sum(x[0] != y[0] or not torch.equal(x[1], y[1]) for x, y in pairs)
+
+
+def error(found: tuple[list[int], Tensor], prompt: list[int], reference: Callable[[Tensor], Tensor]) -> float:
+    """Of the logits, but for a constant of each position, relative."""
+    tokens, ours = found
+    theirs = reference(torch.tensor(prompt + tokens))[len(prompt) - 1 : -1]
+    assert theirs.argmax(-1).tolist() == tokens
+    ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_decode_and_cached_prefixes(name: str, tmp_path: Path) -> None:
+    reference, some = save_checkpoint(MODELS[name], tmp_path), prompts()
+    llm = LLM(str(tmp_path), **OPTIONS)
+    together = run(llm, some)
+    for prompt, found in zip(some, together, strict=True):
+        assert error(found, prompt, reference) <= 1e-5
+    hits = llm.loop.scheduler.stats().prefix_hits
+    again = [run(llm, [prompt])[0] for prompt in some]
+    assert llm.loop.scheduler.stats().prefix_hits > hits
+    assert differing(again, together) == 0
+    cold = LLM(str(tmp_path), **OPTIONS | {"enable_prefix_caching": False, "max_num_batched_tokens": 256})
+    assert differing([run(cold, [prompt])[0] for prompt in some], together) == 0
+
+
+def test_alibi_over_several_splits(tmp_path: Path) -> None:
+    """Behind the first split of the keys too, and where the cache is read in place."""
+    name, changes = MODELS["mpt with six heads"]
+    reference = save_checkpoint((name, {**changes, "max_seq_len": 640}), tmp_path)
+    chance = random.Random(3)
+    prompt = [chance.randrange(VOCAB) for _ in range(2 * SPLIT + 40)]
+    options = OPTIONS | {"max_model_len": 640, "num_gpu_blocks_override": 90}
+    found = run(LLM(str(tmp_path), **options), [prompt])
+    assert error(found[0], prompt, reference) <= 1e-5
+    for more in (
+        {"max_num_batched_tokens": 256},
+        {"contiguous_pa": True, "block_size": SPLIT, "num_gpu_blocks_override": 9},
+    ):
+        assert differing(run(LLM(str(tmp_path), **options | more), [prompt]), found) == 0
+
+
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
+    """Another token far back in the prompt."""
+    reference, some = save_checkpoint(MODELS["mpt with six heads"], tmp_path), prompts()
+    llm = LLM(str(tmp_path), **OPTIONS)
+    right = run(llm, some[:1])
+    some[0][40] = (some[0][40] + 1) % VOCAB
+    assert differing(run(llm, some[:1]), right) == 1
+    with pytest.raises(AssertionError):
+        assert error(right[0], some[0], reference) <= 1e-5

@@ -1,0 +1,315 @@
+"""Tensor parallelism on a CPU: one, two and four ranks give the same bits.
+
+The contract is proved with ranks that are threads of this process, which exchange what processes would; the engine with
+ranks that are processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from preheat import LLM, SamplingParams
+from preheat.backends.base import Collective
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.collective import PLACE_BYTES
+from preheat.backends.cpu.sharing import CpuSharing
+from preheat.errors import RankDied, SettingsError
+from preheat.model import shard as shards
+from preheat.model import sources
+from preheat.model.decoder import Decoder
+from preheat.model.families import read_spec
+from preheat.model.files import read_config
+from preheat.model.loader import load_weights
+from preheat.model.shard import shard
+from preheat.ops.leaves import tree_sum
+from preheat.parallel import channel
+from preheat.parallel.channel import Receiver, Sender
+from preheat.parallel.share import for_ranks
+from preheat.parallel.shared import Board
+from preheat.settings import Settings
+from preheat.warmup.record import Record
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.test_model_families import error_at_each_position, logits_of, random_tokens
+
+NAMES = ("llama with biases", "qwen3 moe", "qwen2 moe", "mpt", "phi3")
+TOKENS = 24
+
+
+def on_ranks(world: int, folder: Path, run: Callable[[Collective], Tensor]) -> list[Tensor]:
+    """What ``run`` gives on each of ``world`` ranks, threads that meet in a new folder."""
+    folder.mkdir(parents=True)
+
+    def rank(number: int) -> Tensor:
+        torch.set_num_threads(1)
+        return run(CpuSharing().join(folder, number, world, lambda: None))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(rank, range(world)))
+
+
+def logits_on(collective: Collective, model: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    spec = read_spec(read_config(model))
+    weights = load_weights(spec, model, dtype, CpuBackend(), collective=collective)
+    mine = shard(spec, collective.rank, collective.world)
+    return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
+
+
+def on_sizes(model: Path, folder: Path, dtype: torch.dtype = torch.float32, wrap: Callable = lambda c: c) -> list:
+    """The logits on 1, 2 and 4 ranks, each of which has the same ones."""
+    found = []
+    for world in (1, 2, 4):
+        all_ranks = on_ranks(world, folder / str(world), lambda c: logits_on(wrap(c), model, dtype))
+        assert all(torch.equal(logits, all_ranks[0]) for logits in all_ranks)
+        found.append(all_ranks[0])
+    return found
+
+
+def same(found: list[Tensor]) -> bool:
+    return all(torch.equal(logits, found[0]) for logits in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_do_not_depend_on_the_number_of_ranks(name, tmp_path):
+    """Biases, experts with and without a shared one, slopes, one part for queries, keys and values in another order;
+    key/value heads that several ranks have; a vocabulary that four do not divide.
+    """
+    reference = save_checkpoint(MODELS[name], tmp_path / "model")
+    found = on_sizes(tmp_path / "model", tmp_path)
+    assert same(found)
+    assert error_at_each_position(found[0], reference(random_tokens(TOKENS))).max() <= 1e-5
+
+
+def test_bits_in_bfloat16(tmp_path):
+    save_checkpoint(MODELS["mixtral"], tmp_path / "model")
+    assert same(on_sizes(tmp_path / "model", tmp_path, torch.bfloat16))
+
+
+class Wrapped:
+    """A collective that does something else with what it gathers."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective, self.rank, self.world = collective, collective.rank, collective.world
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._collective.gather(x)
+
+
+class RoundsOnTheWire(Wrapped):
+    def gather(self, x: Tensor) -> Tensor:
+        return super().gather(x.bfloat16()).to(x.dtype)
+
+
+class OrderOfArrival(Wrapped):
+    """A rank sees first what it has itself."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        found = super().gather(x)
+        return found.roll(-self.rank, 0) if x.shape[1] == 96 else found  # logits stay in their order
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3 moe"])
+def test_controls(name, tmp_path, monkeypatch):
+    """Rounding what travels, a tree that follows the number of ranks, sums in the order of arrival: each is seen."""
+    save_checkpoint(MODELS[name], tmp_path / "model")
+    model = tmp_path / "model"
+    plain = on_sizes(model, tmp_path / "plain", wrap=Wrapped)
+    assert same(plain)
+    assert not same(on_sizes(model, tmp_path / "rounds", wrap=RoundsOnTheWire))
+    arrivals = on_ranks(4, tmp_path / "arrival", lambda c: logits_on(OrderOfArrival(c), model))
+    assert not torch.equal(arrivals[0], plain[0])
+    monkeypatch.setattr(shards, "leaves_of", lambda world: world)
+    assert not same(on_sizes(model, tmp_path / "follows"))
+
+
+def test_a_rank_reads_what_it_keeps(tmp_path, monkeypatch):
+    save_checkpoint(MODELS["qwen3 moe"], tmp_path / "model")
+    read = threading.local()
+
+    def counted(place: sources._Place, piece: object = None, take: Callable = sources._Place.read) -> Tensor:
+        tensor = take(place, piece)
+        read.numbers = getattr(read, "numbers", 0) + tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(sources._Place, "read", counted)
+    spec = read_spec(read_config(tmp_path / "model"))
+
+    def load(collective: Collective) -> Tensor:
+        load_weights(spec, tmp_path / "model", torch.float32, CpuBackend(), collective=collective)
+        return torch.tensor([read.numbers, shard(spec, collective.rank, collective.world).num_params])
+
+    found = on_ranks(4, tmp_path / "ranks", load)
+    assert [row[0] for row in found] == [row[1] for row in found]
+    assert all(row[1] < 0.55 * spec.num_params for row in found)  # of a model that is half embeddings
+
+
+def test_dummy_weights_are_those_of_the_whole(tmp_path):
+    save_checkpoint(MODELS["phi3"], tmp_path / "model")
+    spec = read_spec(read_config(tmp_path / "model"))
+
+    def logits(collective: Collective) -> Tensor:
+        weights = load_weights(
+            spec, tmp_path, torch.float32, CpuBackend(), load_format="dummy", collective=collective
+        )  # fmt: skip
+        mine = shard(spec, collective.rank, collective.world)
+        return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
+
+    assert same([on_ranks(world, tmp_path / str(world), logits)[0] for world in (1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("sharing", "mode", "said"),
+    [(None, "eager", "not available on cpu yet"), (CpuSharing(), "compile", "execution mode compile cannot")],
+)
+def test_what_ranks_cannot_do_is_refused(sharing, mode, said, monkeypatch):
+    monkeypatch.setattr(CpuBackend, "sharing", sharing)
+    for settings in (Settings(tensor_parallel_size=2), Settings(tp_invariant=True)):
+        with pytest.raises(SettingsError, match=said):
+            for_ranks(settings, CpuBackend(), mode)
+    assert for_ranks(Settings(), CpuBackend(), mode) == Settings()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ],
+)
+def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
+    (name,) = options
+    with pytest.raises(SettingsError, match=f"{name} does not work with tensor_parallel_size"):
+        for_ranks(Settings(tp_invariant=True, **options), CpuBackend(), "eager")
+
+
+def test_ranks_have_the_same_threads_whatever_their_number():
+    found = {
+        for_ranks(Settings(tensor_parallel_size=size, tp_invariant=True), CpuBackend(), "eager").num_threads
+        for size in (1, 2, 4)
+    }
+    assert len(found) == 1 and None not in found
+
+
+def test_a_tree_of_neighbours():
+    parts = [torch.tensor(value) for value in (1e8, 1.0, -1e8, 1.0)]
+    assert tree_sum(parts) == (parts[0] + parts[1]) + (parts[2] + parts[3])
+    assert tree_sum(parts) != ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    with pytest.raises(ValueError, match="not 3"):
+        tree_sum(parts[:3])
+
+
+def test_what_is_gathered_is_larger_than_a_place(tmp_path):
+    size = PLACE_BYTES // 2 + 3  # in four bytes each, two places and a bit
+    got = on_ranks(2, tmp_path / "ranks", lambda c: c.gather(torch.arange(size) + c.rank))
+    assert torch.equal(got[0], torch.stack([torch.arange(size), torch.arange(size) + 1])) and torch.equal(*got)
+
+
+def test_messages_arrive_whole_and_in_order(tmp_path):
+    """Far more than the ring holds, to two ranks, of which one is slow."""
+    boards = [Board(tmp_path, rank, 3) for rank in range(3)]
+    sent = [np.full(size, size) for size in (1, 10, channel.SLOT_BYTES, 3 * channel.SLOT_BYTES) * 6]
+
+    def read(rank: int) -> bool:
+        receiver = Receiver(tmp_path, boards[rank])
+        for expected in sent:
+            time.sleep(0.002 * rank)
+            if not np.array_equal(receiver.receive(), expected):
+                return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(read, rank) for rank in (1, 2)]
+        sender = Sender(tmp_path, boards[0])
+        for message in sent:
+            sender.send(message)
+        assert all(answer.result(20) for answer in answers)
+
+
+def test_a_wait_ends_with_the_engine(tmp_path):
+    board = Board(tmp_path, 1, 2)
+    threading.Timer(0.2, Board(tmp_path, 0, 2).end, ["rank 1 is gone"]).start()
+    with pytest.raises(RankDied, match="rank 1 is gone"):
+        Receiver(tmp_path, board).receive()
+
+
+OPTIONS = {
+    "num_threads": 1, "max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 32, "skip_warmup": False,
+    "boot_check": "quick", "kv_cache_memory_bytes": 8 << 20, "determinism_warmup_iterations": 0,
+    "engine_heartbeat_timeout_s": 4.0,
+}  # fmt: skip
+PROMPTS = ["def add(a, b):", "class Stack:", "import os"]
+
+
+def answers(llm: LLM) -> list[object]:
+    """Greedy and drawn tokens, logprobs of the output and of the prompt, penalties."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=1),
+        SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=6, presence_penalty=0.5),
+        SamplingParams(temperature=0.7, seed=5, top_k=20, max_tokens=6, logprobs=1),
+    ]
+    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [(r.outputs[0].token_ids, repr(r.outputs[0].logprobs), repr(r.prompt_logprobs)) for r in results]
+
+
+def record_of(llm: LLM) -> Record:
+    record: Record = llm.loop.listener.record
+    return record
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    yield llm
+    llm.loop.executor.ranks.close()
+
+
+def test_an_engine_of_two_ranks_has_the_answers_of_one(two):
+    one = LLM(tp_invariant=True, **OPTIONS)
+    first, second = record_of(one), record_of(two)
+    assert first.proof.digest == second.proof.digest and len(first.proof.digest) == 32
+    assert first.proof.parts["sums"] == second.proof.parts["sums"] == "4 leaves in a tree"
+    assert [first.proof.parts["ranks"], second.proof.parts["ranks"]] == [1, 2]
+    assert second.invariant and not second.unproved()
+    assert answers(one) == answers(two)
+
+
+def test_cold_events_of_all_ranks_are_in_the_record(two):
+    assert record_of(two).cold == {}
+    board = two.loop.executor.ranks.board
+    board.rank = 1  # as if rank 1 had seen it
+    board.cold("import: somebody was imported")
+    board.rank = 0
+    two.generate(["x"], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert record_of(two).cold == {"rank 1": 1}
+    assert record_of(two).events[-1].detail == "import: somebody was imported"
+
+
+def test_ranks_that_differ_are_noticed(two):
+    executor, plan = two.loop.executor, two.loop.packer.plan
+    executor.agree(plan)
+    executor._seen.add(torch.zeros(1))
+    with pytest.raises(Exception, match=r"do not agree, so no request is taken: logits: .* on rank 1"):
+        executor.agree(plan)
+
+
+def test_a_rank_that_stops_ends_the_engine_with_the_reason(two):
+    """A process that is stopped looks alive to the system: its heartbeat tells. It is the last test of this engine."""
+    ranks, began = two.loop.executor.ranks, time.monotonic()
+    os.kill(ranks._processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(RankDied, match="Rank 1 has sent no heartbeat for 4 s"):
+        two.generate(["x"] * 3, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert time.monotonic() - began < 10
+    assert ranks._processes[0].wait(5) == -signal.SIGKILL
+    with pytest.raises(RankDied, match="no heartbeat"):
+        two.generate(["x"], use_tqdm=False)

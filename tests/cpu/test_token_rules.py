@@ -1,0 +1,143 @@
+"""``allowed_token_ids``, ``bad_words``, and the token behind which a grammar begins; prompts in vLLM's forms."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from preheat import LLM, InvalidRequest, SamplingParams, StructuredOutputsParams, TokensPrompt
+from preheat.core import Request
+from preheat.frontend.answer_format import AnswerFormats, ToolChoice
+from preheat.frontend.tools import Tool
+from preheat.grammar.guidance import Grammar, State
+from preheat.ops.sampling import allowed
+
+FREE = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
+PROMPTS = ["def add(a, b):", "class Stack:", "import os"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=4, max_model_len=128, max_num_batched_tokens=64)
+
+
+def with_(**fields) -> SamplingParams:
+    return msgspec.structs.replace(FREE, **fields)
+
+
+def drawn(llm: LLM, *params: SamplingParams, prompts=PROMPTS) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def free(llm: LLM) -> list[list[int]]:
+    return drawn(llm, FREE, FREE, FREE)
+
+
+def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_notice(llm: LLM, free: list[list[int]]) -> None:
+    some = with_(allowed_token_ids=[300, 301, 302])
+    found = drawn(llm, FREE, some, FREE)
+    assert set(found[1]) <= {300, 301, 302} and len(set(found[1])) > 1 and len(found[1]) == 24
+    assert [found[0], found[2]] == [free[0], free[2]] and not set(free[1]) <= {300, 301, 302}
+    assert drawn(llm, some, prompts=PROMPTS[1:2]) == [found[1]]  # the same alone
+    everything = with_(allowed_token_ids=[*range(llm.frontend.tokenizer.vocab_size)])
+    assert drawn(llm, everything, everything, everything) == free  # the control: what all is allowed changes nothing
+
+
+def test_bad_words_do_not_occur(llm: LLM, free: list[list[int]]) -> None:
+    """Neither one token nor several; without the word the same tokens up to its end, and then others."""
+    tokenizer = llm.frontend.tokenizer
+    for length in (1, 2):
+        pieces = (free[0][at : at + length] for at in range(3, 20))
+        ids = next(ids for ids in pieces if tokenizer.encode(tokenizer.decode(ids).lstrip(), False) == ids)
+        word = tokenizer.decode(ids)
+        found = drawn(llm, with_(bad_words=[word]), FREE, FREE)
+        at = next(i for i in range(24) if free[0][i : i + length] == ids) + length - 1
+        assert found[0][:at] == free[0][:at] and found[0][at] != free[0][at]
+        assert ids not in [found[0][i : i + length] for i in range(24)]
+        assert found[1:] == free[1:]
+
+
+def test_what_cannot_be_is_refused(llm: LLM) -> None:
+    for wrong in ({"allowed_token_ids": [10**6]}, {"bad_words": ["x"] * 2000}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            llm.generate(["x"], with_(**wrong), use_tqdm=False)
+    for wrong in ({"allowed_token_ids": []}, {"bad_words": [""]}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            SamplingParams(**wrong)
+
+
+def test_a_grammar_begins_behind_a_token(llm: LLM, free: list[list[int]]) -> None:
+    """Free up to the token that comes fifth, JSON behind it."""
+    mark = free[0][4]
+    assert mark not in free[0][:4]
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    bound = StructuredOutputsParams(json=schema, disable_any_whitespace=True, after_token_id=mark)
+    params = with_(structured_outputs=bound, ignore_eos=False)
+    (found,) = drawn(llm, params, prompts=PROMPTS[:1])
+    assert found[:5] == free[0][:5] and found[5] != free[0][5]
+    text = llm.frontend.tokenizer.decode(found[5:])
+    assert text.replace(" ", "") in ('{"a":1}', '{"a":2}')
+    absent = next(id for id in range(500, 1000) if id not in free[0])
+    never = with_(structured_outputs=msgspec.structs.replace(bound, after_token_id=absent))
+    assert (
+        drawn(llm, never, prompts=PROMPTS[:1])[0][:6] == free[0][:6]
+    )  # the control: without the token it never begins
+
+
+def test_masks_of_drafts(llm: LLM) -> None:
+    """Behind each draft the mask is that of the state behind it, rules and the token before the grammar included."""
+    backend = llm.loop.grammars.backend
+    params = SamplingParams(allowed_token_ids=[5, 6, 7], bad_words=["x"])
+    state = Grammar(backend, None).state(Request(1, [1], params, 0, 8, bad_words=[[5, 6], [7]]))
+    assert isinstance(state, State)
+    masks = np.zeros((3, backend.words), np.int32)
+    assert state.fill_free(masks, [5, 6]) == 3
+    state.keep_rules(masks, [5, 6])
+    found = [np.flatnonzero(allowed(mask, backend.vocab_size)).tolist() for mask in masks]
+    assert found == [[5, 6], [5], [5, 6]]
+    structured = StructuredOutputsParams(regex="a+", after_token_id=9)
+    request = Request(1, [1], SamplingParams(structured_outputs=structured), 0, 8, stop_ids=[0])
+    state = backend.compile(structured).state(request)
+    assert state.fill_free(masks, [4, 9]) == 2  # the third is the grammar's
+    assert (state.accept(4), state.accept(9), state.after) == ("", "", None)
+    assert state.accept(4)  # no "a"
+
+
+def test_strict_tools_are_held_to_their_schemas(llm: LLM) -> None:
+    """The model's own calls: free text around them, and nothing but the schema in them."""
+    tokenizer = llm.frontend.tokenizer
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "boolean"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    formats = AnswerFormats(tokenizer, "hermes")
+    constraint = formats.form(ToolChoice((Tool("f", schema, strict=True),), "auto"), "").constraint(None)
+    assert constraint is not None
+    assert formats.form(ToolChoice((Tool("f", schema),), "auto"), "").constraint(None) is None
+    grammar = llm.loop.grammars.backend.compile(constraint)
+
+    def wrong(text: str) -> str:
+        state = grammar.state(Request(1, [1], SamplingParams(structured_outputs=constraint), 0, 8, stop_ids=[0]))
+        return next((error for token in tokenizer.encode(text, False) if (error := state.accept(token))), "")
+
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": true}}\n</tool_call>'
+    assert wrong(f"Well: {call} and {call}") == ""
+    for bad in (call.replace("true", "1"), call.replace('"f"', '"g"'), call.replace('"n"', '"m"')):
+        assert wrong(bad)
+
+
+def test_prompt_forms(llm: LLM) -> None:
+    ids = llm.frontend.tokenizer.encode(PROMPTS[0])
+    forms = [PROMPTS[0], {"prompt": PROMPTS[0]}, ids, TokensPrompt(prompt_token_ids=ids),
+             {"prompt_token_ids": ids, "prompt": "shown", "cache_salt": "mine"}]  # fmt: skip
+    results = llm.generate(forms, FREE, use_tqdm=False)
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
+    assert results[-1].prompt == "shown" and results[-1].num_cached_tokens == 0
+    with pytest.raises(InvalidRequest, match="encoder_prompt"):
+        llm.generate([{"prompt": "x", "encoder_prompt": "y"}], FREE, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="--scheduling-policy"):
+        llm.generate(["x"], FREE, use_tqdm=False, priority=[1])

@@ -1,0 +1,113 @@
+"""``preheat verify``'s paths for penalties, salts, min_tokens and prompt logprobs, and what is planted for each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from preheat.core import Request
+from preheat.execution import logit_stages
+from preheat.execution.input_batch import Packer
+from preheat.grammar.guidance import Guidance
+from preheat.ops.sampler import TokenCounts
+from preheat.ops.sampling import allowed
+from preheat.schedule import prefix
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.verify.compare import PathResult
+from preheat.verify.drive import Engine
+from preheat.verify.features import CHUNKED, Features
+from preheat.verify.prompts import Size, make_prompts
+from preheat.verify.verification import tight
+
+SIZE = Size(prompts=2, runs=1, outputs=20, longest=CHUNKED)
+OPTIONS = {"max_num_seqs": 24, "block_size": 32, "skip_warmup": True, "boot_check": "off", "on_cold": "off"}
+
+
+def results() -> dict[str, PathResult]:
+    settings = Settings.load(OPTIONS)
+    engine, features = Engine(boot_engine, settings), Features(SIZE.outputs, SIZE.longest)
+    found = list(features.as_asked(engine))
+    prompts = make_prompts(SIZE, engine.vocab_size, engine.ready.max_model_len)
+    found += features.tight(Engine(boot_engine, tight(settings, prompts)))
+    return {result.path: result for result in found}
+
+
+def test_all_is_well_and_was_really_taken():
+    found = results()
+    assert [path for path, result in found.items() if result.first] == []
+    assert found["penalties, long prompts"].note == "1,300 tokens"
+    assert found["cache salts"].note == "640 tokens from an equal salt"
+    assert int(found["penalties, few blocks"].note.split()[0]) > 1
+    assert int(found["grammars, few blocks"].note.split()[0]) > 0
+    assert found["prompt logprobs, chunks"].note == "400 tokens"
+
+
+def last_tokens_only(patch):
+    """A penalty that sees only the last 1,024 tokens of the prompt."""
+    right = TokenCounts.reset
+    patch.setattr(TokenCounts, "reset", lambda self, slot, prompt, out: right(self, slot, prompt[-1024:], out))
+
+
+def no_salt(patch):
+    """One prefix cache for all salts."""
+    right = prefix.chain_root
+    patch.setattr(prefix, "chain_root", lambda request: right(Request(0, [], request.params, 0, 1)))
+
+
+def no_bans(patch):
+    """Stop ids that are drawn before min_tokens."""
+    patch.setattr(logit_stages.MinTokens, "edits", lambda *_: ())
+
+
+def chunks_lose_one(patch):
+    """A chunk that forgets the token after the last of the chunk before."""
+    right = Packer._prompt_parts
+
+    def parts(self, schedule, ends):
+        found = right(self, schedule, ends)
+        for part in found:
+            if schedule.first[part.row]:
+                part.successors = part.successors[1:]
+        return found
+
+    patch.setattr(Packer, "_prompt_parts", parts)
+
+
+def ban_by_rows(patch):
+    """A mask that lacks every other token if there is more than one mask in the step."""
+    right = Guidance.fill
+
+    def fill(self, masks, rows):
+        right(self, masks, rows)
+        for _, place, _ in rows if len(rows) > 1 else ():
+            ids = np.flatnonzero(allowed(masks[place], self.vocab_size))
+            for id in ids[: len(ids) - 1 : 2].tolist():
+                masks[place, id // 32] &= ~np.array(1 << id % 32, np.uint32).view(np.int32)
+
+    patch.setattr(Guidance, "fill", fill)
+
+
+def resumed_without_output(patch):
+    """Penalties that forget, when a preempted sequence is resumed, what it had said."""
+    right = TokenCounts.reset
+    patch.setattr(TokenCounts, "reset", lambda self, slot, prompt, out: right(self, slot, prompt, out[:0]))
+
+
+PLANTED = {
+    "grammars": ban_by_rows,
+    "grammars, few blocks": lambda patch: None,  # sees the same
+    "penalties, long prompts": last_tokens_only,
+    "cache salts": no_salt,
+    "min_tokens": no_bans,
+    "penalties, few blocks": resumed_without_output,
+    "prompt logprobs, chunks": chunks_lose_one,
+}
+
+
+def test_what_is_planted_is_found_by_its_path(monkeypatch):
+    """All at once: none of them reaches the path of another."""
+    for plant in PLANTED.values():
+        plant(monkeypatch)
+    found = {path: result for path, result in results().items() if result.first is not None}
+    assert set(found) == set(PLANTED)
+    assert all(result.identical < result.prompts for result in found.values())

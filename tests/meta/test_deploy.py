@@ -1,0 +1,128 @@
+"""Files for containers and clusters: what they name exists, and what must outlast something else does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from preheat.server.openapi import OPERATIONS
+from preheat.settings import OPTIONS
+from tests.meta.source import ROOT
+
+CHART = ROOT / "examples" / "helm" / "preheat"
+PATHS = {operation.path for operation in OPERATIONS}
+PAUSE = 5
+
+
+def rendered(**values: object) -> str:
+    """The chart's template, by the few constructs that it uses."""
+    text = (CHART / "templates" / "preheat.yaml").read_text()
+    given = {"Values": yaml.safe_load((CHART / "values.yaml").read_text()) | values, "Release": {"Name": "llm"}}
+
+    def look_up(path: str) -> object:
+        found: object = given
+        for name in path.strip(".").split("."):
+            found = found[name]
+        return found
+
+    def choose(match: re.Match[str]) -> str:
+        path, yes, _, no = match.groups()
+        return yes if look_up(path) else no or ""
+
+    text = re.sub(r" *{{- if (\S+) }}\n(.*?)( *{{- else }}\n(.*?))? *{{- end }}\n", choose, text, flags=re.DOTALL)
+    return re.sub(r"{{ (\S+) \| toJson }}", lambda match: json.dumps(look_up(match[1])), text)
+
+
+def kubernetes() -> dict[str, str]:
+    example = (ROOT / "examples" / "kubernetes" / "preheat.yaml").read_text()
+    return {
+        "example": example,
+        "chart": rendered(),
+        "chart with all": rendered(apiKeySecret="keys", cacheClaim="models", replicas=3),
+    }
+
+
+@pytest.mark.parametrize("which", kubernetes())
+def test_a_deployment_probes_drains_and_is_not_root(which):
+    deployment, service = yaml.safe_load_all(kubernetes()[which])
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    check_flags([*container.get("command", ["preheat", "serve"])[2:], *container["args"]])
+    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
+    assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
+    assert set(probes.values()) <= PATHS
+    drain = float(next(arg for arg in container["args"] if arg.startswith("--shutdown-timeout")).split("=")[1])
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PAUSE)]
+    assert pod["terminationGracePeriodSeconds"] > drain + PAUSE
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert {"/cache", "/dev/shm"} == {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_the_chart_takes_its_values():
+    deployment, _ = yaml.safe_load_all(kubernetes()["chart with all"])
+    pod = deployment["spec"]["template"]["spec"]
+    (variable,) = pod["containers"][0]["env"]
+    assert variable["name"] == OPTIONS["api_key"].env
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "api-key"}
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "models"}
+    assert deployment["spec"]["replicas"] == 3
+
+
+def test_compose_waits_for_the_drain():
+    (service,) = yaml.safe_load((ROOT / "examples" / "compose" / "compose.yaml").read_text())["services"].values()
+    check_flags(service["command"])
+    drain = next(flag for flag in service["command"] if flag.startswith("--shutdown-timeout")).split("=")[1]
+    assert int(service["stop_grace_period"].removesuffix("s")) > int(drain)
+
+
+def check_flags(flags: list[str]) -> None:
+    for flag in flags:
+        name, _, value = flag.removeprefix("--").partition("=")
+        option = OPTIONS[name.replace("-", "_")]
+        assert option.convert(value or True, flag) is not None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_image_copies_what_an_installation_needs(kind, tmp_path):
+    text = (ROOT / "docker" / f"Dockerfile.{kind}").read_text()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        *sources, target = line.split()
+        for source in sources:
+            assert f"!{source}" in ignored
+            place = tmp_path / (Path(source).name if target == "./" else target)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            copy(ROOT / source, place)
+    for name in ("pyproject.toml", "constraints.txt", "scripts/install", "README.md", "LICENSE"):
+        assert (tmp_path / name).is_file()
+    assert re.search(r"^USER [1-9]", text, re.MULTILINE)
+    assert "HEALTHCHECK" in text and "'http://127.0.0.1:8000/health'" in text
+    entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])
+    check_flags(json.loads(re.search(r"^CMD (\[\"--.*)$", text, re.MULTILINE)[1]))
+    assert entry == ["preheat", "serve"]
+    for name in re.findall(r"(PREHEAT_\w+)=/", text):
+        assert OPTIONS[name.removeprefix("PREHEAT_").lower()]
+    command = [sys.executable, "-m", "preheat", "plan"]
+    planned = subprocess.run(
+        command, env={"PYTHONPATH": str(tmp_path / "src")}, capture_output=True, text=True, check=False
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "programs" in planned.stdout
+
+
+def test_the_threat_models_tests_exist():
+    named = re.findall(r"`(tests/\S+\.py)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) >= 5
+    assert [path for path in named if not (ROOT / path).is_file()] == []

@@ -1,0 +1,31 @@
+"""What nobody foresaw in a boot is one line too, which keeps its cause."""
+
+import pytest
+
+from preheat.errors import ModelError, PreheatError
+from preheat.startup import boot_errors
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "there is not enough memory (MemoryError): use a smaller model, or lower --max-num-seqs"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "not enough memory ([enf",
+        ),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried"), "not enough memory (CUDA out of"),
+        (KeyError("x\ny"), "The engine cannot start: KeyError: 'x\\ny'; --log-level debug shows where"),
+        (ValueError("first\nsecond"), "The engine cannot start: ValueError: first; --log-level debug shows where"),
+    ],
+)
+def test_any_error_becomes_one_line(error, message):
+    with pytest.raises(PreheatError) as found, boot_errors("The engine cannot start"):
+        raise error
+    assert message in str(found.value) and "\n" not in str(found.value)
+    assert found.value.__cause__ is error
+
+
+def test_our_own_errors_stay_as_they_are():
+    with pytest.raises(ModelError, match=r"^no such model$"), boot_errors("The engine cannot start"):
+        raise ModelError("no such model")

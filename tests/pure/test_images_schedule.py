@@ -1,0 +1,167 @@
+"""Images on the paper device: wherever chunks end, whatever is encoded when, each position sees its own embedding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from preheat.core import Image, Request, Segment
+from preheat.errors import InvalidRequest
+from preheat.plan.programs import encoder_programs
+from preheat.schedule import prefix
+from preheat.schedule.images import EncoderCache
+from tests.pure.paper import Harness, Scripted, limits, request
+
+TOKENS, TOKEN = 5, 2
+IMAGES = [Image(bytes([number]) * 16, b"") for number in range(4)]
+
+
+def with_parts(number: int, parts: list[int | Image], max_tokens: int, **more) -> Request:
+    """Tokens and images, in order; what an image's positions hold besides is the same for all."""
+    prompt: list[int] = []
+    segments = []
+    for part in parts:
+        if isinstance(part, Image):
+            segments.append(Segment(len(prompt), len(prompt) + TOKENS, part))
+            prompt += [TOKEN] * TOKENS
+        else:
+            prompt.append(part)
+    asked = request(number, prompt, max_tokens, **more)
+    asked.segments = segments
+    return asked
+
+
+def round_of(seed: int, fails: float = 0.05) -> Harness:
+    """Random requests and limits, mostly cramped."""
+    draw = random.Random(seed)
+    size, seqs, chunked = draw.randint(1, 6), draw.randint(1, 4), draw.random() < 0.8
+    longest = 44
+    most = draw.choice((seqs + 1, 7, 12, 30)) if chunked else 64
+    harness = Harness(
+        limits(
+            max_model_len=longest, max_num_seqs=seqs, max_num_batched_tokens=max(most, seqs), block_size=size,
+            num_blocks=1 + -(-longest // size) + draw.randint(0, 12), image_tokens=TOKENS,
+        ),
+        enable_prefix_caching=draw.random() < 0.7,
+        enable_chunked_prefill=chunked,
+        mixed_steps=(mixed := draw.random() < 0.7),
+        proposer=Scripted(draw.choice((0, 2)), right=0.7) if mixed else None,
+        overlap=draw.random() < 0.5,
+        defrag_threshold=draw.choice((None, 0)),
+    )  # fmt: skip
+    for number in range(draw.randint(3, 9)):
+        images = draw.choices(IMAGES[: draw.randint(1, 4)], k=draw.choice((0, 1, 1, 2, 4)))
+        texts = [[draw.randrange(2) for _ in range(draw.choice((0, 1, 3)))] for _ in range(len(images) + 1)]
+        parts = [*texts[0], *(each for image, text in zip(images, texts[1:], strict=True) for each in (image, *text))]
+        wanted = draw.choice((None, None, 0))
+        harness.add(with_parts(number, parts or [1], draw.randint(1, 8), prompt_logprobs=wanted))
+        for _ in range(draw.randint(0, 3)):
+            where = draw.choice(("pack", "launch", "listener", "result"))
+            harness.step(*(("out of paper", where) if draw.random() < fails else ()))
+    harness.run()
+    return harness
+
+
+def test_each_position_sees_its_own_embedding():
+    done = [round_of(seed) for seed in range(160)]
+    for harness in done:
+        harness.verify()
+    assert sum(harness.scheduler.stats().preemptions for harness in done) > 0
+    assert sum(harness.scheduler.stats().prefix_hits for harness in done) > 0
+
+
+def never_loses(patch):
+    """A failed step's images count as encoded."""
+    patch.setattr(EncoderCache, "lose", lambda *_: ())
+
+
+def loses_too_little(patch):
+    """Steps in flight that see a failed step's images go on."""
+    patch.setattr(EncoderCache, "lose", lambda self, *_: self.forget() or ())
+
+
+def no_pixels(patch):
+    """Block hashes that do not know which image it is."""
+    patch.setattr(prefix, "_images", lambda *_: b"")
+
+
+def no_offset(patch):
+    """Block hashes that do not know where in the image a block begins."""
+    hashes = lambda request, first, size: b"".join(  # noqa: E731
+        each.image.hash for each in request.segments if each.start < first + size and each.end > first
+    )
+    patch.setattr(prefix, "_images", hashes)
+
+
+def evicts_what_is_needed(patch):
+    """The place that was taken first is given away, whoever needs it."""
+
+    def keep(self, images):
+        encode = []
+        for key, image in images.items():
+            if key not in self._kept:
+                self._kept[key] = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
+                encode.append((self._kept[key], image))
+        return encode
+
+    patch.setattr(EncoderCache, "_keep", keep)
+
+
+@pytest.mark.parametrize("plant", [never_loses, loses_too_little, no_pixels, evicts_what_is_needed])
+def test_what_is_planted_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    noticed = 0
+    for seed in range(400):
+        try:
+            round_of(seed, fails=0.3).verify()
+        except (AssertionError, KeyError):  # the key of an image that was given away
+            noticed += 1
+            break
+    assert noticed
+
+
+def test_a_hash_knows_where_an_image_begins(monkeypatch):
+    """Blocks within two images of one kind, side by side, begin at different places of them."""
+
+    def hits() -> Harness:
+        harness = Harness(limits(block_size=2, image_tokens=TOKENS))
+        first, second = [IMAGES[0], 1, 1, 1], [TOKEN, IMAGES[0], 1, 1]
+        for number, parts in enumerate((first, second)):
+            harness.add(with_parts(number, parts, 3))
+            harness.run()
+        return harness
+
+    hits().verify()
+    no_offset(monkeypatch)
+    with pytest.raises(AssertionError):
+        hits().verify()
+
+
+def test_text_before_an_image_is_shared():
+    harness = Harness(limits(image_tokens=TOKENS))
+    text = [0, 1, 1, 0, 1, 0, 0, 1]
+    for number, image in enumerate([IMAGES[0], IMAGES[1], IMAGES[0]]):
+        harness.add(with_parts(number, [*text, image, 1], 2))
+        harness.run()
+    harness.verify()
+    assert [harness.outcomes[number].starts for number in range(3)] == [[0], [8], [12]]
+    assert harness.device.encoded == 2  # it is still kept, though half of it is computed again
+
+
+def test_pixels_are_kept_once():
+    harness = Harness(limits(image_tokens=TOKENS))
+    asked = [with_parts(number, [Image(b"one", b"pixels"), 1], 1) for number in range(3)]
+    harness.add(*asked)
+    assert len({id(each.segments[0].image) for each in asked}) == 1
+
+
+def test_a_model_without_images_takes_none():
+    with pytest.raises(InvalidRequest, match="sees no images"):
+        Harness(limits()).add(with_parts(0, [IMAGES[0]], 1))
+
+
+def test_every_number_of_images_is_a_sum_of_programs():
+    for count in range(40):
+        assert sum(program.images for program in encoder_programs(count)) == count
+    assert [program.images for program in encoder_programs(7)] == [4, 2, 1]

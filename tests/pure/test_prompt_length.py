@@ -1,0 +1,125 @@
+"""A prompt that cannot fit is refused before it is encoded; one that may fit never is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from preheat.core import Ready, SamplingParams
+from preheat.errors import ContextTooLong
+from preheat.frontend.input_processor import InputProcessor
+from preheat.frontend.token_length import chars_per_token
+from preheat.frontend.tokenizer import Tokenizer
+from tests.tokenizers import byte_level, sentencepiece
+
+
+def composed() -> Backend:
+    backend = byte_level()
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
+    return backend
+
+
+KEEPING = {"byte_level": byte_level(), "sentencepiece": sentencepiece(), "composed": composed()}
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="aehth ▁\u0301\u0323ᾂö😀한글\u1112\u1161\u11ab\n", max_size=60))
+@pytest.mark.parametrize("name", KEEPING)
+def test_no_text_has_fewer_tokens_than_its_characters_say(name: str, text: str) -> None:
+    backend = KEEPING[name]
+    most = chars_per_token(backend)
+    assert most is not None
+    count = len(backend.encode(text, add_special_tokens=False).ids)
+    assert len(text) <= count * most
+
+
+def dropping() -> dict[str, Backend]:
+    """Tokenizers for which a text of any length may be few tokens."""
+    stripped, split, absorbing = byte_level(), byte_level(), byte_level()
+    stripped.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    split.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), split.pre_tokenizer])
+    absorbing.add_special_tokens([AddedToken("<|end|>", special=True, rstrip=True)])
+    fused = Backend(models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True))
+    unknown = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    words = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    collapsed = byte_level()
+    collapsed.normalizer = normalizers.Replace("  ", " ")
+    return {
+        "strip": stripped, "split": split, "rstrip": absorbing, "fuse": fused, "unknown": unknown, "words": words,
+        "replace": collapsed,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", dropping())
+def test_no_bound_where_text_may_be_dropped(name: str) -> None:
+    backend = dropping()[name]
+    assert chars_per_token(backend) is None
+    text = {"rstrip": "<|end|>" + " " * 500, "fuse": "z" * 500, "unknown": "z" * 500, "words": "z" * 500}
+    shortest = backend.encode(text.get(name, " " * 500), add_special_tokens=False).ids
+    assert len(shortest) < 500 / 2 or name == "replace"  # what a bound of the longest token could not allow
+
+
+class Counting(Tokenizer):
+    encoded = 0
+
+    def encode(self, *args, **kwargs):
+        self.encoded += 1
+        return super().encode(*args, **kwargs)
+
+
+@pytest.fixture
+def processor(tmp_path: Path) -> InputProcessor:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    return InputProcessor(Counting(tmp_path), lambda: Ready(64, 10, 16, 0.0), recommended={})
+
+
+def test_a_prompt_too_long_is_refused_before_it_is_encoded(processor: InputProcessor) -> None:
+    tokenizer = processor.tokenizer
+    assert isinstance(tokenizer, Counting) and tokenizer.chars_per_token is not None
+    with pytest.raises(ContextTooLong, match=r"maximum context length is 64 tokens.*100000 characters"):
+        processor.prepare("x" * 100_000, SamplingParams())
+    assert tokenizer.encoded == 0
+    with pytest.raises(ContextTooLong, match=r"your prompt has \d+ tokens"):
+        processor.prepare("xy" * 64, SamplingParams())  # it might have fitted: the control
+    assert tokenizer.encoded == 1
+
+
+def test_too_many_token_ids_are_not_looked_at(processor: InputProcessor) -> None:
+    class Ids(list):
+        def __iter__(self):
+            raise AssertionError("looked at")
+
+    with pytest.raises(ContextTooLong, match="100 tokens"):
+        processor.prepare(Ids([1] * 100), SamplingParams())
+
+
+def test_other_threads_run_while_a_text_is_encoded(tmp_path: Path) -> None:
+    """The longest pause of another thread is a small part of the time that a long text takes."""
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    tokenizer, pauses, done = Tokenizer(tmp_path), [0.0], threading.Event()
+    text = " ".join(f"word{number * 7919}" for number in range(150_000))
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode(text, check_length=lambda _: (_ for _ in ()).throw(ContextTooLong("too long")))
+    took = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    assert max(pauses) < 0.5 * took, (max(pauses), took)

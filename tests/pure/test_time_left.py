@@ -1,0 +1,45 @@
+"""How long a warm-up will still take, learned from what has run."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from preheat.plan.lines import progress, time_left
+from preheat.warmup.time_left import TimeLeft
+
+
+def items(kind, count, seconds):
+    return [SimpleNamespace(kind=kind, estimate=SimpleNamespace(seconds=seconds)) for _ in range(count)]
+
+
+def test_nothing_has_run_yet():
+    assert TimeLeft(items("mixed", 10, 0.5)).seconds() == pytest.approx(5)
+
+
+def test_kinds_are_off_by_factors_of_their_own():
+    """A first boot on a CPU: a step takes four times its estimate and a sampler item ten times."""
+    steps, draws = items("mixed", 10, 0.1), items("sampler", 100, 0.01)
+    left = TimeLeft([*steps, *draws])
+    for step in steps:
+        left.ran(step, 0.4)
+    assert left.seconds() == pytest.approx(4)  # nothing is known of the sampler but that all took four times as long
+    for draw in draws[:10]:
+        left.ran(draw, 0.1)
+    assert left.seconds() == pytest.approx(9)
+    for draw in draws[10:]:
+        left.ran(draw, 0.1)
+    assert left.seconds() == pytest.approx(0)
+
+
+def test_items_that_never_run_are_no_reason_for_a_negative_time():
+    done, *_ = group = items("swap", 2, 0.0)
+    left = TimeLeft(group)
+    left.ran(done, 0.2)
+    assert left.seconds() == 0
+
+
+def test_it_is_never_nothing():
+    assert time_left(0.0) == time_left(0.4) == "about 1 s left"
+    assert progress(1200, 3400, "(decode, 8)", 12.4) == (
+        "Warming up: 1,200 of 3,400 items, about 12 s left ((decode, 8))"
+    )

@@ -1,0 +1,211 @@
+"""Parsers of tool calls and of reasoning: what they find, and that it never depends on how the text was cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from preheat.frontend.reasoning import REASONING_PARSERS, Begins, ReasoningParser
+from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Reasoning, StreamParser
+from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool
+from preheat.settings import OPTIONS
+
+WEATHER = Tool("weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
+TOOLS = [WEATHER, Tool("f"), Tool("g")]
+
+
+def parts(parser: StreamParser, *pieces: str) -> tuple[str, str, dict[int, tuple[str, str]]]:
+    """Reasoning, content and calls, joined from the parts; arguments only of calls that have begun."""
+    reasoning = content = ""
+    calls: dict[int, tuple[str, str]] = {}
+    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
+        match part:
+            case Reasoning(text):
+                reasoning += text
+            case Content(text):
+                content += text
+            case CallStart(index, id, name):
+                assert index == len(calls) and id
+                calls[index] = name, ""
+            case CallArguments(index, text):
+                calls[index] = calls[index][0], calls[index][1] + text
+    return reasoning, content, calls
+
+
+def parsed(name: str, text: str, **options):
+    """Content and calls, arguments read as JSON where they are JSON."""
+    _, content, calls = parts(TOOL_PARSERS[name](TOOLS, **options), text)
+    return content, [(tool, read(arguments)) for tool, arguments in calls.values()]
+
+
+def read(arguments: str):
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+OSLO = ("weather", {"city": "Oslo"})
+CASES = {
+    "hermes": [
+        ("Hello", "Hello", []),
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>', "", [OSLO]),
+        ('\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}', "", [OSLO]),  # it is not closed
+        ('Wait.\n<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>\n', "Wait.\n", [OSLO]),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g", "arguments": {"a": "<tool_call>"}}',
+         "", [("f", {}), ("g", {"a": "<tool_call>"})]),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": "}\\"]"}]}, "id": 7}</tool_call> Done', " Done",
+         [("f", {"a": [1, {"b": '}"]'}]})]),
+        ("<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
+        ('<tool_call>{"name": 5}', '<tool_call>{"name": 5}', []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),  # cut off by max_tokens
+        ("1 < 2 <tool", "1 < 2 <tool", []),
+        ("  ", "  ", []),
+    ],
+    "llama3_json": [
+        ('{"name": "weather", "parameters": {"city": "Oslo"}}', "", [OSLO]),
+        ('<|python_tag|>{"type": "function", "name": "weather", "parameters": {"city": "Oslo"}}', "", [OSLO]),
+        (' {"name": "f", "parameters": {}}; {"name": "weather", "arguments": {"city": "Oslo"}}', "", [("f", {}), OSLO]),
+        ('{"answer": 42}', '{"answer": 42}', []),
+        ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+        ('Use {"name": "f", "parameters": {}}', 'Use {"name": "f", "parameters": {}}', []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ('Now <|python_tag|>{"name": "f", "parameters": {}} ok', "Now ok", [("f", {})]),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "f", "arguments": {}}]', "",
+         [OSLO, ("f", {})]),
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]f{}', "", [OSLO, ("f", {})]),
+        ('So: [TOOL_CALLS] weather[CALL_ID]abc123def[ARGS]{"city": "Oslo"}', "So: ", [OSLO]),
+        ("[TOOL_CALLS] what?", "[TOOL_CALLS] what?", []),
+        ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ],
+    "pythonic": [
+        ("[weather(city='Oslo')]", "", [OSLO]),
+        ('[weather(city="Oslo", days=-3), f(a={"b": [1.5, None, true]}, c=")]")]', "",
+         [("weather", {"city": "Oslo", "days": -3}), ("f", {"a": {"b": [1.5, None, True]}, "c": ")]"})]),
+        ("<|python_start|>[a.b()]<|python_end|>", "", [("a.b", {})]),
+        ("[link](http://x)", "[link](http://x)", []),
+        ("[1, 2]", "[1, 2]", []),
+        ("[f(x)]", "[f(x)]", []),
+        ("[f(x=open('y'))]", "[f(x=open('y'))]", []),
+        ("[f(a=1), then", " then", [("f", {"a": 1})]),
+        ("Text [f()]", "Text [f()]", []),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter><parameter=days>3</parameter></function>",
+         "", [("weather", {"city": "Oslo", "days": 3})]),
+        ("Sure.<function=weather><parameter=city>42</parameter></function>", "Sure.", [("weather", {"city": "42"})]),
+        ("<tool_call><function=f></function></tool_call>\n<function=g><parameter=x>a\n<b>\n</parameter></function>", "",
+         [("f", {}), ("g", {"x": "a\n<b>"})]),
+        ("<tool_call><function=weather><parameter=days>many</parameter></function>", "",
+         [("weather", {"days": "many"})]),
+        ("<tool_call><function=weather><parameter=city>Os", "", [("weather", "")]),
+        ("<tool_call>no</tool_call> <function=", "<tool_call>no</tool_call> <function=", []),
+    ],
+}  # fmt: skip
+
+
+def test_the_tables_are_those_of_the_options() -> None:
+    assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(CASES)
+    assert OPTIONS["reasoning_parser"].choices == tuple(REASONING_PARSERS)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), [(n, *case) for n in CASES for case in CASES[n]])
+def test_what_is_found(name: str, text: str, content: str, calls: list) -> None:
+    assert parsed(name, text) == (content, calls)
+    assert parsed(name, text, parallel=False) == (content, calls[:1])
+
+
+FRAGMENTS = [
+    *"<>[](){}:;,='\"\\ \n", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "x"}}', '"name"', "f",
+    "<function=weather>", "<parameter=days>", "3", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", '{"a": 1}',
+    "<|python_tag|>", "[f(a=1), ", "<think>", "</think>", "é", '"arguments": {', '{"name": "f", ', "text",
+]  # fmt: skip
+TEXTS = st.one_of(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
+    st.sampled_from([case[0] for cases in CASES.values() for case in cases]),
+)
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts)})
+    return [text[a:b] for a, b in pairwise(places)]
+
+
+def parsers():
+    yield from (lambda kind=kind: kind(TOOLS) for kind in TOOL_PARSERS.values())
+    yield lambda: RequiredParser(TOOLS)
+    yield lambda: NamedParser(TOOLS)
+    for begins in Begins:
+        yield lambda begins=begins: ReasoningParser(REASONING_PARSERS["qwen3"], begins)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 10_000), max_size=8))
+@example(text=CASES["hermes"][4][0], cuts=list(range(200)))
+def test_cuts_change_nothing(text: str, cuts: list[int]) -> None:
+    for make in parsers():
+        whole = parts(make(), text)
+        assert parts(make(), *cut(text, cuts)) == whole
+        assert parts(make(), *text) == whole
+
+
+def test_the_property_can_fail() -> None:
+    """The control: a parser that holds nothing back misses a marker that is cut."""
+
+    class Hasty(TOOL_PARSERS["hermes"]):
+        def _held(self, markers: tuple[str, ...]) -> int:
+            return 0
+
+    text = CASES["hermes"][1][0]
+    assert parts(Hasty(TOOLS), text) == parts(TOOL_PARSERS["hermes"](TOOLS), text)
+    assert parts(Hasty(TOOLS), *text) != parts(Hasty(TOOLS), text)
+
+
+def test_content_and_arguments_are_not_held_back() -> None:
+    parser = TOOL_PARSERS["hermes"](TOOLS)
+    assert parser.push("Hello <to") == [Content("Hello ")]
+    assert parser.push("mato>") == [Content("<tomato>")]
+    start, *rest = parser.push('<tool_call>{"name": "f", "arguments": {')
+    assert (start.index, start.name, rest) == (0, "f", [CallArguments(0, "{")])
+    assert parser.push('"a": "b') == [CallArguments(0, '"a": "b')]
+
+
+def test_forced_calls() -> None:
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    assert parts(RequiredParser(TOOLS), text)[1:] == ("", {0: ("f", '{"a": 1}'), 1: ("g", "{}")})
+    assert parts(RequiredParser(TOOLS), "no")[1:] == ("no", {})
+    assert parts(NamedParser(TOOLS[:1]), ' {"city": "Oslo"}')[1:] == ("", {0: ("weather", '{"city": "Oslo"}')})
+    assert parts(NamedParser(TOOLS[:1]), "")[1:] == ("", {})
+
+
+def test_ids() -> None:
+    def ids(name: str) -> list[str]:
+        found = TOOL_PARSERS[name](TOOLS).push(CASES[name][0 if name == "mistral" else 4][0] + " ")
+        return [part.id for part in found if isinstance(part, CallStart)]
+
+    assert [len(id) for id in ids("mistral")] == [9, 9] and "".join(ids("mistral")).isalnum()
+    assert len(set(ids("hermes"))) == 2 and all(id.startswith("call_") for id in ids("hermes"))
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "reasoning", "content"),
+    [
+        (Begins.UNKNOWN, "<think>\nwell\n</think>\n\nYes", "well\n", "Yes"),
+        (Begins.UNKNOWN, "Yes <think>no</think>", "", "Yes <think>no</think>"),
+        (Begins.UNKNOWN, " Yes", "", " Yes"),
+        (Begins.UNKNOWN, "<think>\n\n</think>\n\nYes", "", "Yes"),
+        (Begins.UNKNOWN, "<think>cut o", "cut o", ""),
+        (Begins.OUTSIDE, "<think>Yes", "", "<think>Yes"),
+        (Begins.WITHIN, "well</think>Yes</think>", "well", "Yes</think>"),
+        (Begins.WITHIN, "<think>well</think>", "well", ""),
+        (Begins.WITHIN, "cut </thi", "cut </thi", ""),
+    ],
+)
+def test_reasoning(begins: Begins, text: str, reasoning: str, content: str) -> None:
+    assert parts(ReasoningParser(REASONING_PARSERS["qwen3"], begins), text) == (reasoning, content, {})

@@ -1,0 +1,194 @@
+"""The faults that :mod:`tools.planted_faults` plants: each a few replacements in a copy of ``src``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Edit(NamedTuple):
+    """``old``, which occurs once in ``src/preheat/<path>``, becomes ``new``."""
+
+    path: str
+    old: str
+    new: str
+
+
+class Fault(NamedTuple):
+    """What is wrong, the edits that make it so, and the test nearest to it."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    test: str
+
+
+_LINEAR = "backends/cpu/linear.py"
+_PAGED = "backends/cpu/paged_attention.py"
+_ATTENTION = "backends/cpu/attention.py"
+_SAMPLER = "ops/sampler.py"
+_STAGES = "execution/logit_stages.py"
+_PREFIX = "schedule/prefix.py"
+_BATCH = "execution/input_batch.py"
+
+_MERGE = "total, norm = part[:, 0] * weight[:, 0], weight[:, 0]\n"
+_PLAN = "        first_rows = {kv_heads: _first_rows"
+_AGAIN = """        again = (step.extend > 1) & (step.first + step.extend > tables.prompt_len[step.slots])
+        self.again = torch.from_numpy(np.flatnonzero(again[row]))
+"""
+_ROPE = "            apply_rope_(turned, *self._turns[id(layer.rope)])\n"
+_SUM = "    scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()\n    normed"
+_DECODE = "backends/cpu/decode_attention.py"
+_DECODE_MERGE = "        total, norm = weighted[0], weight[0]\n"
+_TURNED = "            weighted, weight = weighted.flip(0), weight.flip(0)\n"
+_REDUCED = "tests/cpu/test_model_ops.py::test_a_rows_bits_depend_on_nothing_but_the_row"
+_FEATURES = "tests/cpu/test_verify_features.py::test_all_is_well_and_was_really_taken"
+_SAMPLING = "tests/cpu/test_sampler.py"
+_RESUMED = "tests/cpu/test_resumed.py::test_a_resumed_row_is_computed_as_the_first_time"
+
+
+def _split_from(rows: int) -> tuple[Edit, ...]:
+    new = f"""    rows, inputs = x.shape
+    if rows > {rows}:
+        half = x.clone()
+        half[:, inputs // 2 :] = 0
+        return _product(half, weight, bias) + _product(x - half, weight)
+"""
+    return (Edit(_LINEAR, "    rows, inputs = x.shape\n    size", new + "    size"),)
+
+
+FAULTS = (
+    Fault("linear layers cut the inputs in two above 8 rows", _split_from(8), _REDUCED),
+    Fault(
+        "linear layers cut into other, unproven parts above 600 rows", _split_from(600),
+        "tests/cpu/test_model_ops.py::test_more_rows_than_a_linear_part_have_the_bits_of_few",
+    ),
+    Fault(
+        "linear layers at unproven sizes",
+        (Edit(_LINEAR, "    if size == rows:", "    size = 1\n    if size == rows:"),),
+        "tests/cpu/test_model_ops.py",
+    ),
+    Fault(
+        "a norm with another order from 256 rows on",
+        (Edit("ops/norm.py", _SUM,
+              "    squares = wide * wide\n"
+              "    total = squares.sum(-1, True) if len(x) < 256 else squares.cumsum(-1)[..., -1:].clone()\n"
+              "    scale = total.mul_(share).add_(eps).rsqrt_()\n    normed"),),
+        _REDUCED,
+    ),
+    Fault(
+        "a norm that is another one the first time",
+        (Edit("ops/norm.py", "    normed = wide * scale\n",
+              "    normed = wide * scale * (1 if _calls else 1 + 2**-10)\n    _calls.append(1)\n"),
+         Edit("ops/norm.py", "from preheat.ops.opaque import opaque\n",
+              "from preheat.ops.opaque import opaque\n\n_calls: list[int] = []\n")),
+        "tests/cpu/test_profiling_run.py",
+    ),
+    Fault(
+        "KV splits merged from last to first, in all rows",
+        (Edit(_PAGED, _MERGE, "part, weight = part.flip(1), weight.flip(1)\n        " + _MERGE),
+         Edit(_DECODE, _DECODE_MERGE, "        if True:\n" + _TURNED + _DECODE_MERGE)),
+        "tests/cpu/test_attention.py::test_splits_are_merged_from_first_to_last",
+    ),
+    Fault(
+        "KV splits merged from last to first from three on, in decoding rows",
+        (Edit(_DECODE, _DECODE_MERGE, "        if len(weight) > 2:\n" + _TURNED + _DECODE_MERGE),),
+        "tests/cpu/test_attention.py",
+    ),
+    Fault(
+        "attention with an unproven number of rows",
+        (Edit(_PAGED, "    size = _proven_rows(rows, head_dim, dtype, torch.get_num_threads())\n    if",
+              "    size = rows\n    if"),),
+        "tests/cpu/test_attention.py",
+    ),
+    Fault(
+        "a resumed row whose rope is computed otherwise",
+        (Edit(_ATTENTION, _PLAN, _AGAIN + _PLAN),
+         Edit(_ATTENTION, _ROPE, _ROPE + "            turned[self.again] *= 1 + 2**-7\n")),
+        _RESUMED,
+    ),
+    Fault(
+        "a resumed row whose query norm is computed otherwise",
+        (Edit(_ATTENTION, _PLAN, _AGAIN + _PLAN),
+         Edit(_ATTENTION, "turned.copy_(layer.qk_norm(turned))\n",
+              "turned.copy_(layer.qk_norm(turned))\n                turned[self.again] *= 1 + 2**-7\n")),
+        _RESUMED,
+    ),
+    Fault(
+        "positions of a chunk begin one late",
+        (Edit(_BATCH, "np.arange(count) + (schedule.ends - rows.ends).repeat",
+              "np.arange(count) + (schedule.ends - rows.ends + (schedule.first > 0)).repeat"),),
+        "tests/cpu/test_input_batch.py",
+    ),
+    Fault(
+        "compaction moves all layers but the last",
+        (Edit("execution/kv_cache.py", "for blocks in self._blocks:", "for blocks in self._blocks[:-1]:"),),
+        "tests/cpu/test_kv_cache.py",
+    ),
+    Fault(
+        "a block's hash leaves out the block before",
+        (Edit(_PREFIX, "content = parent + tokens[", "content = chain_root(sequence.request) + tokens["),),
+        "tests/pure/test_prefix.py",
+    ),
+    Fault(
+        "one prefix cache for all salts", (Edit(_PREFIX, "request.cache_salt.encode()", 'b""'),),
+        "tests/pure/test_prefix.py",
+    ),
+    Fault(
+        "a layer that overflows",
+        (Edit("model/decoder.py", "norm.add(layer.mlp_output(normed), residual)",
+              "norm.add(layer.mlp_output(normed) * 1e38 * 1e38, residual)"),),
+        "tests/cpu/test_boot_rows.py::test_all_is_well",
+    ),
+    Fault(
+        "noise of the position after",
+        (Edit(_STAGES, "position=position - slots.prompt_len[chosen]",
+              "position=position - slots.prompt_len[chosen] + 1"),),
+        _SAMPLING,
+    ),
+    Fault(
+        "noise that depends on the number of rows",
+        (Edit(_STAGES, "seed=slots.seed[chosen]", "seed=slots.seed[chosen] + np.uint64(len(chosen) > 4)"),),
+        "tests/cpu/test_sampler_invariance.py",
+    ),
+    Fault(
+        "noise that knows half of the seed",
+        (Edit("ops/philox.py", "(seed & _LOW, seed >> _SHIFT)", "(seed & _LOW, seed & np.uint64(0))"),),
+        "tests/cpu/test_philox.py",
+    ),
+    Fault(
+        "top_k keeps one more",
+        (Edit("schedule/slots.py", "lambda params: max(params.top_k, 0))",
+              "lambda params: params.top_k + 1 if params.top_k > 0 else 0)"),),
+        _SAMPLING,
+    ),
+    Fault(
+        "a repetition penalty that sees only the last 1,024 tokens of the prompt",
+        (Edit(_SAMPLER, "self.seen[slot, prompt_ids] = True", "self.seen[slot, prompt_ids[-1024:]] = True"),),
+        "tests/cpu/test_sampler_penalties.py",
+    ),
+    Fault(
+        "after a preemption the output counts as prompt",
+        (Edit(_SAMPLER, "self.reset(int(slots[place]), prompt, output)",
+              "self.reset(int(slots[place]), rows.tokens[i][: lengths[place]], output[:0])"),),
+        "tests/cpu/test_sampler_penalties.py",
+    ),
+    Fault(
+        "a frequency penalty that counts a token once",
+        (Edit(_SAMPLER, "count.astype(np.float32)", "(count > 0)"),),
+        "tests/cpu/test_sampler_penalties.py",
+    ),
+    Fault(
+        "min_tokens bans nothing", (Edit(_STAGES, "if length < min_length else ()", "if False else ()"),),
+        _SAMPLING,
+    ),
+    Fault(
+        "min_tokens ends one token early", (Edit(_STAGES, "if length < min_length else ()",
+                                                "if length < min_length - 1 else ()"),),
+        _SAMPLING,
+    ),
+    Fault(
+        "prompt logprobs lose a token at a chunk's end",
+        (Edit(_BATCH, "first = int(schedule.first[row]) + 1\n",
+              "first = int(schedule.first[row]) + 1 + bool(schedule.first[row])\n"),),
+        _FEATURES,
+    ),
+)  # fmt: skip

@@ -1,0 +1,121 @@
+"""Write docs/models.md from the families, their tests and the settings: ``python -m tools.gen_models_doc``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from preheat.model.config import Config
+from preheat.model.families import FAMILIES, read_spec
+from preheat.model.specs import ModelSpec
+from preheat.settings import OPTIONS
+from preheat.utils.options import Option
+from tests.cpu.checkpoints import MODELS, SMALL
+from tests.llava import TEXT, VISION
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+LLAVA = "LlavaForConditionalGeneration"
+LLAVA_SMALL = {
+    "architectures": [LLAVA], "text_config": {**TEXT, "vocab_size": 337}, "vision_config": VISION,
+    "image_token_index": 336,
+}  # fmt: skip
+
+COMPARED_ON_A_GPU = {
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM",
+    "Starcoder2ForCausalLM", "Gemma3ForCausalLM", "MptForCausalLM",
+}  # fmt: skip
+"""Families that tests/cuda/test_families.py has passed for, on a GPU; add one when it has."""
+
+RUN_ON_A_GPU = {"MixtralForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"}
+"""Families that have run on a GPU, and have not been compared there in float32."""
+
+HEAD = """# Models
+
+<!-- Written by tools/gen_models_doc.py from the families and tests/cpu/checkpoints.py: change it there. -->
+
+A model runs if its `config.json` names one of these architectures. Any other is refused, with the name of the nearest
+one that is supported; so is, by its name, a field that asks for something that is not computed. Checkpoints are
+safetensors, with the names of the Hub or of transformers 5.
+
+"""
+
+TAIL = """
+The sizes are those of random checkpoints that Hugging Face transformers writes: hidden size, layers, query/key heads of
+so many dimensions, and of a vision tower the same, as far as it runs. On a CPU the logits of each are compared with
+transformers at every position (float32, eager attention and experts, relative error at most 1e-5):
+`tests/cpu/test_model_families.py` reads them in one go, `tests/cpu/test_model_paged.py` and
+`tests/cpu/test_family_engines.py` read some of each family in chunks, decode them and begin them from a cached prefix,
+and demand the same bits; `tests/cpu/test_llava.py` does so for LLaVA, from images to logits and tokens
+([Images](images.md) says how they are sent). On a GPU, "compared" means that `tests/cuda/test_families.py` has passed;
+"runs" that experts have the bits of dense kernels there (`tests/cuda/test_moe.py`), and that logits in bfloat16 are
+within 4 % of transformers', whose rounding sends some tokens to other experts; "interpreter only" that the kernels have
+run in Triton's interpreter (`tests/kernels`), and that no GPU has yet compared the family with transformers.
+
+Adding a family: [adding.md](adding.md#a-model-family).
+"""
+
+
+def render() -> str:
+    """The text of docs/models.md."""
+    columns = ["Family", "What it adds", "Compared with transformers at", "CPU", "GPU", "Tensor-parallel", "Quantized"]
+    rows = [_row(family, names) for family, names in _families().items()]
+    return f"{HEAD}{_line(columns)}{_line(['---'] * len(columns))}{''.join(rows)}{TAIL}"
+
+
+def _families() -> dict[Callable[[Config], ModelSpec], list[str]]:
+    """The architectures of each family: some have two names."""
+    found: dict[Callable[[Config], ModelSpec], list[str]] = {}
+    for name in sorted(FAMILIES, key=str.lower):
+        found.setdefault(FAMILIES[name], []).append(name)
+    return found
+
+
+def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
+    adds = " ".join((family.__doc__ or "").partition("\n\n")[0].split())
+    sizes = [_size(f"{kind}ForCausalLM", changes) for kind, changes in MODELS.values() if f"{kind}ForCausalLM" in names]
+    if LLAVA in names:
+        sizes = [_sizes_of(read_spec(LLAVA_SMALL))]
+    assert sizes, f"no checkpoint of {names} is compared with transformers"
+    cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
+    cells.append(_on_a_gpu(names))
+    return _line([*cells, "no" if LLAVA in names else "on a CPU", _offered(OPTIONS["quantization"])])
+
+
+def _on_a_gpu(names: Iterable[str]) -> str:
+    if COMPARED_ON_A_GPU.intersection(names):
+        return "compared"
+    return "runs" if RUN_ON_A_GPU.intersection(names) else "interpreter only"
+
+
+def _size(architecture: str, changes: dict[str, Any]) -> str:
+    own = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+           "n_positions": "max_position_embeddings", "d_model": "hidden_size", "n_heads": "num_attention_heads",
+           "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings"}  # fmt: skip
+    config = SMALL | {"norm_topk_prob": False} | changes
+    spec = read_spec(config | {name: config[field] for name, field in own.items()} | {"architectures": [architecture]})
+    return _sizes_of(spec)
+
+
+def _sizes_of(spec: ModelSpec) -> str:
+    attention = spec.layers[0].attention
+    heads = f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}"
+    found = f"{spec.hidden_size}, {spec.num_layers}, {heads}"
+    if (vision := spec.vision) is None:
+        return found
+    hidden, dim = vision.patches.outputs, vision.patches.outputs // vision.num_heads
+    tower = f"{hidden}, {len(vision.layers)}, {vision.num_heads}/{vision.num_heads} of {dim}"
+    return f"{found}<br>tower: {tower}, {vision.tokens} positions"
+
+
+def _offered(option: Option) -> str:
+    return "no" if isinstance(option.later, str) else "yes"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

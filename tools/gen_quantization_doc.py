@@ -1,0 +1,91 @@
+"""Write the tables of docs/quantization.md from what the backends say and from the last measurement:
+``python -m benchmarks quantization``, then ``python -m tools.gen_quantization_doc``.
+"""
+
+import json
+from pathlib import Path
+
+from preheat.backends.base import Facts
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
+
+ROOT = Path(__file__).parents[1]
+DOC = ROOT / "docs" / "quantization.md"
+RESULTS = ROOT / "benchmarks" / "results" / "quantization.json"
+BEGIN, END = "<!-- tables: written by tools/gen_quantization_doc.py -->\n", "<!-- end of tables -->\n"
+
+W8A8, W8A16, W4A16 = "w8a8", "w8a16", "w4a16"
+FORMATS = (
+    ("compressed-tensors", "float-quantized: per tensor, channel; activations per token or static", W8A8, ""),
+    ("compressed-tensors", "float-quantized: blocks of 128 × 128; activations per 128 numbers", W8A8, ""),
+    ("compressed-tensors", "float-quantized, weights only", W8A16, ""),
+    ("compressed-tensors", "pack-quantized, 8 bits", W8A16, "int8"),
+    ("compressed-tensors", "pack-quantized, 4 bits, symmetric or not, actorder weight", W4A16, "int4-g128"),
+    ("fp8", "made while loading (`--quantization fp8`): per channel; activations per token", W8A8, "fp8"),
+    ("fp8", "per tensor; activations per token or static", W8A8, ""),
+    ("fp8", "blocks of 128 × 128 (DeepSeek, Qwen3); activations per 128 numbers", W8A8, "fp8-block"),
+    ("modelopt", "FP8: per tensor; activations static", W8A8, ""),
+    ("awq", "gemm, 4 bits", W4A16, ""),
+    ("gptq", "files of version 1 and 2, 4 bits, with or without desc_act", W4A16, ""),
+    ("gptq", "the same with 8 bits", W8A16, ""),
+)
+"""Method, what of it, how it is computed, and the measurement of it, if there is one."""
+
+INVARIANCE = {
+    W8A8: "a row's codes and scales are its own; sums in one order",
+    W8A16: "the bits of the dequantized model",
+    W4A16: "the bits of the dequantized model",
+}
+WHERE = {"cpu": "proved in tests and by `preheat verify`", "cuda": "proved at boot; not yet run on a GPU"}
+
+
+def render() -> str:
+    """Both tables."""
+    record = json.loads(RESULTS.read_text())["figures"]
+    return f"\n{_formats(record['formats'])}\n{_measured(record)}\n{_kernels()}\n"
+
+
+def _formats(figures: dict) -> str:
+    lines = ["| `quant_method` | Format | Computed as | Held-out loss |", "| --- | --- | --- | --- |"]
+    for method, what, kind, key in FORMATS:
+        loss = f"{figures[key]['percent']:+.2f} %" if key else "not measured"
+        lines.append(f"| {method} | {what} | {kind.upper()} | {loss} |")
+    return "\n".join(lines) + "\n"
+
+
+def _measured(record: dict) -> str:
+    figures, windows = record["formats"], record["windows"]
+    names = {
+        "fp8": "float8, channels and tokens", "fp8-block": "float8, blocks", "int8": "int8, channels",
+        "int4-g128": "int4, groups of 128", "int4-g32": "int4, groups of 32",
+    }  # fmt: skip
+    parts = "; ".join(f"{names[key]} {figures[key]['percent']:+.2f} %" for key in names)
+    return (
+        f"Loss of the bundled model on {windows} windows of 1,024 tokens of held-out code, beside "
+        f"{figures['plain']['nats']:.4f} nats in bfloat16: {parts}. Checkpoints are rounded to nearest, without "
+        "calibration (`scripts/bench quantization`, on a CPU).\n"
+    )
+
+
+def _kernels() -> str:
+    lines = ["| Computed as | Device | Kernel | Experts | Bits |", "| --- | --- | --- | --- | --- |"]
+    for kind in (W8A8, W8A16, W4A16):
+        lines += [_row(kind, facts) for facts in (CPU, CUDA)]
+    return "\n".join(lines)
+
+
+def _row(kind: str, facts: Facts) -> str:
+    found = facts.quantized[kind]
+    experts = "yes" if found.experts else "refused"
+    return f"| {kind.upper()} | {facts.name} | {found.kernel} | {experts} | {INVARIANCE[kind]}: {WHERE[facts.name]} |"
+
+
+def with_tables(text: str) -> str:
+    """``text``, the document, with the tables between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{render()}{END}{after}"
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_tables(DOC.read_text()))

@@ -1,0 +1,164 @@
+"""Who sees a fault: ``python -m tools.planted_faults`` plants each of :mod:`tools.faults` into a copy of the sources.
+
+For each it runs the check at boot, the paths of ``preheat verify`` and the nearest test, on a CPU, and writes the
+controls' table of docs/determinism.md. The status is 1 if a fault is seen by none of them. The dtype is float32, in
+which the order of a sum shows in more results than in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "determinism.md"
+BEGIN, END = "<!-- written by tools/planted_faults.py -->\n", "<!-- end of the planted faults -->"
+TIMEOUT = 900
+
+LOOK = """
+import json
+from preheat.core import Ready
+from preheat.settings import Settings
+from preheat.plan import plan
+from preheat.plan.items import SamplerItem
+from preheat.startup import boot_engine
+from preheat.verify.prompts import Size, make_prompts
+from preheat.verify.verification import Verification
+from preheat.verify import drive, verification
+from preheat.warmup.record import Record
+
+plan.KINDS = tuple(kind for kind in plan.KINDS if kind is not SamplerItem)
+size = Size(prompts=10, runs=2, outputs=16, longest=400)
+settings = Settings.load({"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_warmup": False,
+                          "log_level": "error", "kv_cache_memory_bytes": 1 << 27})
+records = []
+
+class Noting(drive.Engine):
+    def __init__(self, *args):
+        super().__init__(*args)
+        records.append(Record.from_json(self.ready.record))
+
+verification.Engine = Noting
+prompts = lambda engine: make_prompts(size, engine.vocab_size, engine.ready.max_model_len)
+found = {"boot": [], "verify": [], "error": ""}
+try:
+    for result in Verification(boot_engine, settings, prompts, size).results():
+        if result.first:
+            found["verify"].append(result.path)
+except Exception as error:
+    found["error"] = f"{type(error).__name__}"
+if records:
+    found["boot"] = [e.shape["name"] for e in records[0].entries if e.kind == "check" and e.outcome == "failed"]
+print("FOUND " + json.dumps(found))
+"""
+
+
+class Seen(NamedTuple):
+    """Which checks at boot, which paths of verify saw it, and whether the nearest test did."""
+
+    boot: list[str]
+    verify: list[str]
+    test: bool
+
+
+def plant(fault: Fault | None) -> Path:
+    """A copy of the sources and tests with ``fault``; of the sources as they are for None. AssertionError if the
+    sources no longer have the place.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="planted-"))
+    for name in ("src", "tests", "tools", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for edit in fault.edits if fault else ():
+        path = folder / "src" / "preheat" / edit.path
+        text = path.read_text()
+        assert text.count(edit.old) == 1, (
+            f"{fault and fault.name}: {edit.path} has {text.count(edit.old)} of {edit.old!r}"
+        )
+        path.write_text(text.replace(edit.old, edit.new))
+    return folder
+
+
+def look(fault: Fault | None) -> Seen:
+    """Run all three over ``fault``."""
+    folder = plant(fault)
+    try:
+        environment = os.environ | {"PYTHONPATH": str(folder / "src"), "PREHEAT_CACHE_ROOT": str(folder / "cache")}
+        environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+        def run(*command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
+                timeout=TIMEOUT, check=False,
+            )  # fmt: skip
+
+        done = run("-c", LOOK)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+        found = json.loads(lines[-1].removeprefix("FOUND ")) if lines else {"boot": ["the boot fails"], "verify": []}
+        test = fault.test if fault else "tests/cpu/test_boot_rows.py::test_all_is_well"
+        failed = run("-m", "pytest", "-q", "-n", "0", "-x", "-p", "no:cacheprovider", test).returncode
+        error = [found["error"]] if found.get("error") else []
+        return Seen(found["boot"], found["verify"] + error, failed == 1)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def table(faults: list[Fault], seen: list[Seen]) -> str:
+    """The table's text."""
+    lines = ["| Planted | Check at boot | `preheat verify` | Nearest test |", "| --- | --- | --- | --- |"]
+    for fault, who in zip(faults, seen, strict=True):
+        place = fault.test.replace("::", ", ").removeprefix("tests/")
+        test = f"`{place}`" if who.test else f"no (`{place}`)"
+        lines.append(f"| {fault.name} | {_short(who.boot)} | {_short(who.verify)} | {test} |")
+    counts = [sum(bool(part) for part in column) for column in zip(*seen, strict=True)]
+    missed = [fault.name for fault, parts in zip(faults, seen, strict=True) if not any(parts)]
+    who = f"the check at boot sees {counts[0]}, `preheat verify` {counts[1]}, the nearest test {counts[2]}"
+    dtype = "In float32: rounding to bfloat16 hides most changes of an order."
+    lines += ["", f"Of {len(faults)} faults {who}; nobody: {'; '.join(missed) or 'none'}. {dtype}"]
+    return "\n".join(lines) + "\n"
+
+
+def _short(names: list[str]) -> str:
+    if not names:
+        return "no"
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="faults whose name contains this; the page is left alone")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if args.only is None or args.only in fault.name]
+
+    def one(fault: Fault | None) -> Seen:
+        seen = look(fault)
+        print(f"{fault.name if fault else 'nothing planted'}: {seen}", flush=True)
+        return seen
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        none, *seen = pool.map(one, [None, *faults])
+    if any(none):
+        print("with nothing planted something is seen, too: the table would mean nothing")
+        return 1
+    text = table(faults, seen)
+    print(text)
+    if args.only is None:
+        page = PAGE.read_text()
+        head, rest = page.split(BEGIN)
+        PAGE.write_text(head + BEGIN + "\n" + text + "\n" + END + rest.split(END, 1)[1])
+    return 0 if all(any(who) for who in seen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
