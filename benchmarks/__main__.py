@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.registry import ALL, SINGLE, SUITE, listing
 from preheat.errors import PreheatError, SettingsError
-from preheat.utils.options import did_you_mean
+from preheat.utils.text import did_you_mean
 
 
 def main(words: Sequence[str]) -> int:

@@ -37,6 +37,7 @@ from benchmarks.suite.offline import Offline
 from preheat import LLM
 from preheat.backends.base import Attention, AttentionLayer
 from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.core import Request, SamplingParams, StepResult
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import Packer
@@ -53,14 +54,14 @@ PACKERS = ("cpu", *(["cuda"] if find_spec("triton") else []))
 
 def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
     """``rows`` sequences past their prompt, and the packer of a platform."""
-    spec = read_spec(read_config(BUNDLED_PATH))
+    spec, size = read_spec(read_config(BUNDLED_PATH)), CPU.block_size if packer == "cpu" else 64
     limits = Limits(
         max_model_len=2048,
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
         max_num_prefill_seqs=None,
-        block_size=64,
-        num_blocks=1 + rows * 32,
+        block_size=size,
+        num_blocks=1 + rows * (2048 // size),
     )
     plan = make_plan(limits, PlanOptions())
     scheduler, rng = Scheduler(limits, padded=plan.padded, defrag_threshold=THRESHOLD), random.Random(0)
@@ -79,6 +80,7 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
         scale=1.0,
         window=None,
         cache=torch.zeros(1, 2, spec.num_kv_heads, limits.block_size, spec.head_dim, dtype=torch.bfloat16),
+        dtype=torch.bfloat16,
         rope=torch.zeros(1),
         qk_norm=None,
     )
@@ -90,7 +92,7 @@ def make(rows: int, steps: int, packer: str) -> tuple[Scheduler, Packer]:
 def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuBackend) -> Attention:
     """A platform's way to cut a step into work; only its host part is used."""
     if packer == "cpu":
-        return backend.attention([layer], limits, contiguous=False)
+        return backend.attention([layer], limits, contiguous=True)
     from preheat.backends.cuda.attention import CudaAttention
 
     return CudaAttention([layer], limits, backend)

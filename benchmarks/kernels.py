@@ -29,6 +29,8 @@ from preheat.model.families import read_spec
 from preheat.model.specs import ModelSpec
 
 KINDS = {
+    "routing": ("_route", "_arrange", "_spread", "_combine"),
+    "experts": ("_experts_in_order",),
     "attention": ("_decode", "_prefill", "attention"),
     "sampler": ("peaks", "pick", "enter", "weigh", "settle", "penalise", "edit", "tally", "report"),
     "norm": ("norm",),

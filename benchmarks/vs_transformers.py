@@ -1,11 +1,12 @@
 """Tokens a second against transformers' generate: same model, dtype, threads and machine, in one run.
 
-    python -m benchmarks vs_transformers [--runs 5] [--dtype bfloat16] [--threads 2] [--options '{"block_size": 256}']
+    python -m benchmarks vs_transformers [--runs 5] [--dtype bfloat16] [--threads 2] [--loads batch_1]
 
 Greedy, end-of-sequence ignored, so that both sides generate exactly the tokens asked for. Loads: one sequence; 32 of
 equal lengths; 32 of ragged lengths, 16-256 in and 16-256 out; and 128 such, at most 32 at a time. transformers takes
 batches of up to 32 as they come, pads the prompts on the left and runs until the longest output is done; only the
-tokens asked for count. The two take turns; medians are reported.
+tokens asked for count. The two take turns; medians are reported, by the clock and by the processor time of the process,
+which says more while others use the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.common.report import parser, save
 from preheat import LLM, SamplingParams
 from preheat.model.files import find_checkpoint
 
-FLOORS = {"batch_1": 1.5, "32_equal": 1.3, "32_ragged": 3.0, "128_ragged_32_at_a_time": 3.0}
+FLOORS = {"batch_1": 1.5, "32_equal": 1.5, "32_ragged": 2.5, "128_ragged_32_at_a_time": 3.0}
 SEATS = 32
 
 
@@ -89,23 +90,26 @@ def make_transformers(model: str, dtype: str) -> tuple[Run, int]:
     return run, hf.config.vocab_size
 
 
-def seconds(run: Run, load: TokenLoad) -> float:
-    start = time.perf_counter()
+def seconds(run: Run, load: TokenLoad) -> tuple[float, float]:
+    """By the clock, and of processor time."""
+    start, busy = time.perf_counter(), time.process_time()
     run(load)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - busy
 
 
 def compare(ours: Run, theirs: Run, load: TokenLoad, runs: int) -> dict[str, object]:
     for run in (ours, theirs):
         run(load)
     times = [(seconds(ours, load), seconds(theirs, load)) for _ in range(runs)]
-    mine, other = (load.tokens / statistics.median(column) for column in zip(*times, strict=True))
+    mine, other = (load.tokens / statistics.median(wall for wall, _ in column) for column in zip(*times, strict=True))
+    busy, their_busy = (statistics.median(cpu for _, cpu in column) for column in zip(*times, strict=True))
     return {
         "preheat_tokens_per_s": round(mine, 1),
         "transformers_tokens_per_s": round(other, 1),
         "ratio": round(mine / other, 2),
-        "preheat_seconds": [round(a, 4) for a, _ in times],
-        "transformers_seconds": [round(b, 4) for _, b in times],
+        "processor_time_ratio": round(their_busy / busy, 2),
+        "preheat_seconds": [round(a, 4) for (a, _), _ in times],
+        "transformers_seconds": [round(b, 4) for _, (b, _) in times],
     }
 
 
@@ -116,13 +120,16 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--threads", type=int, default=torch.get_num_threads())
     flags.add_argument("--model", default="bundled")
     flags.add_argument("--options", type=json.loads, default={}, help="more of preheat's, as JSON")
+    flags.add_argument("--loads", nargs="+", choices=FLOORS, default=list(FLOORS))
     flags.add_argument("--name", default="", help="added to the name of the result's file")
     args = flags.parse_args(words)
     theirs, vocab_size = make_transformers(args.model, args.dtype)
     ours = make_preheat(args.model, args.dtype, args.threads, args.options)
     torch.set_num_threads(args.threads)
     figures: dict[str, object] = vars(args).copy()
-    for name, load in make_loads(vocab_size).items():
+    loads = make_loads(vocab_size)
+    for name in args.loads:
+        load = loads[name]
         figures[name] = result = {**compare(ours, theirs, load, args.runs), "floor": FLOORS[name]}
         print(name, json.dumps(result))
     print(save(f"vs_transformers_{args.dtype}{args.name}", figures))

@@ -30,7 +30,8 @@ from benchmarks.suite.startup import caches, startup
 from preheat.errors import PreheatError, SettingsError
 from preheat.model.files import BUNDLED
 from preheat.settings import OPTIONS
-from preheat.utils.options import add_flags, did_you_mean
+from preheat.utils.options import add_flags
+from preheat.utils.text import did_you_mean
 
 TOGETHER = (("startup",), ("first", "latency", "throughput"), ("serve",), ("long",))
 """Benchmarks that share a process, in the order in which they run."""

@@ -66,7 +66,7 @@ class Offline:
     def latency(self, report: PartReport) -> None:
         """Milliseconds between tokens for several batches, to the first token, and the speed of reading prompts."""
         for batch in self.sizes.batches:
-            if batch > self.llm.settings.max_num_seqs:
+            if batch > self.llm.loop.scheduler.limits.max_num_seqs:
                 report.leave_out(f"batch {batch}", "max_num_seqs is lower")
             elif not self._late(report, f"batch {batch}", 3 + batch / 20):
                 report.put(round(self._between_tokens(batch), 3), "itl_ms", str(batch))
