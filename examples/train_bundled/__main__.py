@@ -27,6 +27,10 @@ def _arguments() -> argparse.Namespace:
     export.add_argument("--run", type=Path, required=True, help="what train wrote")
     export.add_argument("--licence", type=Path, required=True, help="Python's LICENSE.txt")
     export.add_argument("--out", type=Path, default=Path("src/preheat/bundled"))
+    draft = steps.add_parser("draft", help="train a draft model for the bundled one, on a CPU, and write its folder")
+    draft.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    draft.add_argument("--out", type=Path, required=True)
+    draft.add_argument("--steps", type=int, default=1000)
     return parser.parse_args()
 
 
@@ -37,6 +41,10 @@ def main() -> None:
         from .train import TrainOptions, train
 
         train(work, args.out, TrainOptions(steps=args.steps))
+    elif args.step == "draft":
+        from .draft import make
+
+        make(work, args.stdlib, args.out, args.steps)
     elif args.step == "export":
         from .export import export
 
