@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from preheat.core import Level, SamplingParams
@@ -289,7 +290,9 @@ class SwapItem(Item):
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[SwapItem]:
-        return (cls(pairs) for pairs in SWAP_SIZES if plan.policy.compacts)
+        """The sizes that the blocks can need: a swap takes a free one for each in use."""
+        most = max(1, (plan.limits.num_blocks - 1) // 2)
+        return (cls(pairs) for below, pairs in pairwise((0, *SWAP_SIZES)) if below < most and plan.policy.compacts)
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
