@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from hypothesis import settings
 
-# The same examples at every run: a law that fails, fails again. `--hypothesis-profile default` looks for new ones.
-settings.register_profile("fixed", derandomize=True)
+# The same examples at every run, however slow: a law that fails, fails again. `--hypothesis-profile search` finds more.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None)
 settings.load_profile("fixed")
