@@ -23,7 +23,7 @@ from types import MappingProxyType
 import msgspec
 
 from preheat import __version__
-from preheat.plan.items import CheckItem
+from preheat.plan.items import CheckItem, SwapItem
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.warmup.record import DONE, Record
@@ -154,13 +154,13 @@ def file_part(path: Path) -> list[object]:
 
 
 def plan_part(plan: Plan) -> dict[str, object]:
-    """Limits, options and all items but checks. The number of blocks is left out: it varies with the free memory, and
-    where it matters the items' names differ.
+    """Limits, options and all items but checks and swaps. The number of blocks is left out, and with it the swaps, as
+    their sizes follow from it: it varies with the free memory. Where it matters otherwise the items' names differ.
     """
     limits = asdict(plan.limits)
     del limits["num_blocks"]
     return {
-        "items": [item.name for item in plan.items if not isinstance(item, CheckItem)],
+        "items": [item.name for item in plan.items if not isinstance(item, CheckItem | SwapItem)],
         "options": asdict(plan.options),
         "limits": limits,
     }
