@@ -39,6 +39,7 @@ RULE = {
     "server": "startup engine frontend transport warmup",
     "llm": "startup engine frontend transport warmup",
     "client": "",
+    "reference": "model execution ops backends backends.base",
     "calibration": "llm model schedule execution backends.base",
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
