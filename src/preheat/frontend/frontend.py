@@ -17,6 +17,7 @@ from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Frontend:
     ``max_queued``: most sequences that may wait for their first step. ``log_requests``: see
     :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
     For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
-    if the model sees them.
+    if the model sees them. ``traces``: where spans of requests go.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Frontend:
         images: Images | None = None,
         formats: AnswerFormats | None = None,
         priorities: bool = False,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
         self.formats = formats or AnswerFormats(tokenizer)
-        self.metrics, self.images = metrics or Metrics("preheat"), images
+        self.metrics, self.images, self.traces = metrics or Metrics("preheat"), images, traces
         self.input = InputProcessor(
             tokenizer,
             self.limits,
@@ -62,7 +64,7 @@ class Frontend:
             images=images,
             priorities=priorities,
         )
-        self.output = OutputProcessor(send, self.metrics, log=log_requests)
+        self.output = OutputProcessor(send, self.metrics, log=log_requests, traces=traces)
         self.prepare, self.abort, self.fail_all = self.input.prepare, self.output.abort, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from preheat.core import SamplingParams, Segment, TokenLogprobs
@@ -132,6 +132,7 @@ class RequestState:
     error: PreheatError | None = None
     first_token_at: float = 0.0  # 0: there is none yet
     arrived_at: float = field(default_factory=time.monotonic)
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # of its parent, see preheat.frontend.tracing
 
     @property
     def finished(self) -> bool:
