@@ -47,12 +47,13 @@ class Spans(queue.Queue[Span]):
         return self.get(timeout=30)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def spans() -> Spans:
+    """Each test takes all that it has caused."""
     return Spans()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def collector(spans: Spans) -> Iterator[str]:
     """The endpoint of a receiver over HTTP."""
 
@@ -79,12 +80,13 @@ def collector(spans: Spans) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture
-def server(collector: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    with serving(str(folder), otlp_traces_endpoint=collector, served_model_name="small") as running:
-        yield running
+@pytest.fixture(scope="module")
+def server(collector: str, folder: Path) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
+        environment.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        with serving(str(folder), otlp_traces_endpoint=collector, served_model_name="small") as running:
+            yield running
 
 
 def values(span: Span) -> dict[str, object]:
@@ -152,7 +154,7 @@ def test_a_clients_span_is_the_parent(server: Server, spans: Spans) -> None:
     assert spans.next().parent_span_id == b""
 
 
-def test_spans_over_grpc(folder: Path, spans: Spans) -> None:
+def test_spans_over_grpc(folder: Path, spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default. What has not been sent when the server stops is sent then."""
 
     class Service(TraceServiceServicer):
@@ -160,6 +162,8 @@ def test_spans_over_grpc(folder: Path, spans: Spans) -> None:
             spans.take(request)
             return ExportTraceServiceResponse()
 
+    for name in ("OTEL_BSP_SCHEDULE_DELAY", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
     with ThreadPoolExecutor(1) as threads:
         receiver = grpc.server(threads)
         add_TraceServiceServicer_to_server(Service(), receiver)

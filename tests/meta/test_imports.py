@@ -174,8 +174,8 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-# The first two are imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
-OPTIONAL = {"transformers", "opentelemetry", "triton"}
+# Imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
+OPTIONAL = {"transformers", "opentelemetry", "shtab", "triton"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 
