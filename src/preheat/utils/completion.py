@@ -21,6 +21,6 @@ def script(parser: argparse.ArgumentParser, commands: Iterable[argparse.Argument
     places = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}
     for command in (parser, *commands):
         for action in command._actions:
-            if action.metavar in places:
-                action.complete = places[action.metavar]  # type: ignore[attr-defined, index]
+            if (place := places.get(str(action.metavar))) is not None:
+                action.complete = place  # type: ignore[attr-defined]
     return str(shtab.complete(parser, shell))
