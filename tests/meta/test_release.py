@@ -84,7 +84,7 @@ def plain(requirement: str) -> str:
     return re.sub(r"[\s']", "", requirement).lower().replace("_", "-")
 
 
-def test_the_sdist_has_what_the_tests_need(dist: Path) -> None:
+def test_the_sdist_has_the_sources(dist: Path) -> None:
     with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
     wanted = {"LICENSE", "pyproject.toml", "constraints.txt", "CHANGELOG.md", "docs/settings.md", "tests/conftest.py"}
