@@ -117,6 +117,7 @@ def test_a_step_of_training_is_served(tmp_path: Path) -> None:
     assert not torch.equal(before, after)
     assert after.mean() > before.mean()
     model.save(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
     ((_, logprobs),) = served(LLM(str(tmp_path), device="cpu", dtype="bfloat16"), [tokens], [1])
     assert logprobs[:-1] == after.tolist()
 
@@ -172,5 +173,9 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     for sequence, start in (([], 1), ([1, 2], 0), ([1, 2], 3), ([1] * 65, 1)):
         with pytest.raises(ValueError, match=r"start \d is not|1 to 64 tokens"):
             model.logprobs(sequence, start)
+    assert model.logprobs([1, 2], 2).shape == (0,)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="checkpoint of several files"):
+        model.save(tmp_path)
     with pytest.raises(ValueError, match="temperature must be greater"):
         model.logprobs([1, 2], temperature=0)

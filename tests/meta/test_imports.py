@@ -43,7 +43,7 @@ RULE = {
     "calibration": "llm model schedule execution backends.base",
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
-    "__init__": "llm frontend",
+    "__init__": "llm frontend reference",
     "__main__": "cli",
 }
 

@@ -22,8 +22,8 @@ MULTIPLE = 64
 
 
 def padded(count: int) -> int:
-    """The rows that ``count`` of them are padded to."""
-    return -(-count // MULTIPLE) * MULTIPLE
+    """The rows that ``count`` of them are padded to; never none."""
+    return max(-(-count // MULTIPLE), 1) * MULTIPLE
 
 
 @dataclass
@@ -38,7 +38,8 @@ class _Tables:
 
 class WholeSequences:
     """A step that reads whole sequences of so many tokens (``lengths``): ``tokens`` rows in all, the last ones
-    padding, at ``positions`` int32 [tokens] of their sequences. ``limits`` are the engine's.
+    padding, at ``positions`` int32 [tokens] of their sequences. ``limits`` say how long they may be, and how large the
+    blocks of the cache are, which is made for this step.
     """
 
     def __init__(self, lengths: Sequence[int], limits: Limits, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from preheat.limits import Limits
 from preheat.model.config import resolve_dtype
 from preheat.model.decoder import Attended, Decoder
 from preheat.model.families import read_spec
-from preheat.model.files import find_model, read_config, weight_files
+from preheat.model.files import find_model, read_config
 from preheat.model.formats import Piece, expected_tensors
 from preheat.model.layers import Weights
 from preheat.model.loader import WeightLoader
@@ -30,6 +30,8 @@ from preheat.reference.attention import WholeSequences, padded
 from preheat.reference.operations import DifferentiableOperations
 from preheat.settings import BUNDLED, Settings
 
+INDEX = "model.safetensors.index.json"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -133,13 +135,14 @@ class ReferenceModel(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: the parameters, rounded to :attr:`dtype`, with the other files of the one that was read.
-        Give the engine that serves it the same dtype.
+        Give the engine that serves it the same dtype. Raises ValueError for a folder that holds a sharded one.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        replaced = {path.name for path in weight_files(self._folder)} | {"model.safetensors.index.json"}
+        if (target / INDEX).exists():
+            raise ValueError(f"{target} holds a checkpoint of several files, which would be read: name another folder")
         for path in self._folder.iterdir():
-            if path.is_file() and path.name not in replaced:
+            if path.is_file() and path.suffix not in _WEIGHTS and path.name != INDEX:
                 shutil.copyfile(path, target / path.name)
         tensors = {name: each.detach().to(self.dtype).contiguous() for name, each in self.named_parameters()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
