@@ -238,11 +238,8 @@ class Settings:
         None, "Where a span of each request is sent, as OpenTelemetry's collectors take it: see docs/metrics.md."
     )
     otlp_traces_protocol: str = _server(
-        "grpc",
-        "How spans are sent.",
-        env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
-        choices=("grpc", "http/protobuf"),
-    )
+        "grpc", "How spans are sent: `grpc` or `http/protobuf`.", env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    )  # checked where spans are sent: the variable may be meant for other programs
     collect_detailed_traces: str | None = _server(
         None,
         "Times of parts of the engine in the spans.",

@@ -184,6 +184,14 @@ def test_a_missing_package_is_named_at_boot(folder: Path, monkeypatch: pytest.Mo
         boot_front(settings, print)
 
 
+def test_a_protocol_that_is_not_spoken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It matters only where spans are sent: the variable may be there for other programs."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
+    assert boot_front(Settings.load({"model": str(folder)}), print).traces is None
+    with pytest.raises(SettingsError, match="'http/json' is not one of grpc, http/protobuf"):
+        boot_front(Settings.load({"model": str(folder), "otlp_traces_endpoint": "http://127.0.0.1:4318"}), print)
+
+
 def test_detailed_traces_are_refused() -> None:
     with pytest.raises(SettingsError, match="model is not supported yet: a step computes many requests"):
         Settings.load({"collect_detailed_traces": "model"})

@@ -17,15 +17,17 @@ from preheat.frontend.request_state import RequestState
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
+PROTOCOLS = ("grpc", "http/protobuf")
+
 PARENT_HEADERS = ("traceparent", "tracestate")
 """The headers in which a client names the span that a request belongs to (W3C Trace Context)."""
 
 
 class RequestTraces:
-    """Sends the spans of requests to ``model`` to ``endpoint``, by ``protocol``, "grpc" or "http/protobuf".
+    """Sends the spans of requests to ``model`` to ``endpoint``, by ``protocol``, one of :data:`PROTOCOLS`.
     OpenTelemetry's own variables (``OTEL_*``) decide the rest: headers, sampling, the service's name.
 
-    Raises SettingsError where OpenTelemetry is not installed.
+    Raises SettingsError for another protocol, and where OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, protocol: str, model: str) -> None:
@@ -65,6 +67,10 @@ class RequestTraces:
 
 
 def _exporter(endpoint: str, protocol: str) -> SpanExporter:
+    if protocol not in PROTOCOLS:
+        raise SettingsError(
+            f"otlp_traces_protocol: {protocol!r} is not one of {', '.join(PROTOCOLS)}", param="otlp_traces_protocol"
+        )
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
