@@ -18,6 +18,7 @@ from preheat.core import Ready
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
+from preheat.execution import eagle
 from preheat.execution.build import build, settle_linears
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
@@ -25,6 +26,7 @@ from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.grammar.guidance import version
 from preheat.grammar.service import Grammars, open_grammars
+from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
@@ -233,12 +235,14 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
 def _drafter(
     settings: Settings, backend: Backend, draft: LoadedModel | None, target: tuple[Packer, Executor], mode: Mode
 ) -> DraftModel | None:
-    """The draft model over the target's slots and blocks, if one drafts."""
+    """The draft model or head over the target's slots and blocks, if one drafts."""
     packer, executor = target
     plan, speculates = packer.plan.draft, settings.speculation
     if draft is None or plan is None or speculates is None:
         return None
     settle_linears(backend, draft, plan)
+    if isinstance(draft, LoadedHead):
+        return eagle.make_drafter(settings, backend, draft, target, plan, mode, speculates.tokens)
     own = DraftModel(speculates.tokens, *build(settings, backend, draft, plan, packer.slots, mode=mode))
     executor.other_caches.append(own.executor.cache)
     return own

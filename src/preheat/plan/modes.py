@@ -119,3 +119,19 @@ def check_options(settings: Settings, facts: Facts) -> None:
             "bucketing policy with enable_chunked_prefill",
             param="max_num_mixed_tokens",
         )
+    if settings.speculation is not None and settings.speculation.method == "eagle3":
+        _check_head(settings, facts)
+
+
+def _check_head(settings: Settings, facts: Facts) -> None:
+    """Raise SettingsError for what a head of EAGLE-3 does not work with."""
+    reasons = {
+        f"the backend {facts.name}: where features lie is worked out on the host, and no kernel for it exists there yet": (
+            not facts.on_host
+        ),
+        "execution mode compile: leave it out": asked(settings) == "compile",
+    }
+    if reason := next((reason for reason, given in reasons.items() if given), None):
+        raise SettingsError(
+            f"speculative_config: method eagle3 does not work with {reason}", param="speculative_config"
+        )
