@@ -18,10 +18,10 @@ from preheat.core import Ready
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
-from preheat.execution import eagle
 from preheat.execution.build import build, settle_linears
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
+from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.grammar.guidance import version
@@ -241,9 +241,10 @@ def _drafter(
     if draft is None or plan is None or speculates is None:
         return None
     settle_linears(backend, draft, plan)
+    make = partial(build, settings, backend, draft, plan, packer.slots, mode=mode)
     if isinstance(draft, LoadedHead):
-        return eagle.make_drafter(settings, backend, draft, target, plan, mode, speculates.tokens)
-    own = DraftModel(speculates.tokens, *build(settings, backend, draft, plan, packer.slots, mode=mode))
+        return make_drafter(draft, target, plan, speculates.tokens, make)
+    own = DraftModel(speculates.tokens, *make())
     executor.other_caches.append(own.executor.cache)
     return own
 

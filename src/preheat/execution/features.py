@@ -1,9 +1,8 @@
-"""Features: what a head that drafts reads of the model's state at each token, kept where the token's keys and values are.
+"""Features: what a head that drafts reads of the model's state at each token, kept where keys and values are.
 
 The residual stream between some layers is copied as a step runs, and one linear layer makes a feature of it, which goes
-to the token's place in the block of the KV cache that it is computed for. So features are there for every token whose
-keys and values are: of all chunks of a prompt, and of blocks that the prefix cache had. Nothing of the step itself is
-touched, so no logit can change.
+to the token's place in its block. So features are there for every token whose keys and values are: of all chunks of a
+prompt, and of blocks that the prefix cache had. Nothing of the step itself is touched, so no logit can change.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from preheat.schedule.slots import Slots
 
 
 class Features:
-    """Keeps ``fc`` of the residual stream [tokens, hidden] before each of ``layers``, side by side, for steps of at most
-    ``tokens`` tokens of the sequences in ``slots``.
+    """Keeps ``fc`` of the residual stream before each of ``layers``, side by side, for steps of the sequences in
+    ``slots`` whose residual stream has at most ``size`` [tokens, hidden].
     """
 
     def __init__(
-        self, cache: FeatureCache, fc: Linear, layers: Sequence[int], slots: Slots, tokens: int, hidden: int
+        self, cache: FeatureCache, fc: Linear, layers: Sequence[int], slots: Slots, *, size: tuple[int, int]
     ) -> None:
+        tokens, hidden = size
         self.cache, self._fc, self._slots = cache, fc, slots
         self._columns: dict[int, list[slice]] = {}  # by the layer behind which they are there
         for place, layer in enumerate(layers):
             self._columns.setdefault(layer - 1, []).append(slice(place * hidden, (place + 1) * hidden))
-        kept = cache.rows
-        self._states = torch.zeros(tokens, len(layers) * hidden, dtype=kept.dtype, device=kept.device)
-        self._places = torch.zeros(tokens, dtype=torch.int64, device=kept.device)
+        self._states = cache.rows.new_zeros(tokens, len(layers) * hidden)
+        self._places = cache.rows.new_zeros(tokens, dtype=torch.int64)
 
     def place(self, schedule: Schedule, tokens: int) -> None:
         """The next step is ``schedule``, padded to ``tokens``."""

@@ -98,8 +98,8 @@ class _Work:
 
 
 class Packer:
-    """Builds batches in ``buffers``; ``stages`` edit logits. Each position reads the token that is ``ahead`` of it by so
-    many, and draws what follows that: 0, or 1 for a head that has a model's state at the position beside it.
+    """Builds batches in ``buffers``; ``stages`` edit logits. Each position reads the token that is so many ``ahead`` of
+    it, and draws what follows that: 0, or 1 for a head that reads the model's state at the position, too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is kept in blocks: keys and values, one allocation, a block's side by side; and features that a head drafts from."""
+"""What is kept in blocks: keys and values, one allocation, a block's side by side; and features for a head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from preheat.ops.float8 import DTYPES
 
 
 class BlockCache:
-    """Tensors whose first axis are the blocks of the pool: ``layers``, contiguous, of whole words of 64 bits a block."""
+    """``layers`` are tensors whose first axis are the pool's blocks, each of whole words of 64 bits, contiguous."""
 
     def __init__(self, layers: Sequence[Tensor]) -> None:
         self.layers = list(layers)

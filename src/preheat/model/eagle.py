@@ -4,9 +4,9 @@ Sources: the paper (arXiv 2503.01840) and the checkpoints of its authors, ``Llam
 model that it drafts for is ``fc`` of the residual stream before three of its layers, side by side. The head is one
 decoder layer, ``midlayer``, whose queries, keys and values are of twice the hidden size: of the norm of a token's
 embedding, and of ``hidden_norm`` of the feature at the position before it. To the residual stream, which begins as the
-feature, attention and the feed-forward block add; its norm gives logits of a vocabulary of the head's own, where id i is
-the model's id i + ``d2t[i]``. What it is before the norm stands for the feature of the next position, which the model has
-not computed yet.
+feature, attention and the feed-forward block add; its norm gives logits of a vocabulary of the head's own, where id i
+is the model's id i + ``d2t[i]``. What it is before the norm stands for the feature of the next position, which the
+model has not computed yet.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def _layers(config: Config, count: int) -> tuple[int, ...]:
     layers = [*config.ids(LAYER_IDS)] or [each + 1 for each in of_outputs] or [2, count // 2, count - 3]
     if any(not 0 < layer < count for layer in layers):
         raise ModelError(
-            f"the head reads the residual stream before layers {layers}, and the model has {count}: each must be between "
-            f"1 and {count - 1}; {LAYER_IDS} in the head's config.json says which"
+            f"the head reads the residual stream before layers {layers}, and the model has {count}: each must be "
+            f"between 1 and {count - 1}; {LAYER_IDS} in the head's config.json says which"
         )
     return tuple(layers)
 
@@ -198,8 +198,8 @@ def _shared(spec: EagleSpec, target: LoadedModel) -> Tensor:
     """The target's embeddings. Raises ModelError if they do not fit."""
     if spec.decoder.hidden_size != target.spec.hidden_size:
         raise ModelError(
-            f"the head has no {NAMES.embedding} and a hidden size of {spec.decoder.hidden_size}: the model's embeddings, "
-            f"of {target.spec.hidden_size}, do not fit"
+            f"the head has no {NAMES.embedding} and a hidden size of {spec.decoder.hidden_size}: the model's "
+            f"embeddings, of {target.spec.hidden_size}, do not fit"
         )
     return target.weights.embedding
 

@@ -125,13 +125,10 @@ def check_options(settings: Settings, facts: Facts) -> None:
 
 def _check_head(settings: Settings, facts: Facts) -> None:
     """Raise SettingsError for what a head of EAGLE-3 does not work with."""
-    reasons = {
-        f"the backend {facts.name}: where features lie is worked out on the host, and no kernel for it exists there yet": (
-            not facts.on_host
-        ),
-        "execution mode compile: leave it out": asked(settings) == "compile",
-    }
-    if reason := next((reason for reason, given in reasons.items() if given), None):
-        raise SettingsError(
-            f"speculative_config: method eagle3 does not work with {reason}", param="speculative_config"
-        )
+    why = None
+    if not facts.on_host:
+        why = f"{facts.name} yet: where a token's features lie is worked out on the host, and copied at every step"
+    elif asked(settings) == "compile":
+        why = "execution mode compile: leave it out"
+    if why:
+        raise SettingsError(f"speculative_config: method eagle3 does not work with {why}", param="speculative_config")
