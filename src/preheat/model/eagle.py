@@ -115,9 +115,7 @@ def eagle_spec(values: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
     for name in ("tie_word_embeddings", "norm_before_fc", "fc_norm", "norm_output"):
         config.refuse(name)
     if config.num_layers() != 1:
-        raise ModelError(
-            f"a head of EAGLE-3 has one layer, and config.json: num_hidden_layers is {config.num_layers()}"
-        )
+        raise ModelError(f"a head of EAGLE-3 has one layer, and num_hidden_layers is {config.num_layers()}")
     hidden, vocab_size = config.size("hidden_size"), config.size("vocab_size")
     of_target = config.size("target_hidden_size", hidden)
     _must_fit("vocabulary of {:,} tokens", vocab_size, target.vocab_size)
