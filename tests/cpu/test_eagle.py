@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.errors import ModelError, PreheatError, SettingsError
+from preheat.backends.registry import FACTS
+from preheat.errors import ModelError, SettingsError
 from preheat.execution import eagle
 from preheat.execution.features import Features
+from preheat.plan.modes import check_options
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
@@ -244,5 +246,16 @@ def test_a_head_may_have_embeddings_and_number_its_layer(saved, tmp_path):
     [({"execution_mode": "compile"}, "execution mode compile"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
 )
 def test_what_it_does_not_work_with_is_named(saved, options, message):
-    with pytest.raises(PreheatError, match=message):
+    with pytest.raises(SettingsError, match=message):
         speculating(saved, **options)
+
+
+def test_a_device_without_features_is_named(saved):
+    asked = {"speculative_config": {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2}}
+    with pytest.raises(SettingsError, match="eagle3 does not work with cuda yet"):
+        check_options(Settings.load({"model": saved.target, **asked}), FACTS["cuda"])
+
+
+def test_a_head_that_is_asked_for_as_a_model_is_named(saved):
+    with pytest.raises(SettingsError, match='write "method": "eagle3"'):
+        LLM(saved.target, **OPTIONS, speculative_model=saved.head, num_speculative_tokens=2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from preheat.backends.base import Backend, Facts
 from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
-from preheat.model.eagle import load_head
+from preheat.model.eagle import is_head, load_head
 from preheat.model.loader import LoadedModel, load_model
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
@@ -28,6 +28,11 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
     own = replace(settings, model=speculates.model, revision=None, tokenizer=None, hf_overrides=None, **WITHOUT)
     if speculates.method == "eagle3":
         return load_head(own, backend, target)
+    if is_head(own):
+        raise SettingsError(
+            f'speculative_config: {speculates.model} is a head of EAGLE-3: write "method": "eagle3"',
+            param="speculative_config",
+        )
     draft = load_model(own, backend)
     if draft.spec.vocab_size != target.spec.vocab_size:
         raise SettingsError(

@@ -160,6 +160,11 @@ def _layers(config: Config, count: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def is_head(settings: Settings) -> bool:
+    """Whether the model of ``settings`` is a head."""
+    return ARCHITECTURE in (read_config(find_model(settings, with_weights=False)).get("architectures") or [])
+
+
 def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedHead:
     """The head that ``settings`` name as their model, in the dtype of the ``target`` that it drafts for, whose
     embeddings it shares unless it has its own.
@@ -171,18 +176,16 @@ def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> Load
     spec = eagle_spec(read_config(folder), target.spec)
     embedding = f"{NAMES.embedding}.weight"
     with backend.uploading() as copy:
-        if dummy:
-            source, own, ids = DummyTensors(settings.seed or 0), False, _spread(spec)
-        else:
-            source = files = SafetensorsFiles(folder, copy, RENAMES)
-            own = embedding in files.shapes
+        files = None if dummy else SafetensorsFiles(folder, copy, RENAMES)
+        own = files is not None and embedding in files.shapes
+        if files is not None:
             check_shapes(ARCHITECTURE, spec.tensors(embedding=own), files.shapes)
-            ids = _ids(spec, files)
-        loader = WeightLoader(source, target.dtype, backend)
+        loader = WeightLoader(files or DummyTensors(settings.seed or 0), target.dtype, backend)
         table = loader.tensor(embedding, *spec.decoder.embedding.shape) if own else _shared(spec, target)
+        ids = _ids(spec, files) if files is not None else _spread(spec)
         weights = _weights(spec, loader, table, ids.to(backend.device))
         fc, hidden_norm = loader.linear(spec.fc), loader.norm(spec.hidden_norm)
-        if not dummy:
+        if files is not None:
             files.check_finite()
     itemsize = target.dtype.itemsize
     per_token = spec.decoder.kv_bytes_per_token(itemsize) + spec.decoder.hidden_size * itemsize
