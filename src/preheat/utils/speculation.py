@@ -30,7 +30,7 @@ REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "medusa": _NO_HEADS,
         "mlp_speculator": _NO_HEADS,
-        "eagle": "its heads are those of EAGLE-1 and 2, which read one layer and draft less than a head of eagle3 does",
+        "eagle": "heads of EAGLE-1 and 2 are other networks, which eagle3 replaces: use a head of EAGLE-3",
         "mtp": "layers of the checkpoint that draft belong to families that are not supported yet",
         "ngram_gpu": "the lookup runs on the host: write ngram",
     }
