@@ -84,6 +84,7 @@ class Reference:
     ) -> None:
         self.target, self.tensors, self.aux = target, tensors, aux
         self._norm_before_residual = norm_before_residual
+        self._states: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # of the target, by text
 
     @property
     def ids(self) -> Tensor:
@@ -92,8 +93,10 @@ class Reference:
 
     def features(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden]."""
-        with torch.no_grad():
-            states = self.target(tokens[None], output_hidden_states=True).hidden_states
+        states = self._states.get(text := tuple(tokens.tolist()))
+        if states is None:
+            with torch.no_grad():
+                states = self._states[text] = self.target(tokens[None], output_hidden_states=True).hidden_states
         return self._linear("fc", torch.cat([states[layer][0] for layer in self.aux], dim=-1))
 
     def forward(self, features: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

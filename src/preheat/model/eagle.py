@@ -56,17 +56,14 @@ class EagleSpec:
     def draft_vocab_size(self) -> int:
         return self.decoder.head.outputs
 
-    @property
-    def has_own_ids(self) -> bool:
-        """Whether the draft vocabulary is a part of the model's."""
-        return self.draft_vocab_size != self.decoder.vocab_size
-
-    def tensors(self, *, embedding: bool) -> dict[str, Shape]:
-        """Name and shape of every tensor of a checkpoint, with or without embeddings of its own."""
+    def tensors(self, *, embedding: bool, tables: bool) -> dict[str, Shape]:
+        """Name and shape of every tensor of a checkpoint, with or without embeddings of its own, and tables between the
+        vocabularies.
+        """
         found = expected_tensors(self)
         if not embedding:
             del found[f"{self.decoder.embedding.name}.weight"]
-        if self.has_own_ids:
+        if tables:
             found |= {TO_TARGET: (self.draft_vocab_size,), TO_DRAFT: (self.decoder.vocab_size,)}
         return found
 
@@ -177,13 +174,14 @@ def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> Load
     embedding = f"{NAMES.embedding}.weight"
     with backend.uploading() as copy:
         files = None if dummy else SafetensorsFiles(folder, copy, RENAMES)
-        own = files is not None and embedding in files.shapes
+        stored = files.shapes if files is not None else {}
+        tables = spec.draft_vocab_size != target.spec.vocab_size or TO_TARGET in stored
         if files is not None:
-            check_shapes(ARCHITECTURE, spec.tensors(embedding=own), files.shapes)
+            check_shapes(ARCHITECTURE, spec.tensors(embedding=embedding in stored, tables=tables), stored)
         loader = WeightLoader(files or DummyTensors(settings.seed or 0), target.dtype, backend)
-        table = loader.tensor(embedding, *spec.decoder.embedding.shape) if own else _shared(spec, target)
-        ids = _ids(spec, files) if files is not None else _spread(spec)
-        weights = _weights(spec, loader, table, ids.to(backend.device))
+        own = loader.tensor(embedding, *spec.decoder.embedding.shape) if embedding in stored else _shared(spec, target)
+        ids = _ids(spec, files) if tables else None
+        weights = _weights(spec, loader, own, ids if ids is None else ids.to(backend.device))
         fc, hidden_norm = loader.linear(spec.fc), loader.norm(spec.hidden_norm)
         if files is not None:
             files.check_finite()
@@ -205,31 +203,28 @@ def _shared(spec: EagleSpec, target: LoadedModel) -> Tensor:
     return target.weights.embedding
 
 
-def _weights(spec: EagleSpec, loader: WeightLoader, embedding: Tensor, ids: Tensor) -> Weights:
+def _weights(spec: EagleSpec, loader: WeightLoader, embedding: Tensor, ids: Tensor | None) -> Weights:
     decoder = spec.decoder
     head = loader.linear(decoder.head)
     return Weights(
         embedding=embedding,
         layers=[loader.layer(decoder.layers[0])],
         final_norm=loader.norm(decoder.final_norm),
-        head=DraftHead(head, ids, decoder.vocab_size) if spec.has_own_ids else head,
+        head=head if ids is None else DraftHead(head, ids, decoder.vocab_size),
     )
 
 
-def _ids(spec: EagleSpec, files: SafetensorsFiles) -> Tensor:
-    """The model's ids of the draft vocabulary, int64 [draft vocabulary]; ModelError if the two tables contradict."""
-    count, vocab_size = spec.draft_vocab_size, spec.decoder.vocab_size
-    if not spec.has_own_ids:
-        return torch.arange(count)
-    offsets, known = torch.empty(count, dtype=torch.int64), torch.empty(vocab_size, dtype=torch.bool)
+def _ids(spec: EagleSpec, files: SafetensorsFiles | None) -> Tensor:
+    """The model's ids of the draft vocabulary, int64 [draft vocabulary]; of random weights they are spread evenly.
+    Raises ModelError if the two tables contradict each other.
+    """
+    places, vocab_size = torch.arange(spec.draft_vocab_size), spec.decoder.vocab_size
+    if files is None:
+        return places * (vocab_size // len(places))
+    offsets, known = torch.empty_like(places), torch.empty(vocab_size, dtype=torch.bool)
     files.fill(TO_TARGET, offsets)
     files.fill(TO_DRAFT, known)
-    ids = offsets + torch.arange(count)
-    if not torch.equal(ids, known.nonzero()[:, 0]):
+    ids = places + offsets
+    if not torch.equal(ids.sort().values, known.nonzero()[:, 0]):
         raise ModelError(f"{TO_TARGET} and {TO_DRAFT} of the head contradict each other: export the checkpoint again")
     return ids
-
-
-def _spread(spec: EagleSpec) -> Tensor:
-    """Ids for random weights: spread evenly over the model's vocabulary."""
-    return torch.arange(spec.draft_vocab_size) * (spec.decoder.vocab_size // spec.draft_vocab_size)
