@@ -96,16 +96,6 @@ def loss_of(head: EagleHead, model: CausalLM, tokens: Tensor) -> Tensor:
     return first + second
 
 
-@torch.no_grad()
-def begin_as_model(head: EagleHead, model: CausalLM) -> None:
-    """Let the head begin as the rest of the model without its layers: the last of the states, its norm and its head."""
-    head.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    head.norm.weight.copy_(model.model.norm.weight)
-    head.fc.weight.zero_()[:, -SHAPE.hidden_size :].fill_diagonal_(1.0)
-    for linear in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj):
-        linear.weight.zero_()
-
-
 def make(work: WorkFolder, stdlib: Path, out: Path, steps: int) -> None:
     """Train a head, and write its checkpoint folder to ``out``."""
     encode(work, stdlib)
@@ -114,7 +104,7 @@ def make(work: WorkFolder, stdlib: Path, out: Path, steps: int) -> None:
     torch.manual_seed(options.seed)
     model, head = CausalLM(TARGET), EagleHead(SHAPE)
     model.load_state_dict({name: each.float() for name, each in load_file(BUNDLED / "model.safetensors").items()})
-    begin_as_model(head, model)
+    head.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
     optimizer = torch.optim.AdamW(head.parameters(), lr=options.peak_lr, betas=(0.9, 0.95), weight_decay=0.0)
     batches = random_batches(load_tokens(work.train_tokens, torch.device("cpu")), options)
     for step, (tokens, _) in enumerate(islice(batches, steps)):

@@ -322,9 +322,14 @@ def test_the_check_at_boot_has_a_row_for_drafts(models, monkeypatch):
     assert loop.scheduler.slots.num_free == SMALL["max_num_seqs"]
 
 
-@pytest.mark.parametrize("plant", [None, moved], ids=["", "planted"])
-def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(models, plant: Callable | None, monkeypatch):
-    settings = Settings.load({"model": models["target"], **SMALL, **DRAFTED, "boot_check": "off"})
+@pytest.mark.parametrize(("method", "plant"), [("ngram", None), ("ngram", moved), ("eagle3", None), ("eagle3", moved)])
+def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(
+    models, method: str, plant: Callable | None, monkeypatch
+):
+    drafted = DRAFTED | {
+        "speculative_config": {"method": method, "model": models.get(method), "num_speculative_tokens": 3}
+    }
+    settings = Settings.load({"model": models["target"], **SMALL, **drafted, "boot_check": "off"})
     size = Size(6, 1, 20, 40)
     run = Verification(boot_engine, settings, lambda _: [], size)
     if plant:
