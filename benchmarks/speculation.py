@@ -1,6 +1,7 @@
 """Speculation: what each proposer gets right, and what it gains or costs.
 
-    python -m benchmarks speculation [--batch 1] [--tokens 64] [--prompts 8] [--drafts 4] [--draft PATH] [--model NAME]
+    python -m benchmarks speculation [--batch 1] [--tokens 64] [--prompts 8] [--drafts 4] [--draft PATH]
+        [--eagle3 PATH] [--model NAME]
 
 Every run must say the same tokens as the one without speculation, which is checked. ``held-out`` are beginnings of
 Python files that the bundled model was not trained on, answered greedily and at temperature 1. ``copies`` are pieces
@@ -109,6 +110,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--prompts", type=int, default=8)
     flags.add_argument("--drafts", type=int, default=4)
     flags.add_argument("--draft", help="a draft model's folder")
+    flags.add_argument("--eagle3", help="the folder of a head of EAGLE-3")
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     args = flags.parse_args(words)
@@ -131,6 +133,7 @@ def main(words: Sequence[str]) -> None:
 
     methods: list[dict[str, Any]] = [{"method": "ngram"}, {"method": "suffix"}]
     methods += [{"method": "draft_model", "model": args.draft}] if args.draft else []
+    methods += [{"method": "eagle3", "model": args.eagle3}] if args.eagle3 else []
     rights = {"right 0.6": 0.6, "right 0.8": 0.8, "wrong": 0.0}
     for tokens in (args.drafts, "auto"):
         for config in methods:

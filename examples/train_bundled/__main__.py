@@ -31,6 +31,10 @@ def _arguments() -> argparse.Namespace:
     draft.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
     draft.add_argument("--out", type=Path, required=True)
     draft.add_argument("--steps", type=int, default=1000)
+    eagle = steps.add_parser("eagle", help="train a head of EAGLE-3 for the bundled model, on a CPU")
+    eagle.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    eagle.add_argument("--out", type=Path, required=True)
+    eagle.add_argument("--steps", type=int, default=300)
     return parser.parse_args()
 
 
@@ -45,6 +49,10 @@ def main() -> None:
         from .draft import make
 
         make(work, args.stdlib, args.out, args.steps)
+    elif args.step == "eagle":
+        from .eagle import make as make_head
+
+        make_head(work, args.stdlib, args.out, args.steps)
     elif args.step == "export":
         from .export import export
 

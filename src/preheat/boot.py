@@ -21,10 +21,12 @@ from preheat.errors import NotInvariant
 from preheat.execution.build import build, settle_linears
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
+from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.grammar.guidance import version
 from preheat.grammar.service import Grammars, open_grammars
+from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
@@ -233,13 +235,16 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
 def _drafter(
     settings: Settings, backend: Backend, draft: LoadedModel | None, target: tuple[Packer, Executor], mode: Mode
 ) -> DraftModel | None:
-    """The draft model over the target's slots and blocks, if one drafts."""
+    """The draft model or head over the target's slots and blocks, if one drafts."""
     packer, executor = target
     plan, speculates = packer.plan.draft, settings.speculation
     if draft is None or plan is None or speculates is None:
         return None
     settle_linears(backend, draft, plan)
-    own = DraftModel(speculates.tokens, *build(settings, backend, draft, plan, packer.slots, mode=mode))
+    make = partial(build, settings, backend, draft, plan, packer.slots, mode=mode)
+    if isinstance(draft, LoadedHead):
+        return make_drafter(draft, target, plan, speculates.tokens, make)
+    own = DraftModel(speculates.tokens, *make())
     executor.other_caches.append(own.executor.cache)
     return own
 

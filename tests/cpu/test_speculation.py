@@ -46,10 +46,12 @@ def models(tmp_path_factory) -> dict[str, str]:
     """Two configurations without weights, of one vocabulary: the target and a smaller one."""
     config = json.loads((BUNDLED_PATH / "config.json").read_text())
     found = {}
-    for name, hidden in (("target", 32), ("draft", 16)):
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB // 2, "tie_word_embeddings": False}
+    for name, hidden, layers in (("target", 32, 4), ("draft", 16, 1), ("eagle3", 32, 1)):
         folder = found[name] = tmp_path_factory.mktemp(name)
-        sizes = {"hidden_size": hidden, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-        (folder / "config.json").write_text(json.dumps(config | sizes | {"vocab_size": VOCAB}))
+        sizes = {"hidden_size": hidden, "intermediate_size": 32, "num_hidden_layers": layers, "head_dim": 16}
+        own = head if name == "eagle3" else {}
+        (folder / "config.json").write_text(json.dumps(config | sizes | {"vocab_size": VOCAB} | own))
         byte_level().save(str(folder / "tokenizer.json"))
     return {name: str(folder) for name, folder in found.items()}
 
@@ -112,7 +114,8 @@ class RightAtRandom:
 def speculating(models, method: str, tokens: int | str, **more) -> LLM:
     config: dict = {"method": method, "num_speculative_tokens": tokens}
     if method in models:
-        config = {"model": models[method], "num_speculative_tokens": tokens}
+        more_said = {"method": method} if method == "eagle3" else {}
+        config = {"model": models[method], "num_speculative_tokens": tokens, **more_said}
     if method == "suffix":
         config["suffix_decoding_max_spec_factor"] = 4.0
     return LLM(models["target"], **SMALL, speculative_config=config, **more)
@@ -132,6 +135,8 @@ CASES = [
     ("draft", 2, True),
     ("draft", "auto", False),
     ("target", 3, True),
+    ("eagle3", 3, True),
+    ("eagle3", "auto", False),
 ]
 
 
@@ -259,7 +264,10 @@ def test_a_draft_with_the_targets_noise_is_kept_and_one_with_its_own_is_not(mode
     assert share() < coupled - 0.2
 
 
-@pytest.mark.parametrize(("method", "tokens"), [("ngram", 3), ("draft", "auto")])
+MORE = {"ngram": set(), "draft": {"draft", "pace"}, "eagle3": {"draft"}}
+
+
+@pytest.mark.parametrize(("method", "tokens"), [("ngram", 3), ("draft", "auto"), ("eagle3", 3)])
 def test_nothing_is_cold(models, plain, method, tokens):
     llm = speculating(models, method, tokens, skip_warmup=False, on_cold="raise")
     for prompts, params, answers in plain:
@@ -268,7 +276,7 @@ def test_nothing_is_cold(models, plain, method, tokens):
     assert not any(record.cold.values())
     assert record.misses == {}
     kinds = {entry.kind for entry in record.entries if entry.hits or entry.kind == "pace"}
-    assert kinds == {"mixed", "decode", "verify", "sampler"} | ({"draft", "pace"} if method == "draft" else set())
+    assert kinds == {"mixed", "decode", "verify", "sampler"} | MORE[method]
     assert {entry.outcome for entry in record.entries} <= {"ready", "dropped"}
 
 
@@ -314,9 +322,14 @@ def test_the_check_at_boot_has_a_row_for_drafts(models, monkeypatch):
     assert loop.scheduler.slots.num_free == SMALL["max_num_seqs"]
 
 
-@pytest.mark.parametrize("plant", [None, moved], ids=["", "planted"])
-def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(models, plant: Callable | None, monkeypatch):
-    settings = Settings.load({"model": models["target"], **SMALL, **DRAFTED, "boot_check": "off"})
+@pytest.mark.parametrize(("method", "plant"), [("ngram", None), ("ngram", moved), ("eagle3", None), ("eagle3", moved)])
+def test_preheat_verify_compares_with_an_engine_that_does_not_speculate(
+    models, method: str, plant: Callable | None, monkeypatch
+):
+    drafted = DRAFTED | {
+        "speculative_config": {"method": method, "model": models.get(method), "num_speculative_tokens": 3}
+    }
+    settings = Settings.load({"model": models["target"], **SMALL, **drafted, "boot_check": "off"})
     size = Size(6, 1, 20, 40)
     run = Verification(boot_engine, settings, lambda _: [], size)
     if plant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from preheat.core import Schedule
 from preheat.errors import SettingsError
 from preheat.schedule import results as results_module
+from preheat.schedule.draft_length import MeasuredLength
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
@@ -177,6 +180,42 @@ def test_a_proposer_of_no_tokens_is_not_asked() -> None:
     silent = Silent(0, 1.0)
     drafted(MANY, silent, True, spare=60)
     assert silent.asked == 0
+
+
+def calls_of(scheduler: Scheduler) -> list[int]:
+    """Gets, for each step from now on, how many functions of Python and of C scheduling it called."""
+    right, counts = scheduler.schedule, list[int]()
+
+    def seen(frame: object, event: str, what: object) -> None:
+        counts[-1] += event in ("call", "c_call")
+
+    def schedule() -> Schedule | None:
+        counts.append(0)
+        sys.setprofile(seen)
+        try:
+            return right()
+        finally:
+            sys.setprofile(None)
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_where_drafts_do_not_pay_a_step_costs_the_host_what_it_does_without(overlap) -> None:
+    """The proposer is hardly ever asked, and nearly all steps call as few functions as without one."""
+    calls, wrong = [], Scripted(4, 0.0)
+    for proposer in (None, wrong):
+        harness = Harness(limits(max_model_len=256, num_blocks=200), overlap=overlap, proposer=proposer)
+        if (drafting := harness.scheduler.drafting) is not None:
+            drafting.length = MeasuredLength((2, 3, 5), lambda rows, count: 1.0 + 0.3 * count, waits=overlap)
+        harness.add(*(request(number, [number, 1, 2], 200) for number in range(3)))
+        counts = calls_of(harness.scheduler)
+        harness.run()
+        harness.verify()
+        calls.append(sorted(counts[50:])[len(counts) // 2])
+    assert 0 < wrong.asked < 3 * 0.2 * harness.steps
+    assert calls[1] <= calls[0] + 8
 
 
 def test_separate_phases_cannot_speculate() -> None:

@@ -30,7 +30,7 @@ class DraftModel:
     def __init__(self, num_speculative_tokens: int, packer: Packer, executor: Executor) -> None:
         self.num_speculative_tokens, self.packer, self.executor = num_speculative_tokens, packer, executor
         slots = packer.slots
-        self._limits = packer.plan.limits
+        self._limits, self._ahead = packer.plan.limits, packer.ahead
         self._tenure = np.full(slots.num_slots, -1, np.int64)
         self._computed = np.zeros(slots.num_slots, np.int64)  # tokens whose keys and values are in the cache
         self._known = np.zeros(slots.num_slots, np.int64)  # of them those that were no drafts
@@ -51,13 +51,18 @@ class DraftModel:
         going = self._read(slots, [slot for slot in wanted if wanted[slot] > 0], drafts)
         while going := [slot for slot in going if len(drafts[slot]) < wanted[slot]]:
             chosen = np.array(going, np.int64)
-            first = slots.device_len[chosen] + np.array([len(drafts[slot]) - 1 for slot in going], np.int32)
+            first = self._readable(slots, chosen) + np.array([len(drafts[slot]) - 1 for slot in going], np.int32)
             ones = np.ones(len(going), np.int32)
             self._run(slots, Schedule(chosen, first, ones, ones, len(going)), drafts)
         return [np.array(drafts[slot], np.int32) for slot in wanted]
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
         """A slot that is taken again has another tenure."""
+
+    def _readable(self, slots: Slots, rows: np.ndarray) -> np.ndarray:
+        """How many positions of each row have a token that is known, int32 [rows]."""
+        readable: np.ndarray = slots.device_len[rows] - self._ahead
+        return readable
 
     def _take_back(self, slots: Slots, rows: np.ndarray) -> None:
         """Forget what the cache has of other sequences, and of drafts that were not accepted."""
@@ -74,8 +79,10 @@ class DraftModel:
         """
         budget = self._limits.max_num_batched_tokens
         extend: dict[int, int] = {}
-        for slot in sorted(rows, key=lambda slot: int(slots.device_len[slot] - self._computed[slot])):
-            count = min(int(slots.device_len[slot] - self._computed[slot]), budget)
+        asked = np.array(rows, np.int64)
+        lacking = dict(zip(rows, (self._readable(slots, asked) - self._computed[asked]).tolist(), strict=True))
+        for slot in sorted(rows, key=lambda slot: lacking[slot]):
+            count = min(lacking[slot], budget)
             if count:
                 extend[slot] = count
                 budget -= count
@@ -83,7 +90,7 @@ class DraftModel:
             return []
         chosen, counts = np.array(list(extend), np.int64), np.array(list(extend.values()), np.int32)
         first = self._computed[chosen].astype(np.int32)
-        whole = first + counts == slots.device_len[chosen]
+        whole = first + counts == self._readable(slots, chosen)
         schedule = Schedule(chosen, first, counts, whole.astype(np.int32), int(((counts == 1) & whole).sum()))
         self._run(slots, schedule, drafts)
         self._known[chosen] = self._computed[chosen]
@@ -102,4 +109,4 @@ class DraftModel:
         ):
             self._drafted[slot, len(drafts[slot])] = token
             drafts[slot].append(token)
-            slots.tokens[slot, end] = token
+            slots.tokens[slot, end + self._ahead] = token

@@ -7,6 +7,7 @@ from dataclasses import replace
 from preheat.backends.base import Backend, Facts
 from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
+from preheat.model.eagle import is_head, load_head
 from preheat.model.loader import LoadedModel, load_model
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
@@ -20,11 +21,18 @@ from preheat.utils.speculation import WITHOUT, Speculation
 
 
 def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:
-    """The draft model, if one drafts. Raises SettingsError for one that does not go with the ``target``."""
+    """The draft model or head, if one drafts. Raises SettingsError for one that does not go with the ``target``."""
     speculates = settings.speculation
     if speculates is None or speculates.model is None:
         return None
     own = replace(settings, model=speculates.model, revision=None, tokenizer=None, hf_overrides=None, **WITHOUT)
+    if speculates.method == "eagle3":
+        return load_head(own, backend, target)
+    if is_head(own):
+        raise SettingsError(
+            f'speculative_config: {speculates.model} is a head of EAGLE-3: write "method": "eagle3"',
+            param="speculative_config",
+        )
     draft = load_model(own, backend)
     if draft.spec.vocab_size != target.spec.vocab_size:
         raise SettingsError(

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, Backend, Sampler
+from preheat.backends.base import AttentionLayer, Backend, Sampler, StepInputs
 from preheat.core import Image, StepResult, Swaps, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
+from preheat.execution.features import Features
 from preheat.execution.graphs import Part
 from preheat.execution.input_batch import InputBatch
-from preheat.execution.kv_cache import KVCache
+from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
@@ -84,7 +85,8 @@ class Executor:
         self._kinds = sorted(kinds.index(kind) for kind in set(kinds))
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
-        self.other_caches: list[KVCache] = []  # of the same blocks: a draft model's
+        self.other_caches: list[BlockCache] = []  # of the same blocks: a draft model's
+        self.features: Features | None = None  # kept for a head that drafts
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part)
         self.samples = backend.programs(self._sample)
@@ -204,6 +206,8 @@ class Executor:
         """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
         self._forward(batch.bucket, self._kinds)
+        if self.features is not None:
+            self.features.store(len(self.buffers.inputs(batch.bucket).tokens))
         self._states = Attended(self._attended, self._residual)
         self._draw(batch).result()
 
@@ -241,7 +245,10 @@ class Executor:
     def _send(self, batch: InputBatch) -> None:
         """Let the device have what the step's programs read. Images that it lacks are encoded."""
         self.buffers.send(batch.turn, batch.pieces)
-        self.attention.send(batch.turn, batch.work, self.buffers.inputs(batch.bucket))
+        inputs = self.buffers.inputs(batch.bucket)
+        self.attention.send(batch.turn, batch.work, inputs)
+        if self.features is not None:
+            self.features.place(batch.schedule, len(inputs.tokens))
         if batch.schedule.images is not None and self.encoder is not None:
             self.encoder.encode(batch.turn, batch.schedule.images.encode)
 
@@ -293,18 +300,26 @@ class Executor:
         decoder, inputs, begins = self.decoder, self.buffers.inputs(bucket), layers[0] == 0
         tokens = len(inputs.tokens)
         residual, normed, out = self._residual[:tokens], self._normed[:tokens], self._attended[:tokens]
-        if begins:
-            weights, scale = decoder.weights, decoder.spec.embedding.scale
-            table, last_token = weights.embedding, self.sampler.last_token
-            self.backend.embed(
-                inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images
-            )
-        attend, before = self.attention.attend(inputs, out), None if begins else normed
-        after = decoder.layers(residual, attend, layers, normed=before, eager=tap is not None, tap=tap)
+        before = self._begin(inputs, residual) if begins else normed
+        attend, keep = self.attention.attend(inputs, out), self.features.keep if self.features else None
+        after = decoder.layers(residual, attend, layers, normed=before, eager=tap is not None, tap=tap or keep)
         if layers[-1] == self._layers[-1]:
+            if self.features is not None and tap is None:
+                self.features.store(tokens)
             return Attended(after, residual)
         normed.copy_(after)
         return Attended(out, residual)
+
+    def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor | None:
+        """Fill ``residual`` [tokens, hidden] with what the first layer begins with; what that reads, if it is not the
+        norm of this.
+        """
+        weights, scale = self.decoder.weights, self.decoder.spec.embedding.scale
+        table, last_token = weights.embedding, self.sampler.last_token
+        self.backend.embed(
+            inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images
+        )
+        return None
 
     def _sample(self, program: SamplerProgram) -> Tensor:
         """Draws, and returns the logits that it drew from."""

@@ -98,10 +98,20 @@ class _Work:
 
 
 class Packer:
-    """Builds batches in ``buffers``; ``stages`` edit logits."""
+    """Builds batches in ``buffers``; ``stages`` edit logits. Each position reads the token that is so many ``ahead`` of
+    it, and draws what follows that: 0, or 1 for a head that reads the model's state at the position, too.
+    """
 
-    def __init__(self, slots: Slots, plan: Plan, buffers: StepBuffers, stages: Sequence[LogitStage] = STAGES) -> None:
-        self.slots, self.plan, self.buffers, self._stages = slots, plan, buffers, stages
+    def __init__(
+        self,
+        slots: Slots,
+        plan: Plan,
+        buffers: StepBuffers,
+        stages: Sequence[LogitStage] = STAGES,
+        *,
+        ahead: int = 0,
+    ) -> None:
+        self.slots, self.plan, self.buffers, self.ahead, self._stages = slots, plan, buffers, ahead, stages
         self._rows: _Rows | None = None
         self._work: _Work | None = None
         self._written: list[_Work | None] = [None] * HOST_COPIES
@@ -153,7 +163,7 @@ class Packer:
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=self.plan.sampler_rows(len(sampled_rows)),
-            sampling=sampling_input(slots, sampled_slots, positions, self._stages),
+            sampling=sampling_input(slots, sampled_slots, positions + self.ahead, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
         )
@@ -162,7 +172,8 @@ class Packer:
         at = int(schedule.first[0])
         later = rows.sampling.later(at - rows.begin)
         if later is None:
-            later = sampling_input(self.slots, rows.sampled_slots, schedule.sampled()[1], self._stages)
+            positions = schedule.sampled()[1] + self.ahead
+            later = sampling_input(self.slots, rows.sampled_slots, positions, self._stages)
             rows.sampling, rows.begin = later, at
         return later
 
@@ -196,14 +207,23 @@ class Packer:
         tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
         if count == schedule.rows:
             positions[:count] = schedule.first
-            tokens[:count] = self.slots.tokens[schedule.slots, schedule.first]
+            tokens[:count] = self.slots.tokens[schedule.slots, self._read(schedule.first)]
             return
         positions[:count] = np.arange(count) + (schedule.ends - rows.ends).repeat(schedule.extend)
-        tokens[:count] = self.slots.tokens[slots[:count], positions[:count]]
+        tokens[:count] = self.slots.tokens[slots[:count], self._read(positions[:count])]
         if schedule.images is not None:
             for row, first, last, source in schedule.images.spans:
                 at = int(rows.ends[row] - schedule.ends[row]) + first
                 tokens[at : at + last - first] = image_ids(source, last - first)
+
+    def _read(self, positions: np.ndarray) -> np.ndarray:
+        """The places of the tokens that are read at ``positions``. At the last one, where only dummy rows come, there
+        is none ahead.
+        """
+        if not self.ahead:
+            return positions
+        read: np.ndarray = np.minimum(positions + self.ahead, self.slots.max_model_len - 1)
+        return read
 
     def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
         """The prefilling rows that want prompt logprobs; a token that ends the prompt has no successor."""

@@ -1,6 +1,8 @@
-"""The paged key/value cache: one allocation, a block's keys and values side by side."""
+"""What is kept in blocks: keys and values, one allocation, a block's side by side; and features for a head."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,21 +11,12 @@ from preheat.model.specs import ModelSpec
 from preheat.ops.float8 import DTYPES
 
 
-class KVCache:
-    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are of
-    ``dtype``, the model's, or of the eight bits that the spec asks for.
+class BlockCache:
+    """``layers`` are tensors whose first axis are the pool's blocks, each of whole words of 64 bits, contiguous."""
 
-    Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole heads of
-    whole blocks straight into the layout of the matrix product.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, dtype), device=device)
-        self.layers = list(self.data.unbind(0))
-        self._blocks = [layer.view(num_blocks, -1).view(torch.int64) for layer in self.layers]  # moved in whole words
+    def __init__(self, layers: Sequence[Tensor]) -> None:
+        self.layers = list(layers)
+        self._blocks = [layer.view(len(layer), -1).view(torch.int64) for layer in self.layers]  # moved in whole words
 
     def swap(self, pairs: Tensor) -> None:
         """The contents of each of the ``pairs`` of blocks, int64 [n, 2], change places, in one layer after the other.
@@ -36,3 +29,30 @@ class KVCache:
         for blocks in self._blocks:
             torch.index_select(blocks, 0, there, out=contents)
             blocks.index_copy_(0, here, contents)
+
+
+class KVCache(BlockCache):
+    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are of
+    ``dtype``, the model's, or of the eight bits that the spec asks for.
+
+    Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole heads of
+    whole blocks straight into the layout of the matrix product.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        self.data = torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, dtype), device=device)
+        super().__init__(self.data.unbind(0))
+
+
+class FeatureCache(BlockCache):
+    """``rows`` [blocks * slots, size]: a feature of ``size`` numbers for each token; its row is the number of its block
+    times the slots of a block, plus its place there.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        data = torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
+        super().__init__([data])
+        self.rows = data.view(-1, size)

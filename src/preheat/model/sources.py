@@ -211,11 +211,20 @@ def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
     """Raise ModelError unless ``shapes`` are those of ``spec``, apart from tensors that are known to be harmless."""
-    expected = expected_tensors(spec, formats)
+    check_shapes(spec.architecture, expected_tensors(spec, formats), shapes, lambda name: _harmless(name, spec))
+
+
+def check_shapes(
+    what: str,
+    expected: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
+    harmless: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Raise ModelError unless ``shapes`` are the ``expected`` ones of ``what``, apart from ``harmless`` tensors."""
     problems = []
     if missing := sorted(expected.keys() - shapes.keys()):
         problems.append(f"missing tensors: {_some(missing)}")
-    if unknown := sorted(name for name in shapes.keys() - expected.keys() if not _harmless(name, spec)):
+    if unknown := sorted(name for name in shapes.keys() - expected.keys() if not harmless(name)):
         problems.append(f"unknown tensors: {_some(unknown)}")
     wrong = [
         f"{name} has shape {list(shapes[name])}, needs {list(shape)}"
@@ -225,7 +234,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping
     if wrong:
         problems.append(_some(wrong))
     if problems:
-        raise ModelError(f"the checkpoint does not fit {spec.architecture}: {'; '.join(problems)}")
+        raise ModelError(f"the checkpoint does not fit {what}: {'; '.join(problems)}")
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from preheat.backends.base import Facts
+from preheat.utils.speculation import WITH_MODEL
 from preheat.utils.structured import preloads_of
 
 DIMENSIONS = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block", "decode_seq")
@@ -16,7 +17,7 @@ class PlanOptions:
     """Names and meanings are those of Settings. A part of a bucket range that is None takes the policy's default.
 
     ``pads_context`` and ``host_sampler`` are no settings but facts of the backend. ``verify_widths`` are the tokens of
-    a row that steps with drafts are padded to; none: nothing drafts. With ``draft_model`` a model does; with
+    a row that steps with drafts are padded to; none: nothing drafts. With ``draft_model`` a model or a head does; with
     ``measures_drafts`` steps are timed, to choose how many tokens are drafted.
     ``grammars`` are the names of those that the boot compiles.
     """
@@ -71,7 +72,7 @@ class PlanOptions:
             "host_sampler": facts.host_sampler,
             "pads_context": facts.pads_context,
             "verify_widths": speculates.widths if speculates else (),
-            "draft_model": speculates is not None and speculates.method == "draft_model",
+            "draft_model": speculates is not None and speculates.method in WITH_MODEL,
             "measures_drafts": speculates is not None and speculates.auto,
         }
         told["grammars"] = tuple(preloads_of(settings))

@@ -21,6 +21,8 @@ MARGIN = 1.02
 """How many times the tokens a second a step with drafts must promise: times are measured with an error."""
 FIRST_PROBE, LAST_PROBE = 16, 1024
 """Steps without drafts after which one is tried again: twice as many each time that it does not pay."""
+PATIENCE = 4
+"""Steps for which a trial waits for something to be drafted."""
 
 
 class DraftLength(Protocol):
@@ -52,8 +54,9 @@ class FixedLength:
 class MeasuredLength:
     """The number of drafts with the most tokens a second: what is expected to be accepted, over what the step costs.
 
-    ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds of drafting one token for
-    so many rows; with ``waits``, asking costs more than the draft: the step in flight is waited for.
+    Where nothing pays, not even with drafts in every row, nothing is asked for, and until something is learnt again a
+    step costs a lookup. ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds
+    of drafting a token for so many rows; with ``waits``, asking costs more than that: the step in flight is waited for.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class MeasuredLength:
         self._seconds, self._asking, self._waits = seconds, asking, waits
         self._tried = np.full(self._choices[-1], WEIGHT)  # drafts at each place, those before it accepted
         self._accepted = PRIOR * self._tried
+        self._known: dict[tuple[int, int], int] = {}  # the best of rows and limit, until something is learnt
         self._since = 0  # steps without drafts
         self._probe = FIRST_PROBE
+        self._trying = False
 
     @property
     def shares(self) -> np.ndarray:
@@ -78,16 +83,20 @@ class MeasuredLength:
         return each.cumprod()
 
     def most(self, rows: int, limit: int) -> int:
-        """A lookup on the host between two steps costs next to nothing; a draft model is asked if it pays."""
-        if not self._waits and not self._asking(rows):
-            return limit
-        return self._choose(rows, [limit] * rows, self._asking(rows))
+        """What pays best if all rows have as many drafts as they may; if some have fewer, no more than that pays."""
+        best = self._known.get((rows, limit))
+        if best is None:
+            best = self._known[rows, limit] = self._best(rows, [limit] * rows, self._asking(rows))
+        if best:
+            self._since, self._probe, self._trying = 0, FIRST_PROBE, False
+            return best
+        return self._tried_again(min(self._choices[1], limit))
 
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
-        """What was drafted already costs nothing more. Called for steps with drafts alone."""
-        if self._asking(rows) or self._waits:
+        """What a draft model has drafted costs nothing more; a lookup is only now known to have found something."""
+        if self._trying or self._waits or self._asking(rows):
             return max(lengths)
-        return self._choose(rows, lengths, 0.0)
+        return self._best(rows, lengths, 0.0)
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         places = np.arange(len(self._tried))[:, None]
@@ -95,11 +104,12 @@ class MeasuredLength:
         kept = np.where(tried, DECAY, 1.0)
         self._tried = self._tried * kept + tried
         self._accepted = self._accepted * kept + (places < accepted).sum(1)
+        self._known.clear()
+        if self._trying:
+            self._rest()
 
-    def _choose(self, rows: int, lengths: Sequence[int], asking: float) -> int:
+    def _best(self, rows: int, lengths: Sequence[int], asking: float) -> int:
         limit, shares, counts = max(lengths, default=0), self.shares, np.array(lengths)
-        if not limit:
-            return 0
         best, best_pace, gain = 0, MARGIN * rows / self._seconds(rows, 0), 0.0
         for before, count in zip(self._choices, self._choices[1:], strict=False):
             if before >= limit:
@@ -108,15 +118,19 @@ class MeasuredLength:
             pace = (rows + gain) / (self._seconds(rows, count) + asking * min(count, limit))
             if pace > best_pace:
                 best, best_pace = count, pace
-        return self._tried_again(min(best, limit), min(self._choices[1], limit))
+        return min(best, limit)
 
-    def _tried_again(self, best: int, least: int) -> int:
-        """``best``, or now and then the ``least`` where that is nothing: what is accepted may change."""
-        if best:
-            self._since, self._probe = 0, FIRST_PROBE
-            return best
+    def _tried_again(self, least: int) -> int:
+        """Where nothing pays: nothing, or now and then the ``least``, as what is accepted may change."""
         self._since += 1
         if self._since < self._probe:
             return 0
-        self._since, self._probe = 0, min(2 * self._probe, LAST_PROBE)
+        if self._since >= self._probe + PATIENCE:
+            self._rest()
+            return 0
+        self._trying = True
         return least
+
+    def _rest(self) -> None:
+        """A trial is over: the next one comes later."""
+        self._trying, self._since, self._probe = False, 0, min(2 * self._probe, LAST_PROBE)

@@ -225,7 +225,8 @@ class Scheduler:
     def _compose(self) -> NextStep:
         """Choose the rows of the next step and allocate their blocks."""
         if self.drafting is not None:
-            self.drafting.begin(int((self._due() == 1).sum()))
+            batch = self._last_batch()
+            self.drafting.begin(int((self._due() == 1).sum()) if batch is None else len(batch.slots))
         step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from preheat.errors import SettingsError
 from preheat.utils.text import did_you_mean
 
-Method = Literal["ngram", "suffix", "draft_model"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3"]
+
+WITH_MODEL: tuple[Method, ...] = ("draft_model", "eagle3")
+"""Methods that draft with weights of their own."""
 
 MAX_TOKENS = 128
 """Most draft tokens of a row, as in vLLM."""
@@ -27,9 +30,8 @@ REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "medusa": _NO_HEADS,
         "mlp_speculator": _NO_HEADS,
-        "eagle": "heads on the target's hidden states come in a later version",
-        "eagle3": "heads on the target's hidden states come in a later version",
-        "mtp": "heads on the target's hidden states come in a later version",
+        "eagle": "heads of EAGLE-1 and 2 are other networks, which eagle3 replaces: use a head of EAGLE-3",
+        "mtp": "layers of the checkpoint that draft belong to families that are not supported yet",
         "ngram_gpu": "the lookup runs on the host: write ngram",
     }
 )
@@ -195,15 +197,15 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
     if method is None:
         method = "draft_model" if model else "ngram" if any("lookup" in key for key in asked) else None
     if method is None:
-        raise _error('nothing says what drafts: give a "method" (ngram, suffix, draft_model) or a "model"')
+        raise _error('nothing says what drafts: give a "method" (ngram, suffix, draft_model, eagle3) or a "model"')
     if reason := REFUSED_METHODS.get(method):
         raise _error(f"method {method} is not supported: {reason}")
-    makers: dict[str, Method] = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft_model"}
+    makers: dict[str, Method] = {name: name for name in get_args(Method)}
     if method not in makers:
         raise _error(f"unknown method {method!r}{did_you_mean(method, makers)}; there are {', '.join(makers)}")
-    if method == "draft_model" and not model:
-        raise _error('method draft_model needs the "model" that drafts')
-    if method != "draft_model" and model:
+    if method in WITH_MODEL and not model:
+        raise _error(f'method {method} needs the "model" that drafts')
+    if method not in WITH_MODEL and model:
         raise _error(f"method {method} drafts without a model: leave {model!r} out")
     return makers[method], model
 

@@ -1,0 +1,98 @@
+"""A head of EAGLE-3 that drafts: a draft model of one layer over the features of the target, see
+:mod:`preheat.model.eagle`.
+
+At position i the head reads the token at i + 1 and the feature at i, and draws what follows that token, with the
+target's noise for the position i + 2. Its keys and values are at i, in the target's blocks, as the feature is. Behind
+the last position that the target has computed the head goes on with features of its own: what it computed at one
+position it leaves at the next, where the target writes its own before the head reads it again. So drafting the first
+token and drafting the next ones are the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import StepInputs
+from preheat.execution.draft_model import DraftModel
+from preheat.execution.executor import Executor
+from preheat.execution.features import Features, places, token_places, write_places
+from preheat.execution.input_batch import InputBatch, Packer
+from preheat.execution.kv_cache import FeatureCache
+from preheat.model.decoder import Attended, Tap
+from preheat.model.eagle import LoadedHead
+from preheat.plan.plan import Plan
+from preheat.schedule.slots import Slots
+
+Made = tuple[Packer, Executor]
+
+
+class EagleExecutor(Executor):
+    """Runs steps of a head over the features in ``cache``, of the sequences in ``slots``."""
+
+    @torch.inference_mode()
+    def __init__(self, *parts: Any, head: LoadedHead, features: FeatureCache, slots: Slots, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._loaded, self._slots, self._kept = head, slots, features.rows
+        tokens, hidden = self._residual.shape
+        self._embedded = torch.zeros_like(self._residual)
+        self._joined = self._residual.new_zeros(tokens, 2 * hidden)
+        self._at = self._kept.new_zeros(tokens, dtype=torch.int64)
+        self._next = self._kept.new_zeros(self.buffers.limits.max_sampled, dtype=torch.int64)
+
+    def _send(self, batch: InputBatch) -> None:
+        """Where the tokens' features are, and where the next position of the rows that are sampled has its own."""
+        super()._send(batch)
+        slots, schedule = self._slots, batch.schedule
+        write_places(self._at[: len(self.buffers.inputs(batch.bucket).tokens)], token_places(slots, schedule))
+        write_places(self._next[: batch.sampling_size], places(slots, batch.sampled_slots, schedule.sampled()[1]))
+
+    def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor:
+        """The residual stream begins as the feature; the layer reads norms of embedding and feature side by side."""
+        tokens, hidden = residual.shape
+        weights, head = self.decoder.weights, self._loaded
+        embedded, joined = self._embedded[:tokens], self._joined[:tokens]
+        self.backend.embed(inputs, self.sampler.last_token, weights.embedding, embedded)
+        torch.index_select(self._kept, 0, self._at[:tokens], out=residual)
+        normed = head.hidden_norm(residual)
+        joined[:, :hidden].copy_(weights.layers[0].input_norm(embedded))
+        joined[:, hidden:].copy_(normed)
+        if head.eagle.norm_before_residual:
+            residual.copy_(normed)
+        return joined
+
+    def _hidden(self, size: int, tap: Tap | None = None) -> Tensor:
+        """What the residual stream is before the final norm is the feature of the next position."""
+        index = self.buffers.sampled[:size]
+        sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
+        hidden = self.decoder.finish(sampled, eager=tap is not None, tap=tap)
+        self._kept.index_copy_(0, self._next[:size], sampled.residual)
+        return hidden
+
+
+class EagleDrafter(DraftModel):
+    """As a draft model; but what it computed with features of its own is computed again from the target's."""
+
+    def _take_back(self, slots: Slots, rows: np.ndarray) -> None:
+        self._computed[rows] = self._known[rows]
+        super()._take_back(slots, rows)
+
+
+def make_drafter(head: LoadedHead, target: Made, plan: Plan, tokens: int, make: Callable[..., Made]) -> EagleDrafter:
+    """What drafts up to ``tokens`` tokens with ``head``, over the slots and blocks of the ``target``, whose steps keep
+    features from now on. ``make(executor=...)`` is :func:`preheat.execution.build.build` for the head and its ``plan``.
+    """
+    packer, executor = target
+    slots, limits = packer.slots, plan.limits
+    device = executor.backend.device
+    kept = FeatureCache(limits.num_blocks, limits.block_size, head.spec.hidden_size, head.dtype, device)
+    own, runs = make(executor=partial(EagleExecutor, head=head, features=kept, slots=slots))
+    tokens_of, hidden = executor.states.residual.shape
+    executor.features = Features(kept, head.fc, head.eagle.layers, slots, size=(tokens_of, hidden))
+    executor.other_caches += [runs.cache, kept]
+    return EagleDrafter(tokens, Packer(slots, plan, own.buffers, ahead=1), runs)

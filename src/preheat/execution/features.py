@@ -1,0 +1,73 @@
+"""Features: what a head that drafts reads of the model's state at each token, kept where keys and values are.
+
+The residual stream between some layers is copied as a step runs, and one linear layer makes a feature of it, which goes
+to the token's place in its block. So features are there for every token whose keys and values are: of all chunks of a
+prompt, and of blocks that the prefix cache had. Nothing of the step itself is touched, so no logit can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Linear
+from preheat.core import Schedule
+from preheat.execution.kv_cache import FeatureCache
+from preheat.schedule.slots import Slots
+
+
+class Features:
+    """Keeps ``fc`` of the residual stream before each of ``layers``, side by side, for steps of the sequences in
+    ``slots`` whose residual stream has at most ``size`` [tokens, hidden].
+    """
+
+    def __init__(
+        self, cache: FeatureCache, fc: Linear, layers: Sequence[int], slots: Slots, *, size: tuple[int, int]
+    ) -> None:
+        tokens, hidden = size
+        self.cache, self._fc, self._slots = cache, fc, slots
+        self._columns: dict[int, list[slice]] = {}  # by the layer behind which they are there
+        for place, layer in enumerate(layers):
+            self._columns.setdefault(layer - 1, []).append(slice(place * hidden, (place + 1) * hidden))
+        self._states = cache.rows.new_zeros(tokens, len(layers) * hidden)
+        self._places = cache.rows.new_zeros(tokens, dtype=torch.int64)
+
+    def place(self, schedule: Schedule, tokens: int) -> None:
+        """The next step is ``schedule``, padded to ``tokens``."""
+        write_places(self._places[:tokens], token_places(self._slots, schedule))
+
+    def keep(self, layer: int, residual: Tensor) -> None:
+        """A :data:`preheat.model.decoder.Tap`."""
+        for columns in self._columns.get(layer, ()):
+            self._states[: len(residual), columns].copy_(residual)
+
+    def store(self, tokens: int) -> None:
+        """Write the features of the step's ``tokens``, padding included, which goes to the pad block."""
+        self.cache.rows.index_copy_(0, self._places[:tokens], self._fc(self._states[:tokens]))
+
+
+def places(slots: Slots, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The rows of a :class:`FeatureCache`, int64 [n], for ``positions`` [n] of the sequences in the slots ``rows`` [n].
+    Beyond a sequence's blocks, and so for dummy rows, they are in the pad block.
+    """
+    block = np.minimum(positions // slots.block_size, slots.max_blocks - 1)
+    found: np.ndarray = (
+        slots.block_table[rows, block].astype(np.int64) * slots.block_size + positions % slots.block_size
+    )
+    return found
+
+
+def token_places(slots: Slots, schedule: Schedule) -> np.ndarray:
+    """Those of all tokens of a step, int64 [tokens]."""
+    ends, extend = schedule.extend.cumsum(), schedule.extend
+    positions = np.arange(int(ends[-1])) + (schedule.ends - ends).repeat(extend)
+    return places(slots, schedule.slots.repeat(extend), positions)
+
+
+def write_places(out: Tensor, found: np.ndarray) -> None:
+    """Fill ``out`` int64 [size] with what was ``found`` [n <= size]; the rest is in the pad block."""
+    out[: len(found)].copy_(torch.from_numpy(found))
+    out[len(found) :].zero_()
