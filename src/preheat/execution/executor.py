@@ -88,6 +88,7 @@ class Executor:
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part)
         self.samples = backend.programs(self._sample)
+        self._heads = backend.programs(self._head)  # for prompt logprobs, never captured
 
     @property
     def states(self) -> Attended:
@@ -203,7 +204,8 @@ class Executor:
     def prepare(self, batch: InputBatch) -> None:
         """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
-        self._forward(batch.bucket, self._kinds)
+        for layer in self._kinds:
+            self.forwards.run(Part(batch.bucket, range(layer, layer + 1)), eager=True)
         self._states = Attended(self._attended, self._residual)
         self._draw(batch).result()
 
@@ -275,7 +277,7 @@ class Executor:
         for part in batch.prompt_parts:
             size = len(part.before)
             self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
-            entries = self.sampler.logprobs(self._head(size), part.successors, part.alternatives)
+            entries = self.sampler.logprobs(self._heads.run(size), part.successors, part.alternatives)
             found.setdefault(part.row, []).extend(entries)
         return found
 

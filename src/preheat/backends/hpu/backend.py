@@ -155,7 +155,7 @@ class HpuBackend:
         """
         attention, self._attention = self._attention, None
         if attention is None:
-            return Calls(body)
+            return Calls(self._bridge.as_program(body))
         keeps = self._settings.disable_tensor_cache is False
         return HpuGraphs(body, self._bridge, attention, disable_tensor_cache=not keeps, count=self._count)
 
@@ -185,9 +185,14 @@ class HpuBackend:
     def sampler(
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> HpuSampler:
-        rows = limits.max_num_seqs
-        duplicates, masks = handle_topk_duplicates, rows if masked else 0
-        return HpuSampler(rows, vocab_size, self._bridge, handle_topk_duplicates=duplicates, masked_rows=masks)
+        return HpuSampler(
+            limits.max_num_seqs,
+            limits.max_sampled,
+            vocab_size,
+            self._bridge,
+            handle_topk_duplicates=handle_topk_duplicates,
+            masked=masked,
+        )
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return cold_sources(self._bridge, lambda: self._captured)
