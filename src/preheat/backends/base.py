@@ -503,8 +503,10 @@ class Backend(Operations, Protocol):
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         """What builds the regions of a layer in ``mode``, keeping compiled code in ``cache``."""
 
-    def programs(self, body: Callable[[K], R]) -> GraphDriver[K, R]:
-        """What runs ``body(key)`` for each key. Programs run one after the other: graphs share their working memory."""
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
+        """What runs ``body(key)`` for each key, which reads what ``attention`` was sent, if that is given. Programs run
+        one after the other: graphs share their working memory.
+        """
 
     def compiling(self, threads: int) -> AbstractContextManager[None] | None:
         """Kernels that are launched inside are built by so many threads and not run; None: there is nothing to build

@@ -86,7 +86,7 @@ class Executor:
         self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
         self.other_caches: list[KVCache] = []  # of the same blocks: a draft model's
         self._watch: LogitWatch | None = None
-        self.forwards = backend.programs(self._forward_part)
+        self.forwards = backend.programs(self._forward_part, self.attention)
         self.samples = backend.programs(self._sample)
         self._heads = backend.programs(self._head)  # for prompt logprobs, never captured
 

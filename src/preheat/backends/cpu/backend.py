@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    Attention,
     AttentionLayer,
     Experts,
     K,
@@ -99,7 +100,7 @@ class CpuBackend:
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         return region_builder(mode, cache)
 
-    def programs(self, body: Callable[[K], R]) -> Calls[K, R]:
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
 
     def compiling(self, threads: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    Attention,
     AttentionLayer,
     Experts,
     GraphDriver,
@@ -66,7 +67,6 @@ class HpuBackend:
         self.facts, self.device = SIMULATED if simulated else FACTS, DEVICES[simulated]
         self._settings = Settings()
         self._used_before = 0
-        self._attention: HpuAttention | None = None
         self._captured = 0
 
     @cached_property
@@ -149,12 +149,9 @@ class HpuBackend:
             return lambda region: Regional(region, backend=name)
         return self._bridge.as_unit
 
-    def programs(self, body: Callable[[K], R]) -> GraphDriver[K, R]:
-        """The first are an executor's forward programs, which become graphs; those of its sampler follow attention's
-        last operations lazily.
-        """
-        attention, self._attention = self._attention, None
-        if attention is None:
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
+        """Those that read attention's tensors become graphs; a sampler's and an image encoder's stay lazy."""
+        if not isinstance(attention, HpuAttention):
             return Calls(self._bridge.as_program(body))
         keeps = self._settings.disable_tensor_cache is False
         return HpuGraphs(body, self._bridge, attention, disable_tensor_cache=not keeps, count=self._count)
@@ -179,8 +176,7 @@ class HpuBackend:
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
         """``contiguous`` must be asked for: it makes a second graph of each decoding program."""
         asked = contiguous and self._settings.contiguous_pa is True
-        self._attention = HpuAttention(layers, limits, self._bridge, contiguous=asked)
-        return self._attention
+        return HpuAttention(layers, limits, self._bridge, contiguous=asked)
 
     def sampler(
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
