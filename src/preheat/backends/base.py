@@ -110,6 +110,11 @@ class Facts:
     ignored: Mapping[str, str] = field(default_factory=dict)
 
 
+DEQUANTIZED = {
+    kind: QuantizedKernel("dequantized while loading, then as any layer", itemsize=0) for kind in ("w8a16", "w4a16")
+}
+"""Where no kernel multiplies codes."""
+
 NO_BRIDGE = dict.fromkeys(
     ("lazy_collectives", "disable_tensor_cache", "metrics_gc_details", "pa_softmax_impl"),
     "it is for Gaudi, which this platform is not",

@@ -146,7 +146,7 @@ class Executor:
 
     @torch.inference_mode()
     def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """fp32 [sampling rows, vocab] of a step, computed by the programs that serve, or operation by operation.
+        """fp32 [sampling rows, vocab] of a step, a new tensor, computed by the programs that serve, or operation by operation.
 
         ``tap``, which needs the latter, is told of every layer.
         """
@@ -158,7 +158,8 @@ class Executor:
             self._hidden(batch.sampling_size, tap)
         logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
-        return self._logits[:0].float() if logits is None else logits[: len(batch.sampled_rows)].float()
+        kept = self._logits[:0] if logits is None else logits[: len(batch.sampled_rows)]
+        return kept.to(torch.float32, copy=True)  # they may lie in a static buffer, which the next step overwrites
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray) -> np.ndarray:

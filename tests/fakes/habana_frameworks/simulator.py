@@ -155,6 +155,10 @@ class Device:
     def lazy(self) -> bool:
         return os.environ.get("PT_HPU_LAZY_MODE", "1") == "1"
 
+    @property
+    def capturing(self) -> bool:
+        return self._capture is not None
+
     # Memory.
 
     def charge(self, tensor: Tensor) -> Tensor:

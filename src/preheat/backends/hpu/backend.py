@@ -41,6 +41,7 @@ from preheat.backends.hpu.linear import HpuLinear, Sizes
 from preheat.backends.hpu.moe import HpuExperts
 from preheat.backends.hpu.norm import HpuNorm
 from preheat.backends.hpu.sampler import HpuSampler
+from preheat.backends.hpu.sharing import HpuSharing
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
@@ -48,7 +49,7 @@ from preheat.ops.embedding import embed
 from preheat.ops.kinds import Activation, NormKind
 from preheat.ops.moe import Routing, add_shared
 from preheat.ops.norm import make_norm
-from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.settings import Settings
 from preheat.utils.environment import warn
 
@@ -58,13 +59,12 @@ logger = logging.getLogger(__name__)
 class HpuBackend:
     """torch on one Gaudi. SettingsError, saying what to change, where there is none that can be used."""
 
-    sharing: Sharing | None = None
-
     def __init__(self) -> None:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
         simulated = is_simulated()
         self.facts, self.device = SIMULATED if simulated else FACTS, DEVICES[simulated]
+        self.sharing: Sharing | None = HpuSharing(lambda: self._sizes)
         self._settings = Settings()
         self._used_before = 0
         self._captured = 0
@@ -166,7 +166,8 @@ class HpuBackend:
         """Prove at which sizes the device computes linear layers alike; the last layer also has the head's sizes."""
         given = list(layers)
         rows = sorted({size for _, sizes in given for size in sizes})
-        by_shape = {each.shape: each for each, _ in given if isinstance(each, HpuLinear | HpuExperts)}
+        parts = [part for layer, _ in given for part in getattr(layer, "parts", [layer])]
+        by_shape = {part.shape: part for part in parts if isinstance(part, HpuLinear | HpuExperts)}
         for layer in by_shape.values():
             layer.settle(rows)
 
@@ -214,14 +215,12 @@ class HpuBackend:
         activation: Activation | None = None,
         clip: float | None = None,
     ) -> HpuLinear:
-        assert isinstance(weight, Tensor)  # facts.quantized is empty
-        return HpuLinear(weight, bias, self._sizes, activation=activation, limit=clip)
+        return HpuLinear(plain(weight), bias, self._sizes, activation=activation, limit=clip)
 
     def experts(
         self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
     ) -> HpuExperts:
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # facts.quantized is empty
-        return HpuExperts(gate_up, down, routing, self._sizes)
+        return HpuExperts(plain(gate_up), plain(down), routing, self._sizes)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> HpuNorm:
         return HpuNorm(make_norm(weight, eps, kind, bias), self._bridge)

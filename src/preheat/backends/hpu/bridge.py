@@ -36,16 +36,18 @@ def wants_lazy(settings: Settings) -> bool:
 
 class Bridge:
     """The loaded bridge. ``device`` is where tensors are; ``lazy`` whether operations accumulate; ``inside`` whether a
-    unit is running.
+    unit is running; ``collects`` whether what is captured or accumulates may hold collectives.
 
     Raises SettingsError where the bridge was loaded before in the other mode: it reads it once in a process.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.simulated, self.lazy = is_simulated(), wants_lazy(settings)
+        asked = settings.lazy_collectives
+        self.collects = not self.lazy or asked is not False
         told = {  # what the bridge itself reads, when it is loaded
             LAZY: self.lazy,
-            "PT_HPU_ENABLE_LAZY_COLLECTIVES": settings.lazy_collectives,
+            "PT_HPU_ENABLE_LAZY_COLLECTIVES": True if asked is None and settings.tensor_parallel_size > 1 else asked,
             "PT_HPU_METRICS_GC_DETAILS": settings.metrics_gc_details,
         }
         os.environ.update({name: str(int(value)) for name, value in told.items() if value is not None})
@@ -130,9 +132,7 @@ class Bridge:
 
     @property
     def process_group(self) -> str:
-        """The name of torch.distributed's backend for collectives among cards, registered when it is asked for."""
-        if self.simulated:
-            return "gloo"
+        """The name of torch.distributed's backend for collectives among cards, which a module registers."""
         importlib.import_module(f"{FRAMEWORKS}.torch.distributed.hccl")
         return "hccl"
 
