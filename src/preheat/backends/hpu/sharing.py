@@ -90,7 +90,7 @@ class Group:
         if self.world == 1:
             return x.unsqueeze(0)
         found = x.new_empty(self.world, *x.shape)
-        dist.all_gather_into_tensor(found, x.contiguous())
+        dist.all_gather(list(found.unbind()), x.contiguous())
         return found
 
 

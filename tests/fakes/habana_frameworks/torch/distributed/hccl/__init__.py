@@ -25,13 +25,16 @@ class Hccl(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "hccl"
 
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        """It accumulates with the rest if collectives are lazy; else the host waits for it, which a graph cannot hold."""
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """It accumulates with the rest if collectives are lazy; else the host waits for it, which a graph cannot."""
         if DEVICE.lazy and os.environ.get(LAZY_COLLECTIVES) != "1":
             if DEVICE.capturing:
                 raise GraphRefused(f"a collective within a graph needs {LAZY_COLLECTIVES}=true")
             DEVICE.mark_step()
-        torch.ops.fake_hccl.all_gather(output, given)
+        found = inputs[0].new_empty(len(outputs[0]), *inputs[0].shape)
+        torch.ops.fake_hccl.all_gather(found, inputs[0])
+        for output, part in zip(outputs[0], found, strict=True):
+            output.copy_(part)
         return Done()
 
 
