@@ -11,16 +11,18 @@ import os
 import random
 import re
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from preheat import LLM, SamplingParams
 from preheat.backends.hpu.attention import GATHERED, IN_PLACE, TILE_ROWS
 from preheat.errors import PreheatError, SettingsError
-from preheat.plan.buckets import Bucket, padded_work
+from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.server.answers import ReadyStatus
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
@@ -228,6 +230,39 @@ def test_a_graph_costs_what_its_bucket_reports(warm):
         assert bucket.tokens <= rows <= bucket.tokens + 15
     cheap, dear = (Bucket.decode(16, blocks=blocks) for blocks in (16, 32))
     assert padded_work(dear) - padded_work(cheap) == 16
+
+
+def test_padding_is_what_the_plan_reports(warm):
+    """Of both phases, with the rows and blocks that captured programs multiply in place of those of their names."""
+    llm, _ = warm
+    executor, plan = llm.loop.executor, llm.loop.packer.plan
+    attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv
+    of_a_block = 2 * TILE_ROWS * attention._kv_heads * attention._dim * attention._size
+
+    @cache
+    def work(bucket: Bucket) -> int:
+        found = multiplications(llm, bucket)
+        rows = found["linear"] // (qkv.shape.inputs * qkv.shape.outputs)
+        rows -= executor.backend._sizes.of(qkv.shape, bucket.tokens) - bucket.tokens  # the proof's, not the bucket's
+        return rows + found["matmul"] // of_a_block if bucket.phase == "decode" else rows
+
+    longest, blocks = plan.limits.max_model_len, plan.limits.max_blocks_per_seq
+    needs = {  # one prompt, of lengths evenly on a logarithmic scale; any rows, with contexts likewise
+        "prompt": [StepSize("prompt", 1, n, n) for n in evenly(16, longest, 2_000)],
+        "decode": [
+            StepSize("decode", rows, rows, 0, count)
+            for rows in range(1, plan.limits.max_num_seqs + 1)
+            for count in evenly(rows, rows * blocks, 16)
+        ],
+    }
+    for phase, sizes in needs.items():
+        added = [work(plan.dispatcher.peek(need)) / (need.tokens + need.blocks) - 1 for need in sizes]
+        assert plan.padding[phase].mean == pytest.approx(sum(added) / len(added))
+        assert plan.padding[phase].worst == pytest.approx(max(added)) != 0
+
+
+def evenly(low: int, high: int, samples: int) -> list[int]:
+    return [round(value) for value in np.geomspace(low, high, samples).tolist()]
 
 
 def multiplications(llm: LLM, bucket: Bucket) -> Counter[str]:

@@ -58,7 +58,7 @@ def test_incs_ranges_are_measured_and_served(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANT_CONFIG", str(tmp_path / "ranges" / "maxabs_quant.json"))
     rounded = {"quantization": "inc", "kv_cache_dtype": "fp8_inc", "weights_load_device": "cpu"}
     with inserted() as card:
-        llm = boot(options, on_cold="raise", boot_check="full", **rounded)
+        llm = boot(options, on_cold="raise", boot_check="quick", **rounded)
         before = dict(card.counts)
         ours = answers(llm)
         assert answers(llm) == ours  # by cached prefixes
@@ -82,7 +82,7 @@ def test_drafts_are_checked_and_change_nothing(tmp_path):
     prompts = [[1, 2, 3] * 5, [7, 8] * 6, [9] * 10]
     with inserted() as card:
         plain = answers(boot(options), prompts)
-        llm = boot(options, speculative_config=drafts, on_cold="raise", boot_check="full")
+        llm = boot(options, speculative_config=drafts, on_cold="raise", boot_check="quick")
         before = dict(card.counts)
         assert answers(llm, prompts) == plain
         assert dict(card.counts) == before
@@ -104,7 +104,7 @@ def test_awq_is_dequantized_and_has_the_bits_of_what_it_stands_for(tmp_path):
 
 
 def test_images_are_seen(tmp_path):
-    """LLaVA, for which vLLM's page wants the tensor cache: against transformers, at any company, and nothing is cold."""
+    """LLaVA, for which vLLM's page wants the tensor cache: against transformers, in any company, nothing cold."""
     reference = save_llava(tmp_path)
     options = test_llava.OPTIONS | {
         "model": str(tmp_path), "device": "hpu", "use_fake_hpu": True, "max_model_len": 112, "boot_check": "off",
@@ -136,7 +136,7 @@ def _group():
 
 @pytest.mark.usefixtures("_group")
 def test_two_cards_have_the_bits_of_one(tmp_path):
-    """Graphs hold the collectives of HCCL's group by name: dense layers, experts, a shared one; and a card that dies."""
+    """Graphs hold the collectives of HCCL's group by name: attention, experts, a shared one; and a card that dies."""
     save_checkpoint(SHARED, tmp_path)
     options = {
         "model": str(tmp_path), "device": "hpu", "use_fake_hpu": True, "dtype": "float32", "skip_tokenizer_init": True,

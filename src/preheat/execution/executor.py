@@ -146,7 +146,7 @@ class Executor:
 
     @torch.inference_mode()
     def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """fp32 [sampling rows, vocab] of a step, a new tensor, computed by the programs that serve, or operation by operation.
+        """fp32 [sampling rows, vocab] of a step, a new tensor: by the programs that serve, or operation by operation.
 
         ``tap``, which needs the latter, is told of every layer.
         """

@@ -45,7 +45,7 @@ class HpuSharing:
         activation: Activation | None = None,
         clip: float | None = None,
     ) -> Linear:
-        return FinishedTiles(self._make, weight, bias, tiles, ending(activation, clip))
+        return FinishedTiles(self._make, weight, bias, tiles).then(ending(activation, clip))
 
     def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> LeafLinear:
         return LeafLinear(self._make, weight, bias, leaves, collective)
@@ -53,7 +53,9 @@ class HpuSharing:
     def leaf_experts(
         self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
     ) -> LeafExperts:
-        return LeafExperts(self._make, gate_up, down, routing, leaves, collective)
+        tiles = [down.shape[2] // leaves] * (2 * leaves)
+        first = [TiledLinear(self._make, weight, None, tiles) for weight in gate_up]
+        return LeafExperts(first, [Leaves(self._make, weight, leaves) for weight in down], routing, collective)
 
     def _make(self, weight: Tensor, bias: Tensor | None) -> HpuLinear:
         return HpuLinear(weight, bias, self._sizes())
@@ -79,7 +81,7 @@ class Group:
                 "this process is in a process group already: give each engine of several ranks a process of its own",
                 param="tensor_parallel_size",
             )
-        store = dist.FileStore(str(folder / "group"), world)
+        store = dist.FileStore(str(folder / "group"), world)  # type: ignore[attr-defined]
         store.add("present", 1)
         while store.add("present", 0) < world:
             check()
@@ -95,18 +97,13 @@ class Group:
 
 
 class FinishedTiles(TiledLinear):
-    """Tiles, and ``end``, what follows their products."""
+    """Tiles, and what follows their products."""
 
-    def __init__(
-        self,
-        make: Callable[[Tensor, Tensor | None], Linear],
-        weight: Tensor,
-        bias: Tensor | None,
-        tiles: Sequence[int],
-        end: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        super().__init__(make, weight, bias, tiles)
+    _end: Callable[[Tensor], Tensor] | None = None
+
+    def then(self, end: Callable[[Tensor], Tensor] | None) -> FinishedTiles:
         self._end = end
+        return self
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         y = super().__call__(x)
@@ -114,24 +111,16 @@ class FinishedTiles(TiledLinear):
 
 
 class LeafExperts:
-    """The experts of which each rank has some inner numbers: ``gate_up`` [experts, 2 * inner, hidden] and ``down``
-    [experts, hidden, inner], these in ``leaves``. Every expert sees every token, as where there is one rank.
+    """The experts of which each rank has some inner numbers: of each ``gate_up`` [2 * inner, hidden], and the leaves of
+    ``down`` [hidden, inner]. Every expert sees every token, as where there is one rank.
     """
 
     def __init__(
-        self,
-        make: Callable[[Tensor, Tensor | None], Linear],
-        gate_up: Tensor,
-        down: Tensor,
-        routing: Routing,
-        leaves: int,
-        collective: Collective,
+        self, gate_up: list[TiledLinear], down: list[Leaves], routing: Routing, collective: Collective
     ) -> None:
+        self._gate_up, self._down = gate_up, down
         self._routing, self._collective = routing, collective
-        tiles = [down.shape[2] // leaves] * (2 * leaves)
-        self._gate_up = [TiledLinear(make, weight, None, tiles) for weight in gate_up]
-        self._down = [Leaves(make, weight, leaves) for weight in down]
-        self.parts = [*self._gate_up[0].parts[:1], *self._down[0].parts[:1]]  # one of each shape
+        self.parts = [self._gate_up[0].parts[0], self._down[0].parts[0]]  # one of each shape
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
