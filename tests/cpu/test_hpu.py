@@ -11,16 +11,18 @@ import os
 import random
 import re
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from preheat import LLM, SamplingParams
 from preheat.backends.hpu.attention import GATHERED, IN_PLACE, TILE_ROWS
 from preheat.errors import PreheatError, SettingsError
-from preheat.plan.buckets import Bucket, padded_work
+from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.server.answers import ReadyStatus
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
@@ -40,14 +42,16 @@ def record_of(llm: LLM) -> Record:
     return Record.from_json(llm.loop.listener.report())
 
 
+LIMITS = {
+    "contiguous_pa": True, "block_size": 128, "max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def warm(small):
     """A warm engine that reads the cache in place where it can, checked at boot, and its card."""
     with inserted() as card:
-        llm = boot(
-            small, on_cold="raise", boot_check="full", contiguous_pa=True, block_size=128, max_model_len=256,
-            max_num_seqs=16, max_num_batched_tokens=256,
-        )  # fmt: skip
+        llm = boot(small | LIMITS, on_cold="raise", boot_check="full")
         yield llm, card
 
 
@@ -82,7 +86,9 @@ def requests(llm: LLM, count: int, seed: int, wave: int = 100) -> int:
 
 
 def test_without_warm_up_the_same_requests_compile(small, caplog, tmp_path, monkeypatch):
-    """The control; and what the bridge's logs and the profiler say meanwhile."""
+    """The control, by the first hundred, in lazy mode, since graphs are captured without a warm-up too; and what the
+    bridge's logs and the profiler say meanwhile.
+    """
     monkeypatch.delenv("PREHEAT_SKIP_WARMUP")
     monkeypatch.chdir(tmp_path)
     env = {
@@ -91,9 +97,9 @@ def test_without_warm_up_the_same_requests_compile(small, caplog, tmp_path, monk
     }  # fmt: skip
     options = {name: value for name, value in small.items() if name != "skip_warmup"}
     with inserted(env) as card, caplog.at_level(logging.INFO):
-        llm = boot(options, on_cold="count", enforce_eager=True)
+        llm = boot(options | LIMITS, on_cold="count", enforce_eager=True)
         before = card.counts["graph_compilation"]
-        assert requests(llm, 20, seed=2, wave=10) == 20
+        assert requests(llm, 100, seed=2) == 100
         assert card.counts["graph_compilation"] > before + 20
         record = record_of(llm)
         assert record.cold["recipe"] == card.counts["graph_compilation"] - before
@@ -228,6 +234,39 @@ def test_a_graph_costs_what_its_bucket_reports(warm):
         assert bucket.tokens <= rows <= bucket.tokens + 15
     cheap, dear = (Bucket.decode(16, blocks=blocks) for blocks in (16, 32))
     assert padded_work(dear) - padded_work(cheap) == 16
+
+
+def test_padding_is_what_the_plan_reports(warm):
+    """Of both phases, with the rows and blocks that captured programs multiply in place of those of their names."""
+    llm, _ = warm
+    executor, plan = llm.loop.executor, llm.loop.packer.plan
+    attention, qkv = executor.attention, executor.decoder.weights.layers[0].attention.qkv
+    of_a_block = 2 * TILE_ROWS * attention._kv_heads * attention._dim * attention._size
+
+    @cache
+    def work(bucket: Bucket) -> int:
+        found = multiplications(llm, bucket)
+        rows = found["linear"] // (qkv.shape.inputs * qkv.shape.outputs)
+        rows -= executor.backend._sizes.of(qkv.shape, bucket.tokens) - bucket.tokens  # the proof's, not the bucket's
+        return rows + found["matmul"] // of_a_block if bucket.phase == "decode" else rows
+
+    longest, blocks = plan.limits.max_model_len, plan.limits.max_blocks_per_seq
+    needs = {  # one prompt, of lengths evenly on a logarithmic scale; any rows, with contexts likewise
+        "prompt": [StepSize("prompt", 1, n, n) for n in evenly(16, longest, 2_000)],
+        "decode": [
+            StepSize("decode", rows, rows, 0, count)
+            for rows in range(1, plan.limits.max_num_seqs + 1)
+            for count in evenly(rows, rows * blocks, 16)
+        ],
+    }
+    for phase, sizes in needs.items():
+        added = [work(plan.dispatcher.peek(need)) / (need.tokens + need.blocks) - 1 for need in sizes]
+        assert plan.padding[phase].mean == pytest.approx(sum(added) / len(added))
+        assert plan.padding[phase].worst == pytest.approx(max(added)) != 0
+
+
+def evenly(low: int, high: int, samples: int) -> list[int]:
+    return [round(value) for value in np.geomspace(low, high, samples).tolist()]
 
 
 def multiplications(llm: LLM, bucket: Bucket) -> Counter[str]:

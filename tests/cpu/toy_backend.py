@@ -132,7 +132,7 @@ class ToyBackend:
     def regions(self, mode: base.Mode, cache: Path | None) -> Callable[[base.Region], base.Region]:
         return lambda region: region
 
-    def programs(self, body: Callable[[K], R]) -> base.GraphDriver[K, R]:
+    def programs(self, body: Callable[[K], R], attention: base.Attention | None = None) -> base.GraphDriver[K, R]:
         return ToyGraphs(body)
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> base.Attention:

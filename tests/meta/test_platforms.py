@@ -4,6 +4,7 @@ import ast
 
 import pytest
 
+from preheat.settings import OPTIONS
 from tests.meta.source import MODULES, imports, name_of
 
 PLATFORMS = {"cpu", "cuda", "hpu"}
@@ -60,3 +61,16 @@ def test_the_walk_takes_nothing_else_for_one():
         '"""On cuda, as on a cpu."""\nraise E("use --device cpu")\nx.type; torch.mm\nfrom preheat.backends import base'
     )
     assert platform_facts(ast.parse(source)) == set()
+
+
+OF_THE_BRIDGE = {"lazy_mode"} | {opt.name for opt in OPTIONS.values() if opt.group == "Gaudi"}
+"""Options of Gaudi's software."""
+
+TABLES = {"plan.modes": {"lazy_mode"}}
+"""Who asks for one outside of backends: the table of execution modes, which every platform follows."""
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if outside(name_of(path))], ids=name_of)
+def test_options_of_one_platform_are_read_in_its_folder(path):
+    read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert read & OF_THE_BRIDGE == TABLES.get(name_of(path), set())

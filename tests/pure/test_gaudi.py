@@ -51,7 +51,7 @@ KEPT = {
     "VLLM_SKIP_WARMUP": ("true", "tests/cpu/test_hpu.py"),
     "VLLM_HANDLE_TOPK_DUPLICATES": ("true", "tests/cpu/test_hpu.py"),
     "VLLM_CONFIG_HIDDEN_LAYERS": ("2", "tests/cpu/test_hpu.py"),
-    "PT_HPU_ENABLE_LAZY_COLLECTIVES": ("true", "tests/cpu/test_hpu.py"),
+    "PT_HPU_ENABLE_LAZY_COLLECTIVES": ("true", "tests/cpu/test_hpu_features.py"),
     "PT_HPUGRAPH_DISABLE_TENSOR_CACHE": ("false", "tests/cpu/test_hpu.py"),
     "PT_HPU_METRICS_GC_DETAILS": ("1", "tests/cpu/test_hpu.py"),
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": ("600", "tests/api/test_faults.py"),
@@ -60,10 +60,8 @@ KEPT = {
 """Variables whose effect needs an engine: the value, and the test that sees it."""
 
 HERE = {"PT_HPU_LAZY_MODE", "VLLM_GRAPH_RESERVED_MEM", "VLLM_GRAPH_PROMPT_RATIO", "VLLM_GRAPH_PROMPT_STRATEGY",
-        "VLLM_GRAPH_DECODE_STRATEGY"}  # fmt: skip
+        "VLLM_GRAPH_DECODE_STRATEGY", "QUANT_CONFIG"}  # fmt: skip
 """Those that a test below asks."""
-
-LATER = {"QUANT_CONFIG"}
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def planned(env, facts=HPU):
 
 def test_every_variable_of_the_documentation_is_here():
     """docs/gaudi.md has a row for each; each is in exactly one of the lists."""
-    lists = [set(PLANNED), set(KEPT), HERE, LATER]
+    lists = [set(PLANNED), set(KEPT), HERE]
     assert sum(map(len, lists)) == len(set.union(*lists))
     text = (ROOT / "docs" / "gaudi.md").read_text()
     named = {f"VLLM_{a}_{b}_BUCKET_{c}" for a, b in (("PROMPT", "BS"), ("PROMPT", "SEQ"), ("DECODE", "BS"),
@@ -162,11 +160,12 @@ def test_four_modes_by_the_table(env, eager, mode):
     assert resolve(HPU, Settings.load({"enforce_eager": eager}, env)) == mode
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_what_comes_later_is_refused_with_a_reason_or_served(name, said):
-    (option,) = (opt for opt in OPTIONS.values() if name in opt.env_names)
-    settings = Settings.load(env={name: "x.json"})
-    assert getattr(settings, option.name) == "x.json" or f"{name} without effect: " in said.text
+def test_the_file_of_inc_is_served_with_inc_and_warned_about_without(said):
+    """What is served, tests/cpu/test_hpu_features.py says."""
+    assert Settings.load({"quantization": "inc"}, {"QUANT_CONFIG": "x.json"}).quant_config == "x.json"
+    assert not said.messages
+    assert Settings.load(env={"QUANT_CONFIG": "x.json"}).quant_config is None
+    assert said.messages == ["QUANT_CONFIG without effect: quantization is not inc"]
 
 
 def test_its_defaults_are_those_of_the_documentation():

@@ -110,6 +110,11 @@ class Facts:
     ignored: Mapping[str, str] = field(default_factory=dict)
 
 
+DEQUANTIZED = {
+    kind: QuantizedKernel("dequantized while loading, then as any layer", itemsize=0) for kind in ("w8a16", "w4a16")
+}
+"""Where no kernel multiplies codes."""
+
 NO_BRIDGE = dict.fromkeys(
     ("lazy_collectives", "disable_tensor_cache", "metrics_gc_details", "pa_softmax_impl"),
     "it is for Gaudi, which this platform is not",
@@ -503,8 +508,10 @@ class Backend(Operations, Protocol):
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         """What builds the regions of a layer in ``mode``, keeping compiled code in ``cache``."""
 
-    def programs(self, body: Callable[[K], R]) -> GraphDriver[K, R]:
-        """What runs ``body(key)`` for each key. Programs run one after the other: graphs share their working memory."""
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
+        """What runs ``body(key)`` for each key, which reads what ``attention`` was sent, if that is given. Programs run
+        one after the other: graphs share their working memory.
+        """
 
     def compiling(self, threads: int) -> AbstractContextManager[None] | None:
         """Kernels that are launched inside are built by so many threads and not run; None: there is nothing to build

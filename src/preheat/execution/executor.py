@@ -88,8 +88,9 @@ class Executor:
         self.other_caches: list[BlockCache] = []  # of the same blocks: a draft model's
         self.features: Features | None = None  # kept for a head that drafts
         self._watch: LogitWatch | None = None
-        self.forwards = backend.programs(self._forward_part)
+        self.forwards = backend.programs(self._forward_part, self.attention)
         self.samples = backend.programs(self._sample)
+        self._heads = backend.programs(self._head)  # for prompt logprobs, never captured
 
     @property
     def states(self) -> Attended:
@@ -147,7 +148,7 @@ class Executor:
 
     @torch.inference_mode()
     def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
-        """fp32 [sampling rows, vocab] of a step, computed by the programs that serve, or operation by operation.
+        """fp32 [sampling rows, vocab] of a step, a new tensor: by the programs that serve, or operation by operation.
 
         ``tap``, which needs the latter, is told of every layer.
         """
@@ -159,7 +160,8 @@ class Executor:
             self._hidden(batch.sampling_size, tap)
         logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
-        return self._logits[:0].float() if logits is None else logits[: len(batch.sampled_rows)].float()
+        kept = self._logits[:0] if logits is None else logits[: len(batch.sampled_rows)]
+        return kept.to(torch.float32, copy=True)  # they may lie in a static buffer, which the next step overwrites
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray) -> np.ndarray:
@@ -205,7 +207,8 @@ class Executor:
     def prepare(self, batch: InputBatch) -> None:
         """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
-        self._forward(batch.bucket, self._kinds)
+        for layer in self._kinds:
+            self.forwards.run(Part(batch.bucket, range(layer, layer + 1)), eager=True)
         if self.features is not None:
             self.features.store(len(self.buffers.inputs(batch.bucket).tokens))
         self._states = Attended(self._attended, self._residual)
@@ -282,7 +285,7 @@ class Executor:
         for part in batch.prompt_parts:
             size = len(part.before)
             self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
-            entries = self.sampler.logprobs(self._head(size), part.successors, part.alternatives)
+            entries = self.sampler.logprobs(self._heads.run(size), part.successors, part.alternatives)
             found.setdefault(part.row, []).extend(entries)
         return found
 

@@ -36,9 +36,8 @@ def embed(
     """
     if images is not None:
         rows = embed(tokens.clamp(min=0), table, scale=scale, positions=positions, at=at, out=out)
-        seen = (tokens < -1).nonzero()[:, 0]
-        rows[seen] = images.index_select(0, -2 - tokens[seen])
-        return rows
+        seen = images.index_select(0, (-2 - tokens).clamp(min=0))  # of every token: a graph's shapes are static
+        return rows.copy_(torch.where((tokens < -1)[:, None], seen, rows))
     rows = torch.index_select(table, 0, tokens, out=out)
     if scale is not None:
         rows.mul_(rounded(scale, rows.dtype))

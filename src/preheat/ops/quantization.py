@@ -98,6 +98,11 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     return wide.mul_(scales).to(weight.dtype)
 
 
+def plain(weight: Tensor | QuantizedWeight) -> Tensor:
+    """``weight``, dequantized if it is not plain."""
+    return dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
+
+
 def _groups(weight: QuantizedWeight) -> Tensor:
     """Each input's group."""
     if weight.index is not None:

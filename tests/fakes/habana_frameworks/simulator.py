@@ -146,7 +146,7 @@ class Device:
         self.recipes: set[int] = set()
         self.counts: Counter[str] = Counter({"graph_compilation": 0, "cpu_fallback": 0, "graph_capture": 0})
         self.details = {name: deque[str](maxlen=32) for name in self.counts}
-        self._pending: list[Any] = []
+        self._pending: list[tuple[Any, bool]] = []  # and whether it is a view
         self._charged, self._depth, self._launched, self.loading = 0, 0, False, True
         self._capture: Capture | None = None
         self._recorder = Recorder(self)
@@ -154,6 +154,10 @@ class Device:
     @property
     def lazy(self) -> bool:
         return os.environ.get("PT_HPU_LAZY_MODE", "1") == "1"
+
+    @property
+    def capturing(self) -> bool:
+        return self._capture is not None
 
     # Memory.
 
@@ -197,12 +201,15 @@ class Device:
                 self._charged = 0
 
     def mark_step(self) -> None:
-        """Compile what has accumulated, if it is new. Within a graph it only parts one recipe from the next."""
+        """Compile what has accumulated, if it is new; where that is views alone, there is nothing to launch. Within a
+        graph it only parts one recipe from the next.
+        """
         if self._capture is not None:
             self._capture.signature.append("mark_step")
-        elif self._pending:
-            pending, self._pending = self._pending, []
-            self._compile(tuple(pending))
+            return
+        pending, self._pending = self._pending, []
+        if not all(views for _, views in pending):
+            self._compile(tuple(signature for signature, _ in pending))
 
     def _compile(self, signature: tuple[Any, ...]) -> None:
         key = hash(signature)
@@ -231,12 +238,12 @@ class Device:
         signature = (str(func), *(_seen(leaf) for leaf in leaves))
         if self._capture is not None:
             return self._record(func, leaves, spec, signature)
+        views, writes = _kind(func)
         if self.lazy:
-            self._pending.append(signature)
+            self._pending.append((signature, views))
         else:
             self._compile((signature,))
         result = _infer(func, leaves, spec) if self.dry else func(*args, **kwargs)
-        _, writes = _kind(func)
         if not writes:
             for leaf in _tensors(result):
                 if leaf._base is None:

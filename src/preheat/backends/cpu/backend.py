@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    Attention,
     AttentionLayer,
     Experts,
     K,
@@ -44,7 +45,7 @@ from preheat.ops.embedding import embed
 from preheat.ops.kinds import Activation, NormKind
 from preheat.ops.moe import Routing, add_shared
 from preheat.ops.norm import RMSNorm, make_norm
-from preheat.ops.quantization import QuantizedWeight, dequantize
+from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.settings import Settings
 from preheat.utils import memory
 
@@ -99,7 +100,7 @@ class CpuBackend:
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         return region_builder(mode, cache)
 
-    def programs(self, body: Callable[[K], R]) -> Calls[K, R]:
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
 
     def compiling(self, threads: int) -> None:
@@ -140,7 +141,7 @@ class CpuBackend:
         if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
             linear = Fp8Linear(weight, bias)
         else:
-            linear = OneDnnLinear(_plain(weight), bias)
+            linear = OneDnnLinear(plain(weight), bias)
         return finished(linear, activation, clip)
 
     def experts(
@@ -149,7 +150,7 @@ class CpuBackend:
         if isinstance(gate_up, QuantizedWeight) and gate_up.scheme.activations is not None:
             assert isinstance(down, QuantizedWeight)
             return Fp8Experts(gate_up, down, routing)
-        return CpuExperts(_plain(gate_up), _plain(down), routing)
+        return CpuExperts(plain(gate_up), plain(down), routing)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> RMSNorm:
         return make_norm(weight, eps, kind, bias)
@@ -176,10 +177,6 @@ class CpuBackend:
 
     def row_digests(self, logits: Tensor) -> Tensor:
         return row_digests(logits)
-
-
-def _plain(weight: Tensor | QuantizedWeight) -> Tensor:
-    return dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Mode, Modes, QuantizedKernel
+from preheat.backends.base import DEQUANTIZED, NO_BRIDGE, NO_LAZY_BRIDGE, Facts, Machine, Mode, Modes, QuantizedKernel
 
 
 def modes() -> Modes:
@@ -35,8 +35,7 @@ FACTS = Facts(
     max_num_batched_tokens=1024,
     quantized={
         "w8a8": QuantizedKernel("the contract said in float64, where sums of 128 products are exact", itemsize=8),
-        "w8a16": QuantizedKernel("dequantized while loading, then as any layer", itemsize=0),
-        "w4a16": QuantizedKernel("dequantized while loading, then as any layer", itemsize=0),
+        **DEQUANTIZED,
     },
     ignored=NO_BRIDGE,
     rejected={

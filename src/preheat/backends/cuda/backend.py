@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    Attention,
     AttentionLayer,
     Experts,
     K,
@@ -144,7 +145,7 @@ class CudaBackend:
     def _pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()
 
-    def programs(self, body: Callable[[K], R]) -> CudaGraphs[K, R]:
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> CudaGraphs[K, R]:
         return CudaGraphs(body, self._pool)
 
     def compiling(self, threads: int) -> AbstractContextManager[None]:

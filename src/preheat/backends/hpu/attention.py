@@ -4,9 +4,11 @@ Contract. Keys lie in blocks. A tile of queries meets a block in one product of 
 [dim, block], in fp32; scaled, ALiBi's bias added, what a query does not see set to minus infinity. Each row's maximum
 m, the sum l of exp(score - m) and the product o of these with the values are its partial result. Partial results are
 merged in the order of the blocks: M' = max(M, m), l and o are scaled by exp(M - M') and exp(m - M') and added; at the
-end o is divided by l. A block that a row does not see changes nothing, so padding of any kind changes no bits; nor does
-the way a block is found. Every row is normalised by its own maximum: these are the softmax variants index_reduce and
-scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other requests.
+end o is divided by l. Keys and values of eight bits are widened as they are stored: the keys' scale is part of the
+scores', the values' multiplies o / l before it is rounded. A block that a row does not see changes nothing, so padding
+of any kind changes no bits; nor does the way a block is found. Every row is normalised by its own maximum: these are
+the softmax variants index_reduce and scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other
+requests.
 
 A step of decoding rows is a list of pairs of a row and a block, of the bucket's length: as many blocks as the bucket
 says are read, whoever owns them. With ``contiguous`` there is a second form of the program, for steps whose blocks
@@ -27,6 +29,7 @@ from torch import Tensor
 from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
 from preheat.backends.hpu.bridge import Bridge
 from preheat.limits import Limits
+from preheat.ops.float8 import round_to
 from preheat.ops.rotary import apply_rope_
 
 TILE_ROWS = 16
@@ -53,11 +56,58 @@ class HpuWork(AttentionWork):
     number: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class HpuLayer(AttentionLayer):
+    """A layer and what its recipes find in tensors, since a number would make recipes of its own for each layer:
+    ``score_scale`` [1], with that of the keys; of a cache of eight bits, ``stored`` [2 * kv heads, 1], what keys and
+    values are divided by, and ``value_scale`` [1], which multiplies the output.
+    """
+
+    score_scale: Tensor
+    stored: Tensor | None
+    value_scale: Tensor | None
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, device: torch.device) -> HpuLayer:
+        key, value = layer.kv_scales
+        narrow = layer.cache.dtype != layer.dtype
+
+        def tensor(*values: float) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32).to(device)
+
+        return cls(
+            **vars(layer),
+            score_scale=tensor(layer.scale * key),
+            stored=tensor(key, value).repeat_interleave(layer.num_kv_heads).unsqueeze(1) if narrow else None,
+            value_scale=tensor(value) if narrow else None,
+        )
+
+    def store(self, rows: Tensor, kv: Tensor) -> None:
+        """Write ``kv`` [tokens, 2 * kv heads, dim] to ``rows`` of the cache, which are those of heads."""
+        cache = self.cache.view(-1, self.head_dim)
+        if self.stored is None:
+            cache.index_copy_(0, rows, kv.reshape(-1, self.head_dim))
+        else:
+            codes = round_to(kv, self.stored, cache.dtype).view(-1, self.head_dim)
+            cache.view(torch.uint8).index_copy_(0, rows, codes.view(torch.uint8))
+
+    def blocks(self, numbers: Tensor) -> Tensor:
+        """The blocks of these ``numbers``."""
+        if self.stored is None:
+            return self.cache.index_select(0, numbers)
+        return self.cache.view(torch.uint8).index_select(0, numbers).view(self.cache.dtype)
+
+    def scaled(self, out: Tensor) -> Tensor:
+        """fp32 ``out``, which values as they are stored have given, in the model's dtype."""
+        return (out if self.value_scale is None else out * self.value_scale).to(self.dtype)
+
+
 class HpuAttention:
     """Attention of all layers over static tensors, which a step fills before its programs run."""
 
     def __init__(self, layers: Sequence[AttentionLayer], limits: Limits, bridge: Bridge, *, contiguous: bool) -> None:
-        self._layers, self._bridge, self._contiguous = layers, bridge, contiguous
+        self._layers = [HpuLayer.of(layer, bridge.device) for layer in layers]
+        self._bridge, self._contiguous = bridge, contiguous
         _, _, self._kv_heads, self._size, self._dim = layers[0].cache.shape
         self._blocks = len(layers[0].cache)
         self._group = layers[0].num_heads // self._kv_heads
@@ -182,7 +232,7 @@ class HpuAttention:
         self._seen.add(key)
         return [*(form for form in self._forms(length) if form != self.variant), self.variant]
 
-    def _store(self, layer: AttentionLayer, qkv: Tensor, inputs: StepInputs) -> None:
+    def _store(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs) -> None:
         """Norm and turn queries and keys, in place, and put keys and values into the cache."""
         heads, kv_heads = layer.num_heads, layer.num_kv_heads
         turned = qkv[:, : heads + kv_heads]
@@ -195,13 +245,13 @@ class HpuAttention:
         block = self._table.view(-1).index_select(0, place).long()
         head = torch.arange(2 * kv_heads, device=qkv.device)
         rows = (block[:, None] * (2 * kv_heads) + head) * self._size + inputs.positions[:, None] % self._size
-        layer.cache.view(-1, self._dim).index_copy_(0, rows.view(-1), qkv[:, heads:].reshape(-1, self._dim))
+        layer.store(rows.view(-1), qkv[:, heads:])
 
-    def _decode(self, layer: AttentionLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
+    def _decode(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
         """[tokens, heads * dim] of rows with one query each: all pairs at once, then each row's in order."""
         rows, length = inputs.rows, self._length(inputs.rows, inputs.blocks, inputs.longest)
         block, owner, start = self._pairs[:, :length].unbind()
-        found = layer.cache[PAD_BLOCK + 1 :][:length] if form == IN_PLACE else layer.cache.index_select(0, block)
+        found = layer.cache[PAD_BLOCK + 1 :][:length] if form == IN_PLACE else layer.blocks(block)
         query = self._queries(layer, qkv[:rows].index_select(0, owner).unsqueeze(1).expand(-1, self._tile, -1, -1))
         at = inputs.positions[:rows].index_select(0, owner).unsqueeze(1).expand(-1, self._tile)
         parts = [
@@ -212,9 +262,9 @@ class HpuAttention:
         merged = self._merge(
             tuple(part.index_select(0, places[:, number]) for part in parts) for number in range(places.shape[1])
         )
-        return merged.reshape(rows, -1).to(qkv.dtype)
+        return layer.scaled(merged.reshape(rows, -1))
 
-    def _prefill(self, layer: AttentionLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
+    def _prefill(self, layer: HpuLayer, qkv: Tensor, inputs: StepInputs, form: Hashable) -> Tensor:
         """[tokens, heads * dim] of any step: tiles against one block after the other."""
         tokens = len(inputs.tokens)
         tiles = self._tiles[: self._num_tiles(tokens, inputs.rows)]
@@ -225,29 +275,29 @@ class HpuAttention:
         blocks = self._table.index_select(0, slot)
 
         def partial(number: int) -> tuple[Tensor, ...]:
-            found = layer.cache.index_select(0, blocks[:, number])
+            found = layer.blocks(blocks[:, number])
             return self._partial(layer, query, found, at, torch.full_like(slot, number * self._size))
 
         merged = self._merge(partial(number) for number in range(self._most))  # [tiles, kv heads, tile * group, dim]
         merged = merged.view(len(tiles), self._kv_heads, self._tile, self._group, self._dim).transpose(1, 2)
         places = self._token_places[:tokens]
-        return merged.reshape(len(tiles) * self._tile, -1).index_select(0, places).to(qkv.dtype)
+        return layer.scaled(merged.reshape(len(tiles) * self._tile, -1).index_select(0, places))
 
-    def _queries(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+    def _queries(self, layer: HpuLayer, qkv: Tensor) -> Tensor:
         """fp32 [n, kv heads, tile * group, dim] of ``qkv`` [n, tile, all heads, dim]."""
         count, tile = qkv.shape[:2]
         query = qkv[:, :, : layer.num_heads].reshape(count, tile, self._kv_heads, self._group, self._dim)
         return query.transpose(1, 2).reshape(count, self._kv_heads, -1, self._dim).float()
 
     def _partial(
-        self, layer: AttentionLayer, query: Tensor, found: Tensor, at: Tensor, start: Tensor
+        self, layer: HpuLayer, query: Tensor, found: Tensor, at: Tensor, start: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Maximum, sum [n, kv heads, tile * group, 1] and product with the values of ``query`` against the blocks
         ``found`` [n, 2, kv heads, block, dim], whose first keys are at ``start`` [n]; ``at`` [n, tile] are the queries'
         positions.
         """
         keys, values = found.float().unbind(1)
-        scores = torch.matmul(query, keys.mT) * layer.scale
+        scores = torch.matmul(query, keys.mT) * layer.score_scale
         distance = start[:, None, None] + torch.arange(self._size, device=at.device) - at[:, :, None]
         hidden = distance > 0
         if layer.window is not None:

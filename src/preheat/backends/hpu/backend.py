@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    Attention,
     AttentionLayer,
     Experts,
     GraphDriver,
@@ -40,6 +41,7 @@ from preheat.backends.hpu.linear import HpuLinear, Sizes
 from preheat.backends.hpu.moe import HpuExperts
 from preheat.backends.hpu.norm import HpuNorm
 from preheat.backends.hpu.sampler import HpuSampler
+from preheat.backends.hpu.sharing import HpuSharing
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.ops.digest import row_digests
@@ -47,7 +49,7 @@ from preheat.ops.embedding import embed
 from preheat.ops.kinds import Activation, NormKind
 from preheat.ops.moe import Routing, add_shared
 from preheat.ops.norm import make_norm
-from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.settings import Settings
 from preheat.utils.environment import warn
 
@@ -57,16 +59,14 @@ logger = logging.getLogger(__name__)
 class HpuBackend:
     """torch on one Gaudi. SettingsError, saying what to change, where there is none that can be used."""
 
-    sharing: Sharing | None = None
-
     def __init__(self) -> None:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
         simulated = is_simulated()
         self.facts, self.device = SIMULATED if simulated else FACTS, DEVICES[simulated]
+        self.sharing: Sharing | None = HpuSharing(lambda: self._sizes)
         self._settings = Settings()
         self._used_before = 0
-        self._attention: HpuAttention | None = None
         self._captured = 0
 
     @cached_property
@@ -149,13 +149,10 @@ class HpuBackend:
             return lambda region: Regional(region, backend=name)
         return self._bridge.as_unit
 
-    def programs(self, body: Callable[[K], R]) -> GraphDriver[K, R]:
-        """The first are an executor's forward programs, which become graphs; those of its sampler follow attention's
-        last operations lazily.
-        """
-        attention, self._attention = self._attention, None
-        if attention is None:
-            return Calls(body)
+    def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> GraphDriver[K, R]:
+        """Those that read attention's tensors become graphs; a sampler's and an image encoder's stay lazy."""
+        if not isinstance(attention, HpuAttention):
+            return Calls(self._bridge.as_program(body))
         keeps = self._settings.disable_tensor_cache is False
         return HpuGraphs(body, self._bridge, attention, disable_tensor_cache=not keeps, count=self._count)
 
@@ -169,7 +166,8 @@ class HpuBackend:
         """Prove at which sizes the device computes linear layers alike; the last layer also has the head's sizes."""
         given = list(layers)
         rows = sorted({size for _, sizes in given for size in sizes})
-        by_shape = {each.shape: each for each, _ in given if isinstance(each, HpuLinear | HpuExperts)}
+        parts = [part for layer, _ in given for part in getattr(layer, "parts", [layer])]
+        by_shape = {part.shape: part for part in parts if isinstance(part, HpuLinear | HpuExperts)}
         for layer in by_shape.values():
             layer.settle(rows)
 
@@ -179,15 +177,19 @@ class HpuBackend:
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> HpuAttention:
         """``contiguous`` must be asked for: it makes a second graph of each decoding program."""
         asked = contiguous and self._settings.contiguous_pa is True
-        self._attention = HpuAttention(layers, limits, self._bridge, contiguous=asked)
-        return self._attention
+        return HpuAttention(layers, limits, self._bridge, contiguous=asked)
 
     def sampler(
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> HpuSampler:
-        rows = limits.max_num_seqs
-        duplicates, masks = handle_topk_duplicates, rows if masked else 0
-        return HpuSampler(rows, vocab_size, self._bridge, handle_topk_duplicates=duplicates, masked_rows=masks)
+        return HpuSampler(
+            limits.max_num_seqs,
+            limits.max_sampled,
+            vocab_size,
+            self._bridge,
+            handle_topk_duplicates=handle_topk_duplicates,
+            masked=masked,
+        )
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return cold_sources(self._bridge, lambda: self._captured)
@@ -213,14 +215,12 @@ class HpuBackend:
         activation: Activation | None = None,
         clip: float | None = None,
     ) -> HpuLinear:
-        assert isinstance(weight, Tensor)  # facts.quantized is empty
-        return HpuLinear(weight, bias, self._sizes, activation=activation, limit=clip)
+        return HpuLinear(plain(weight), bias, self._sizes, activation=activation, limit=clip)
 
     def experts(
         self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
     ) -> HpuExperts:
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # facts.quantized is empty
-        return HpuExperts(gate_up, down, routing, self._sizes)
+        return HpuExperts(plain(gate_up), plain(down), routing, self._sizes)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> HpuNorm:
         return HpuNorm(make_norm(weight, eps, kind, bias), self._bridge)

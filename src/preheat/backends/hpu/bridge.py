@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,16 +36,18 @@ def wants_lazy(settings: Settings) -> bool:
 
 class Bridge:
     """The loaded bridge. ``device`` is where tensors are; ``lazy`` whether operations accumulate; ``inside`` whether a
-    unit is running.
+    unit is running; ``collects`` whether what is captured or accumulates may hold collectives.
 
     Raises SettingsError where the bridge was loaded before in the other mode: it reads it once in a process.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.simulated, self.lazy = is_simulated(), wants_lazy(settings)
+        asked = settings.lazy_collectives
+        self.collects = not self.lazy or asked is not False
         told = {  # what the bridge itself reads, when it is loaded
             LAZY: self.lazy,
-            "PT_HPU_ENABLE_LAZY_COLLECTIVES": settings.lazy_collectives,
+            "PT_HPU_ENABLE_LAZY_COLLECTIVES": True if asked is None and settings.tensor_parallel_size > 1 else asked,
             "PT_HPU_METRICS_GC_DETAILS": settings.metrics_gc_details,
         }
         os.environ.update({name: str(int(value)) for name, value in told.items() if value is not None})
@@ -64,30 +66,45 @@ class Bridge:
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """What is inside runs on the device and ends a lazy graph of its own, so that the same operations on the same
+        """What is inside runs on the device and is a lazy graph of its own, so that the same operations on the same
         shapes are one recipe, whatever runs before and after. Nothing ends within a unit.
         """
         if self.inside:
             yield
             return
+        self.end()
         self.inside = True
         try:
             with self.hpu.stream(self.hpu.current_stream()):
                 yield
-            if self.lazy:
-                self._core.mark_step()
         finally:
             self.inside = False
+        self.end()
+
+    def end(self) -> None:
+        """The lazy graph that has accumulated, if any, ends here, unless this is within a unit."""
+        if self.lazy and not self.inside:
+            self._core.mark_step()
+
+    @contextmanager
+    def program(self) -> Iterator[None]:
+        """In lazy mode, what stands between the units inside accumulates too, and what follows the last one ends in a
+        graph of its own: programs that run one after the other share none.
+        """
+        if not self.lazy:
+            yield
+            return
+        with self.hpu.stream(self.hpu.current_stream()):
+            yield
+            self.end()
 
     def as_unit(self, function: Callable[P, R]) -> Callable[P, R]:
         """``function``, each call of which is a unit."""
+        return _within(self.unit, function)
 
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.unit():
-                return function(*args, **kwargs)
-
-        return call
+    def as_program(self, function: Callable[P, R]) -> Callable[P, R]:
+        """``function``, each call of which is a program."""
+        return _within(self.program, function)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -115,8 +132,17 @@ class Bridge:
 
     @property
     def process_group(self) -> str:
-        """The name of torch.distributed's backend for collectives among cards, registered when it is asked for."""
-        if self.simulated:
-            return "gloo"
+        """The name of torch.distributed's backend for collectives among cards, which a module registers."""
         importlib.import_module(f"{FRAMEWORKS}.torch.distributed.hccl")
         return "hccl"
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, each call of which runs in a new ``context``."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with context():
+            return function(*args, **kwargs)
+
+    return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import Facts, Machine, Modes
+from preheat.backends.base import DEQUANTIZED, Facts, Machine, Modes
 
 FACTS = Facts(
     name="hpu",
@@ -27,6 +27,7 @@ FACTS = Facts(
     pads_context=True,
     host_sampler=True,
     block_size=128,
+    quantized=DEQUANTIZED,
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",

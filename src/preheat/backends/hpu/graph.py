@@ -61,7 +61,8 @@ class HpuGraphs(Generic[K, R]):
     def run(self, key: K, *, eager: bool = False) -> R:
         captured = None if eager else self._graphs.get((key, self._variants.variant))
         if captured is None:
-            return self._body(key)
+            with self._bridge.program():
+                return self._body(key)
         result: R = captured()
         return result
 

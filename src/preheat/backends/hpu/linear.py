@@ -99,6 +99,13 @@ def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tenso
     return torch.cat([F.linear(part, weight, bias) for part in torch.split(padded, rows)])[: len(x)]
 
 
+def ending(activation: Activation | None, limit: float | None) -> Callable[[Tensor], Tensor] | None:
+    """What follows a product."""
+    if activation is not None:
+        return ACTIVATIONS[activation]
+    return None if limit is None else lambda y: clip(y, limit)
+
+
 class HpuLinear:
     """``weight`` [outputs, inputs], ``bias`` [outputs], and an activation or a limit behind them."""
 
@@ -113,11 +120,7 @@ class HpuLinear:
     ) -> None:
         self.shape = Shape(weight.shape[0], weight.shape[1], weight.dtype)
         self._weight, self._bias, self._sizes = weight, bias, sizes
-        self._end: Callable[[Tensor], Tensor] | None = None
-        if activation is not None:
-            self._end = ACTIVATIONS[activation]
-        elif limit is not None:
-            self._end = lambda y: clip(y, limit)
+        self._end = ending(activation, limit)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""

@@ -19,20 +19,20 @@ from preheat.ops.sampling import SamplingInput, words_of
 
 
 class HpuSampler:
-    """Samples up to ``num_slots`` rows of ``vocab_size`` logits."""
+    """Samples up to ``rows`` rows of ``vocab_size`` logits, of sequences in ``num_slots`` slots."""
 
     def __init__(
-        self, num_slots: int, vocab_size: int, bridge: Bridge, *, handle_topk_duplicates: bool, masked_rows: int = 0
+        self, num_slots: int, rows: int, vocab_size: int, bridge: Bridge, *, handle_topk_duplicates: bool, masked: bool
     ) -> None:
         device = bridge.device
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)  # the host knows every token
         self._bridge, self._step = bridge, SamplingInput(0, None, None, None)
-        self._raw = torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device)
-        self._best = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._raw = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
+        self._best = torch.zeros(rows, dtype=torch.int64, device=device)
         self._ids = torch.arange(vocab_size, device=device)
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
         self._tokens = np.empty(0, np.int64)
-        self._masks = np.zeros((masked_rows, words_of(vocab_size)), np.int32)
+        self._masks = np.zeros((rows if masked else 0, words_of(vocab_size)), np.int32)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
         self._step = step

@@ -1,0 +1,135 @@
+"""Layers that several ranks share on Gaudi, one card and one process each; see :mod:`preheat.ops.leaves`.
+
+Ranks meet in a file and exchange by torch.distributed's process group of HCCL's name, whose gathering is an operation
+like any other: in lazy mode it accumulates, and graphs hold it, as ``PT_HPU_ENABLE_LAZY_COLLECTIVES`` says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from preheat.backends.base import Collective, Linear
+from preheat.backends.hpu.bridge import Bridge
+from preheat.backends.hpu.linear import HpuLinear, Sizes, ending
+from preheat.backends.shards import LeafLinear, Leaves, TiledLinear, all_ranks
+from preheat.errors import SettingsError
+from preheat.ops.activation import silu_and_mul
+from preheat.ops.kinds import Activation
+from preheat.ops.leaves import tree_sum
+from preheat.ops.moe import Routing, combine, route
+
+_LOOK_SECONDS = 0.02
+
+
+class HpuSharing:
+    """See :class:`preheat.backends.base.Sharing`. ``sizes`` are there once the backend is prepared."""
+
+    def __init__(self, sizes: Callable[[], Sizes]) -> None:
+        self._sizes = sizes
+
+    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
+        return Group(self._sizes().bridge, folder, rank, world, check)
+
+    def row_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiles: Sequence[int],
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> Linear:
+        return FinishedTiles(self._make, weight, bias, tiles).then(ending(activation, clip))
+
+    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> LeafLinear:
+        return LeafLinear(self._make, weight, bias, leaves, collective)
+
+    def leaf_experts(
+        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+    ) -> LeafExperts:
+        tiles = [down.shape[2] // leaves] * (2 * leaves)
+        first = [TiledLinear(self._make, weight, None, tiles) for weight in gate_up]
+        return LeafExperts(first, [Leaves(self._make, weight, leaves) for weight in down], routing, collective)
+
+    def _make(self, weight: Tensor, bias: Tensor | None) -> HpuLinear:
+        return HpuLinear(weight, bias, self._sizes())
+
+
+class Group:
+    """Rank ``rank`` of ``world``, who meet in ``folder``; ``check`` raises where a rank has died. One process is in one
+    group. Raises SettingsError if it is in another, or if collectives are kept out of lazy graphs.
+    """
+
+    def __init__(self, bridge: Bridge, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
+        self.rank, self.world = rank, world
+        if world == 1:
+            return
+        if not bridge.collects:
+            raise SettingsError(
+                "lazy_collectives (PT_HPU_ENABLE_LAZY_COLLECTIVES) is false, and lazy graphs of several ranks hold "
+                "their collectives: leave it out, set it to true, or set PT_HPU_LAZY_MODE=0",
+                param="lazy_collectives",
+            )
+        if dist.is_initialized():
+            raise SettingsError(
+                "this process is in a process group already: give each engine of several ranks a process of its own",
+                param="tensor_parallel_size",
+            )
+        store = dist.FileStore(str(folder / "group"), world)  # type: ignore[attr-defined]
+        store.add("present", 1)
+        while store.add("present", 0) < world:
+            check()
+            time.sleep(_LOOK_SECONDS)
+        dist.init_process_group(bridge.process_group, store=store, rank=rank, world_size=world)
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.world == 1:
+            return x.unsqueeze(0)
+        found = x.new_empty(self.world, *x.shape)
+        dist.all_gather(list(found.unbind()), x.contiguous())
+        return found
+
+
+class FinishedTiles(TiledLinear):
+    """Tiles, and what follows their products."""
+
+    _end: Callable[[Tensor], Tensor] | None = None
+
+    def then(self, end: Callable[[Tensor], Tensor] | None) -> FinishedTiles:
+        self._end = end
+        return self
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = super().__call__(x)
+        return y if self._end is None else self._end(y)
+
+
+class LeafExperts:
+    """The experts of which each rank has some inner numbers: of each ``gate_up`` [2 * inner, hidden], and the leaves of
+    ``down`` [hidden, inner]. Every expert sees every token, as where there is one rank.
+    """
+
+    def __init__(
+        self, gate_up: list[TiledLinear], down: list[Leaves], routing: Routing, collective: Collective
+    ) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._routing, self._collective = routing, collective
+        self.parts = [self._gate_up[0].parts[0], self._down[0].parts[0]]  # one of each shape
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
+        chosen, weights = route(logits, self._routing)
+        nothing = x.new_zeros(*chosen.shape, x.shape[1], dtype=torch.float32)
+        leaves = [nothing] * len(self._down[0].parts)
+        for number, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+            mine = (chosen == number).unsqueeze(-1)
+            parts = down(silu_and_mul(gate_up(x)))
+            leaves = [torch.where(mine, part.unsqueeze(1), rows) for part, rows in zip(parts, leaves, strict=True)]
+        partial = tree_sum([combine(rows, weights) for rows in leaves])
+        return all_ranks(partial, self._collective).to(x.dtype)

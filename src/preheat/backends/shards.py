@@ -1,0 +1,63 @@
+"""Linear layers of which a rank has a part, made of a backend's own; see :mod:`preheat.ops.leaves`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Collective, Linear
+from preheat.ops.leaves import tree_sum
+
+Make = Callable[[Tensor, "Tensor | None"], Linear]
+"""Makes the backend's layer of a weight [outputs, inputs] and a bias [outputs]."""
+
+
+class TiledLinear:
+    """``weight`` and ``bias`` in ``tiles``, so many rows each, whose products are computed one after the other: a
+    library may add in another order where there are more outputs, and ranks have different numbers of tiles.
+    """
+
+    def __init__(self, make: Make, weight: Tensor, bias: Tensor | None, tiles: Sequence[int]) -> None:
+        biases = [None] * len(tiles) if bias is None else torch.split(bias, list(tiles))
+        parts = torch.split(weight, list(tiles))
+        self.parts = [make(part.contiguous(), own) for part, own in zip(parts, biases, strict=True)]
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs] -> [rows, outputs], a new tensor of its dtype."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+class LeafLinear:
+    """``weight`` [outputs, inputs of this rank] in ``leaves``. Libraries round what they return to the dtype of their
+    inputs, so products are made in fp32, which holds every product of the dtype's numbers.
+    """
+
+    def __init__(self, make: Make, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> None:
+        self._leaves = Leaves(make, weight, leaves)
+        self.parts = self._leaves.parts
+        self._bias, self._collective = None if bias is None else bias.float(), collective
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor of its dtype, the same on all ranks."""
+        total = all_ranks(tree_sum(self._leaves(x)), self._collective)
+        return (total if self._bias is None else total + self._bias).to(x.dtype)
+
+
+class Leaves:
+    """The products of a matrix [outputs, inputs] that is cut into ``leaves`` of its inputs, each fp32."""
+
+    def __init__(self, make: Make, weight: Tensor, leaves: int) -> None:
+        self._size = weight.shape[1] // leaves
+        self.parts = [make(part.float().contiguous(), None) for part in torch.split(weight, self._size, 1)]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Of ``x`` [rows, inputs]: fp32 [rows, outputs] for each leaf."""
+        inputs = torch.split(x.float(), self._size, 1)
+        return [part(mine.contiguous()) for part, mine in zip(self.parts, inputs, strict=True)]
+
+
+def all_ranks(partial: Tensor, collective: Collective) -> Tensor:
+    """The sum of all ranks' fp32 ``partial``, in the tree's order."""
+    return tree_sum(collective.gather(partial).unbind())
