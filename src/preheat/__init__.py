@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from preheat import reference as reference
     from preheat.core import SamplingParams as SamplingParams
     from preheat.core import StructuredOutputsParams as StructuredOutputsParams
     from preheat.errors import EngineDead as EngineDead
@@ -19,6 +18,10 @@ if TYPE_CHECKING:
     from preheat.errors import ModelError as ModelError
     from preheat.errors import PreheatError as PreheatError
     from preheat.errors import SettingsError as SettingsError
+    from preheat.frontend.beams import BeamSearchParams as BeamSearchParams
+    from preheat.frontend.embedding import PoolingParams as PoolingParams
+    from preheat.frontend.outputs import BeamSearchOutput as BeamSearchOutput
+    from preheat.frontend.outputs import BeamSearchSequence as BeamSearchSequence
     from preheat.frontend.outputs import CompletionOutput as CompletionOutput
     from preheat.frontend.outputs import RequestOutput as RequestOutput
     from preheat.llm import LLM as LLM
@@ -26,11 +29,15 @@ if TYPE_CHECKING:
     from preheat.llm import TokensPrompt as TokensPrompt
 
 _HOME = {
+    "BeamSearchOutput": "preheat.frontend.outputs",
+    "BeamSearchParams": "preheat.frontend.beams",
+    "BeamSearchSequence": "preheat.frontend.outputs",
     "CompletionOutput": "preheat.frontend.outputs",
     "EngineDead": "preheat.errors",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
     "ModelError": "preheat.errors",
+    "PoolingParams": "preheat.frontend.embedding",
     "PreheatError": "preheat.errors",
     "RequestOutput": "preheat.frontend.outputs",
     "SamplingParams": "preheat.core",
@@ -38,15 +45,18 @@ _HOME = {
     "StructuredOutputsParams": "preheat.core",
     "TextPrompt": "preheat.llm",
     "TokensPrompt": "preheat.llm",
-    "reference": "preheat.reference",
 }
 
 __all__ = [
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineDead",
     "InvalidRequest",
     "LLM",
     "ModelError",
+    "PoolingParams",
     "PreheatError",
     "RequestOutput",
     "SamplingParams",
@@ -55,15 +65,13 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
-    "reference",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'preheat' has no attribute {name!r}")
-    home = importlib.import_module(_HOME[name])
-    value = home if _HOME[name] == f"{__name__}.{name}" else getattr(home, name)
+    value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -103,14 +103,15 @@ def _boot(
         others_free = share.loaded()
     if draft is not None:  # its cache has the same blocks
         model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
-    checks = partial(check_names, settings, mode=mode, facts=backend.facts)
+    pools = model.spec.head is None
+    checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools)
     fitting = Fitting(settings, backend, model, mode, checks, settings.tensor_parallel_size, others_free, share.build)
     fitted = fitting.fit(steps)
     comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
     _log_plan(fitted.plan, steps.level)
     sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
     plan, record, store = _recorded(settings, model, fitted, sizes, backend=backend, mode=mode)
-    scheduler, grammars = _scheduler(settings, plan, model), opening.result()
+    scheduler, grammars = _scheduler(settings, plan, model), "nothing is generated" if pools else opening.result()
     with steps.log("init_cache_engine", in_total=True):
         with steps("Initializing cache engine"):
             packer, executor = share.build(
@@ -146,7 +147,7 @@ def _boot(
             scheduler.drafting = make_drafting(speculates, plan, proposer, times, backend.facts, waits=overlap)
         start = partial(Loop, scheduler=scheduler, packer=packer, executor=executor, overlap=overlap, grammars=grammars)
         unobserved = start(InlineTransport(), listener=SilentListener())
-        _warm_up(settings, warm, unobserved, steps)
+        _warm_up(settings, warm, unobserved, steps, pools=pools)
     record.steps = steps.done
     if not settings.skip_warmup:
         store.save(record)
@@ -256,7 +257,7 @@ def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> Dr
     return DraftWarmUp(steps, captures=backend.facts.captures and mode == "graphs")
 
 
-def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None:
+def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps, *, pools: bool) -> None:
     """Run the plan, capture graphs, then run dummy requests through ``loop``. Graphs are captured even if warm-up is
     skipped, as in vLLM on Gaudi.
     """
@@ -267,7 +268,7 @@ def _warm_up(settings: Settings, warm: WarmUp, loop: Loop, steps: Steps) -> None
     with steps("warm-up", detail=True):
         warm.run()
     with steps("Running dummy requests", detail=True):
-        warm_up_loop(loop)
+        warm_up_loop(loop, pools=pools)
 
 
 def _judge(settings: Settings, record: Record) -> None:

@@ -311,6 +311,7 @@ class Delta(msgspec.Struct, tag="delta"):
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
     started: dict[int, int] = {}
     stats: Stats | None = None
+    pooled: dict[int, bytes] = {}  # of an engine that pools: fp32 [hidden], by id
 
 
 class Stats(msgspec.Struct, tag="stats"):
@@ -501,3 +502,4 @@ class StepResult:
     tokens: np.ndarray  # int32 [total_sampled]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    hidden: dict[int, list[np.ndarray]] | None = None  # of an engine that pools: by row, fp32 [hidden] of its tokens

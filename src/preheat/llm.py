@@ -11,10 +11,19 @@ from preheat.core import SamplingParams
 from preheat.engine.loop import Loop
 from preheat.engine.progress import ProgressBar
 from preheat.errors import InvalidRequest
+from preheat.frontend.beams import BeamSearchParams
+from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions, cosine, embedding, paired
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
 from preheat.frontend.input_processor import naming_prompt
-from preheat.frontend.outputs import RequestOutput
+from preheat.frontend.outputs import (
+    BeamSearchOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 from preheat.frontend.request_state import RequestState
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
@@ -67,6 +76,32 @@ class OfflineClient:
         """
         return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True, priority=priority)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` best sequences after each prompt, by vLLM's rules: see docs/beam-search.md.
+
+        At most ``concurrency_limit`` prompts are searched at once; None: all of them. Raises InvalidRequest for the
+        first prompt that cannot be served, before any is.
+        """
+        self.frontend.check_generates("LLM.beam_search")
+        asked, states = _as_list(prompts), list[RequestState]()
+        sampling = SamplingParams(
+            n=params.beam_width, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+            temperature=params.temperature, include_stop_str_in_output=params.include_stop_str_in_output,
+        )  # fmt: skip
+        for place, prompt in enumerate(asked):
+            with naming_prompt(place, len(asked)):
+                state = self._prepare(place, prompt, sampling, add_special_tokens=True, priority=0)
+                states.append(self.frontend.input.search(state, params.length_penalty, "beam_width"))
+        for first in range(0, len(states), concurrency_limit or max(len(states), 1)):
+            self._complete(states[first : first + (concurrency_limit or len(states))], use_tqdm)
+        return [state.search.output() for state in states if state.search is not None]
+
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -100,6 +135,79 @@ class OfflineClient:
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_task: str = "embed",
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What each prompt is pooled to, in order. Of vLLM's tasks there is "embed". Raises InvalidRequest for the
+        first prompt that cannot be served, before any runs.
+        """
+        if pooling_task != "embed":
+            raise InvalidRequest(f"pooling_task is {pooling_task!r}, but only 'embed' is served", param="pooling_task")
+        pooling, asked = self.frontend.embedding_of("LLM.encode"), _as_list(prompts)
+        given = pooling_params or PoolingParams()
+        check_dimensions(pooling, given.dimensions)
+        wanted, states = asked_of(pooling, truncate_prompt_tokens), list[RequestState]()
+        for place, prompt in enumerate(asked):
+            with naming_prompt(place, len(asked)):
+                states.append(self._prepare(place, prompt, wanted, add_special_tokens=True, priority=0))
+        self._complete(states, use_tqdm)
+        return [
+            PoolingRequestOutput(
+                state.request_id,
+                PoolingOutput(embedding(state, pooling, given.dimensions, given.normalizes)),
+                state.prompt_ids,
+                num_cached_tokens=state.cached_tokens,
+            )
+            for state in states
+        ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embedding of each prompt; as :meth:`encode`."""
+        pooled = self.encode(prompts, pooling_params, use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens)
+        return [
+            PoolingRequestOutput(
+                each.request_id, EmbeddingOutput(each.outputs.data.tolist()), each.prompt_token_ids,
+                num_cached_tokens=each.num_cached_tokens,
+            )
+            for each in pooled
+        ]  # fmt: skip
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How alike each of ``data_1`` is to its place in ``data_2``, or a single one to all: see :func:`cosine`."""
+        first, second = _as_list(data_1), _as_list(data_2)
+        count = paired(len(first), len(second), "data_1")
+        pooled = self.encode([*first, *second], None, use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens)
+        ones, others = pooled[: len(first)] * (count // len(first)), pooled[len(first) :]
+        return [
+            PoolingRequestOutput(
+                str(place),
+                ScoringOutput(cosine(one.outputs.data, other.outputs.data)),
+                one.prompt_token_ids + other.prompt_token_ids,
+                num_cached_tokens=one.num_cached_tokens + other.num_cached_tokens,
+            )
+            for place, (one, other) in enumerate(zip(ones, others, strict=True))
+        ]
+
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -108,6 +216,7 @@ class OfflineClient:
         add_special_tokens: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        self.frontend.check_generates("LLM.generate")
         if priority is not None and len(priority) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(priority)} priorities: give one for each")
         if given is None:
@@ -122,6 +231,11 @@ class OfflineClient:
             with naming_prompt(place, len(prompts)):
                 rank = 0 if priority is None else priority[place]
                 states.append(self._prepare(place, prompt, own, add_special_tokens, rank))
+        self._complete(states, use_tqdm)
+        return [state.output() for state in states]
+
+    def _complete(self, states: Sequence[RequestState], use_tqdm: bool) -> None:
+        """Run ``states`` to their ends. Raises the error of the first that failed."""
         with tqdm(total=len(states), desc="Generating", disable=None if use_tqdm else True) as bar:
             for state in states:
                 state.on_change = bar.update
@@ -138,7 +252,6 @@ class OfflineClient:
             if state.error is not None:
                 raise state.error
         self._finish()  # the cancels of sequences that ended on a stop string
-        return [state.output() for state in states]
 
     def _prepare(
         self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, priority: int
@@ -195,12 +308,14 @@ def _warm_up(frontend: Frontend) -> None:
     client = OfflineClient(spare, EchoLoop(transport, frontend.tokenizer), transport)
 
     def send(request: DummyRequest) -> None:
-        if request.chat:
+        if request.embeds:
+            client.embed(request.prompt, use_tqdm=False)
+        elif request.chat:
             client.chat([*request.messages], request.params, use_tqdm=False)
         else:
             client.generate([request.prompt], request.params, use_tqdm=False)
 
-    warm_up_frontend(send, images=frontend.images is not None)
+    warm_up_frontend(send, frontend)
 
 
 def _images_of(data: dict[str, Any] | None) -> list[Any]:

@@ -114,6 +114,20 @@ class Settings:
     preload_grammars: str | None = _model(
         None, "File of grammars to compile before ready, the `structured_outputs` of a request in each line."
     )
+    runner: str = _model(
+        "auto",
+        "Whether the engine generates or pools: see docs/embeddings.md. `auto` pools where the checkpoint has a "
+        "`modules.json` of sentence-transformers.",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = _model("auto", "`embed` makes embeddings, as `runner` pooling.", choices=("auto", "none", "embed"))
+    task: str | None = _model(None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed"))
+    pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
+        None, "A JSON object that replaces what the checkpoint says: `pooling_type` (LAST, MEAN), `normalize`."
+    )
+    override_pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
+        None, "An older name of `pooler_config`."
+    )
     max_logprobs: int = _model(20, "Most alternatives that `logprobs` and `prompt_logprobs` may ask for.", low=0)
 
     gpu_memory_utilization: float = _memory(
@@ -233,18 +247,6 @@ class Settings:
     )
     metrics_prefix: str = _server(
         "preheat", "Prefix of the metrics' names; with `vllm` they are those of vLLM.", choices=("preheat", "vllm")
-    )
-    otlp_traces_endpoint: str | None = _server(
-        None, "Where a span of each request is sent, as OpenTelemetry's collectors take it: see docs/metrics.md."
-    )
-    otlp_traces_protocol: str = _server(
-        "grpc", "How spans are sent: `grpc` or `http/protobuf`.", env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-    )  # checked where spans are sent: the variable may be meant for other programs
-    collect_detailed_traces: str | None = _server(
-        None,
-        "Times of parts of the engine in the spans.",
-        choices=("model", "worker", "all"),
-        later="a step computes many requests, and measuring its parts would hold it up",
     )
 
     allowed_media_domains: tuple[str, ...] = _images(

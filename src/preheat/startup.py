@@ -22,7 +22,6 @@ from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import override_params, recommended_params
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
-from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
@@ -30,12 +29,13 @@ from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.shard import shard, sums_leaves
-from preheat.model.specs import ModelSpec
+from preheat.model.specs import ModelSpec, without_head
 from preheat.plan import commands
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
 from preheat.utils import pycache
 from preheat.utils.gc import keep_imports, settle
+from preheat.utils.pooling import pooling_of
 from preheat.utils.trace import open_trace
 from preheat.verify.names import check_required
 from preheat.warmup.store import cache_root
@@ -81,20 +81,13 @@ def boot_front(
             log_requests=settings.enable_log_requests,
             images=images,
             priorities=settings.scheduling_policy == "priority",
-            traces=_traces(settings),
+            pooling=pooling_of(settings, folder, read_config(folder, settings.hf_overrides)),
             formats=AnswerFormats(
                 tokenizer,
                 settings.tool_call_parser if settings.enable_auto_tool_choice else None,
                 settings.reasoning_parser,
             ),
         )
-
-
-def _traces(settings: Settings) -> RequestTraces | None:
-    if settings.otlp_traces_endpoint is None:
-        return None
-    model = settings.served_model_name[0] if settings.served_model_name else settings.model
-    return RequestTraces(settings.otlp_traces_endpoint, settings.otlp_traces_protocol, model)
 
 
 def _images(settings: Settings, folder: Path) -> Images | None:
@@ -154,7 +147,9 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
 
     The device is not looked at: it counts as one that computes in bfloat16 and has room for every sequence.
     """
-    spec = _spec(settings)
+    spec, folder = _spec(settings), find_model(settings, with_weights=False)
+    if (pooling := pooling_of(settings, folder, read_config(folder, settings.hf_overrides))) is not None:
+        spec = without_head(spec, pooling.max_length)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True)
     facts = facts_of(settings.device)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)

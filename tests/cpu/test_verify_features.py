@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from preheat.backends.cpu.sampler import CpuSampler
 from preheat.core import Request
 from preheat.execution import logit_stages
 from preheat.execution.input_batch import Packer
@@ -36,6 +37,7 @@ def test_all_is_well_and_was_really_taken():
     found = results()
     assert [path for path, result in found.items() if result.first] == []
     assert found["penalties, long prompts"].note == "1,300 tokens"
+    assert int(found["beam search"].note.split()[0].replace(",", "")) > 1000
     assert found["cache salts"].note == "640 tokens from an equal salt"
     assert int(found["penalties, few blocks"].note.split()[0]) > 1
     assert int(found["grammars, few blocks"].note.split()[0]) > 0
@@ -93,7 +95,18 @@ def resumed_without_output(patch):
     patch.setattr(TokenCounts, "reset", lambda self, slot, prompt, out: right(self, slot, prompt, out[:0]))
 
 
+def another_rows_logprobs(patch):
+    """Reports that are those of the row before where a step has many."""
+    right = CpuSampler.read
+
+    def read(self, turn, rows, reporting, alternatives):
+        return right(self, turn, rows, np.roll(reporting, 1) if len(reporting) > 4 else reporting, alternatives)
+
+    patch.setattr(CpuSampler, "read", read)
+
+
 PLANTED = {
+    "beam search": another_rows_logprobs,
     "grammars": ban_by_rows,
     "grammars, few blocks": lambda patch: None,  # sees the same
     "penalties, long prompts": last_tokens_only,

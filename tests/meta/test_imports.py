@@ -39,11 +39,10 @@ RULE = {
     "server": "startup engine frontend transport warmup",
     "llm": "startup engine frontend transport warmup",
     "client": "",
-    "reference": "model execution ops backends backends.base",
     "calibration": "llm model schedule execution backends.base",
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
-    "__init__": "llm frontend reference",
+    "__init__": "llm frontend",
     "__main__": "cli",
 }
 
@@ -174,8 +173,8 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-# Imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
-OPTIONAL = {"transformers", "opentelemetry", "shtab", "triton"}
+# transformers is imported where it is needed, with an error that says so; Triton comes with torch's CUDA build.
+OPTIONAL = {"transformers", "triton"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.cold import Watched
-    from preheat.core import Level, TokenLogprobs
+    from preheat.core import Level
     from preheat.ops.moe import Routing
     from preheat.ops.quantization import QuantizedWeight
     from preheat.ops.sampling import SamplingInput
@@ -361,8 +361,8 @@ class Sampler(Protocol):
         the log-probabilities, with so many ``alternatives`` each.
         """
 
-    def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
-        """Of ``tokens`` int32 [n] under the first n rows of raw ``logits``. Waits for the device."""
+    def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[Any]:
+        """Reports of ``tokens`` int32 [n] under the first n rows of raw ``logits``. Waits for the device."""
 
     def compile(self, logits: Tensor) -> None:
         """Build the kernels that no program launches."""
@@ -377,8 +377,9 @@ class Sampler(Protocol):
 StepCounter = Callable[[], tuple[int, float | None]]
 """A number that only grows, and the seconds that went into it, None where nobody counts them."""
 
-SampledRows = tuple[np.ndarray, "list[TokenLogprobs]"]
-"""Tokens, integers [rows], and the reports that were asked for."""
+SampledRows = tuple[np.ndarray, "list[Any]"]
+"""Tokens, integers [rows], and the reports that were asked for: TokenLogprobs, but where an engine pools the hidden
+states of tokens, fp32 [hidden]."""
 
 
 class Operations(Protocol):

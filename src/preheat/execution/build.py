@@ -11,6 +11,7 @@ from preheat.execution.encoder import Encoder
 from preheat.execution.executor import Executor, attention_layers
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
+from preheat.execution.pooler import Pooler
 from preheat.model.decoder import Decoder
 from preheat.model.formats_inc import inner
 from preheat.model.loader import LoadedModel
@@ -35,8 +36,9 @@ def settle_linears(backend: Backend, model: LoadedModel, plan: Plan) -> None:
     """Choose and prove what serves the model's linear layers at the plan's sizes. Needs memory for the largest of them,
     so it comes before the cache.
     """
-    (rows, head_rows), (*layers, head) = linear_rows(plan), (inner(linear) for _, linear in model.weights.linears())
-    backend.settle([*((linear, rows) for linear in layers), (head, head_rows), *_vision_linears(model, plan)])
+    rows, head_rows = linear_rows(plan)
+    linears = [(inner(linear), head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
+    backend.settle([*linears, *_vision_linears(model, plan)])
 
 
 def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | Experts, list[int]]]:
@@ -76,6 +78,8 @@ def build(
     contiguous = settings.contiguous_pa is not False
     attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=contiguous)
     buffers = StepBuffers(limits, attention, backend)
+    if spec.head is None:
+        sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)
     sampler = sampler or backend.sampler(
         limits,
         spec.vocab_size,

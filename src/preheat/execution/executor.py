@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from preheat.backends.base import AttentionLayer, Backend, Sampler, StepInputs
-from preheat.core import Image, StepResult, Swaps, TokenLogprobs
+from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
@@ -24,6 +25,7 @@ from preheat.execution.features import Features
 from preheat.execution.graphs import Part
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
+from preheat.execution.pooler import Pooler
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
@@ -41,12 +43,14 @@ class LaunchedStep:
 
     batch: InputBatch
     sampler: Sampler
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    prompt_logprobs: dict[int, list[Any]]
 
     def result(self) -> StepResult:
         """Wait for it."""
         batch, rows, reporting = self.batch, self.batch.sampled_rows, self.batch.reporting
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
+        if isinstance(self.sampler, Pooler):
+            return StepResult(tokens, hidden=_by_row(batch, self.prompt_logprobs, reports))
         result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs)
         if reports:
             result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
@@ -77,7 +81,7 @@ class Executor:
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, backend.facts.min_tokens)
         self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._normed = torch.zeros_like(self._residual)
-        self._logits = torch.zeros(limits.max_sampled, spec.vocab_size, dtype=decoder.dtype, device=device)
+        self._logits = torch.zeros(limits.max_sampled, spec.output_size, dtype=decoder.dtype, device=device)
         self._layers = layers = range(len(spec.layers))
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
@@ -279,9 +283,9 @@ class Executor:
         self.sampler.fetch(batch.turn, tokens=logits is not None, reports=reports)
         return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
 
-    def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[Any]]:
         """For each row one entry for each successor, from the hidden state of the token before it."""
-        found: dict[int, list[TokenLogprobs]] = {}
+        found: dict[int, list[Any]] = {}
         for part in batch.prompt_parts:
             size = len(part.before)
             self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
@@ -339,6 +343,15 @@ class Executor:
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
+
+
+def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
+    """The hidden states of each row that a request asked for, in the order of its tokens: those ``before`` the sampled
+    one, and the ``last``.
+    """
+    for place, state in zip(batch.reporting.tolist(), last, strict=True):
+        before.setdefault(int(batch.sampled_rows[place]), []).append(state)
+    return before
 
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:

@@ -17,8 +17,8 @@ from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
+from preheat.utils.pooling import Pooling
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Images, Source  # it needs Pillow, which other models do without
@@ -32,7 +32,7 @@ class Frontend:
     ``max_queued``: most sequences that may wait for their first step. ``log_requests``: see
     :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
     For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
-    if the model sees them. ``traces``: where spans of requests go.
+    if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing.
     """
 
     def __init__(
@@ -50,11 +50,12 @@ class Frontend:
         images: Images | None = None,
         formats: AnswerFormats | None = None,
         priorities: bool = False,
-        traces: RequestTraces | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
+        self.pooling = pooling
         self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
         self.formats = formats or AnswerFormats(tokenizer)
-        self.metrics, self.images, self.traces = metrics or Metrics("preheat"), images, traces
+        self.metrics, self.images = metrics or Metrics("preheat"), images
         self.input = InputProcessor(
             tokenizer,
             self.limits,
@@ -64,8 +65,8 @@ class Frontend:
             images=images,
             priorities=priorities,
         )
-        self.output = OutputProcessor(send, self.metrics, log=log_requests, traces=traces)
-        self.prepare, self.abort, self.fail_all = self.input.prepare, self.output.abort, self.output.fail_all
+        self.output = OutputProcessor(send, self.metrics, log=log_requests)
+        self.prepare, self.fail_all = self.input.prepare, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
@@ -99,6 +100,17 @@ class Frontend:
         if self.ready is not None and self.ready.blocked_reason:
             raise NotInvariant(_blocked(self.ready))
 
+    def check_generates(self, what: str) -> None:
+        """Raise InvalidRequest, naming the API that was asked for, if the engine makes embeddings."""
+        if self.pooling is not None:
+            raise InvalidRequest(f"The model does not support {what}: this engine makes embeddings (--runner pooling)")
+
+    def embedding_of(self, what: str) -> Pooling:
+        """How embeddings are made. Raises InvalidRequest, naming the API asked for, if the engine generates."""
+        if self.pooling is None:
+            raise InvalidRequest(f"The model does not support {what}: start the engine with --runner pooling")
+        return self.pooling
+
     def load_images(self, sources: Sequence[Source]) -> list[Image]:
         """The images of a request, in order. Raises InvalidRequest. May wait for the network."""
         self.input.check_images(len(sources))
@@ -117,10 +129,24 @@ class Frontend:
             raise TooManyRequests(f"{waiting} sequences are waiting already; try again later")
         self.limits()
         for state in states:
-            requests = self.input.fan_out(state)
-            self.output.add(state)
-            for request in requests:
-                self._send(request)
+            if state.search is None:
+                self.launch(state)
+            else:
+                state.search.begin(self)
+
+    def launch(self, state: RequestState) -> None:
+        """Send the engine requests of ``state``, whatever is waiting."""
+        requests = self.input.fan_out(state)
+        self.output.add(state)
+        for request in requests:
+            self._send(request)
+
+    def abort(self, state: RequestState) -> None:
+        """End ``state`` because its client is no longer interested."""
+        if state.search is None:
+            self.output.abort(state)
+        else:
+            state.search.abort()
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache before the next request. Raises EngineDead or NotReady."""

@@ -17,6 +17,8 @@ import msgspec
 
 from preheat.core import MAX_STOP_IDS, SAMPLING_FIELDS, Image, Ready, Request, SamplingParams, Segment
 from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
+from preheat.frontend.beam_search import BeamSearch
+from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.detokenize import SILENT
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
@@ -111,6 +113,33 @@ class InputProcessor:
             request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt, segments=segments,
             priority=priority,
         )  # fmt: skip
+
+    def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
+        """``state``, a request for n choices, as one for a beam search of that width. Raises InvalidRequest, naming
+        ``width_param`` if the width is at fault.
+        """
+        asked, limits = state.params, self._limits()
+        if 2 * asked.n > self._max_logprobs:
+            raise InvalidRequest(
+                f"{width_param} is {asked.n}: beam search looks at twice as many alternatives, but at most "
+                f"{self._max_logprobs} are allowed (--max-logprobs)",
+                param=width_param,
+            )
+        if asked.masked:
+            raise InvalidRequest(
+                f"beam search does not support {asked.masked[0]}: leave one out", param=asked.masked[0]
+            )
+        longest = len(state.prompt_ids) + state.max_tokens - 1
+        _check_prompt_length(longest, limits, f"{longest} tokens with all but the last of the answer's")
+        try:
+            params = BeamSearchParams(
+                asked.n, state.max_tokens, asked.ignore_eos, asked.temperature, length_penalty,
+                asked.include_stop_str_in_output,
+            )  # fmt: skip
+        except ValueError as error:
+            raise InvalidRequest(str(error), param=str(error).partition(" ")[0]) from error
+        state.search = BeamSearch(state, params)
+        return state
 
     def check_images(self, count: int) -> None:
         """Raise InvalidRequest unless a prompt may have ``count`` images, before they are read."""

@@ -10,26 +10,18 @@ from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
 from preheat.frontend import request_log
 from preheat.frontend.request_state import Choice, RequestState
-from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
 
 
 class OutputProcessor:
     """Keeps the unfinished choices, by request id. ``send`` hands a message to the engine; ``log``: requests are
-    logged. ``traces`` hear of each request's end.
+    logged.
     """
 
-    def __init__(
-        self,
-        send: Callable[[ToEngine], None],
-        metrics: Metrics,
-        *,
-        log: bool = False,
-        traces: RequestTraces | None = None,
-    ) -> None:
+    def __init__(self, send: Callable[[ToEngine], None], metrics: Metrics, *, log: bool = False) -> None:
         self.choices: dict[int, Choice] = {}
         self.metrics = metrics
-        self._send, self._log, self._traces = send, log, traces
+        self._send, self._log = send, log
 
     def add(self, state: RequestState) -> None:
         """Register ``state``; its requests are about to be sent."""
@@ -92,6 +84,7 @@ class OutputProcessor:
             self.metrics.inter_token.observe(now - at, count)
         for id, end in ends.items():
             if choice := choices.get(id):
+                choice.state.pooled = delta.pooled.get(id, b"")
                 self._process_finish(choice, end)
         if delta.stats is not None:
             self.metrics.update(delta.stats)
@@ -131,8 +124,6 @@ class OutputProcessor:
         state.unfinished -= 1
         if self._log and not state.unfinished:
             request_log.ended(state)
-        if self._traces is not None and not state.unfinished:
-            self._traces.ended(state)
         if state.stream or state.finished:
             _notify(state)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
 
 
 @dataclass(slots=True)
@@ -33,6 +36,66 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found. ``tokens`` and ``text`` begin with the prompt; ``logprobs`` are of what
+    follows it. ``finish_reason`` is "stop" for an end of sequence, which is in ``tokens``, else "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best sequences after one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a prompt became: fp32 [dimensions]; a torch tensor in vLLM, from which ``torch.from_numpy`` is a step."""
+
+    data: np.ndarray
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How alike two texts are: the cosine of the angle between their embeddings, -1 to 1."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """One prompt, and what it became; of a score both prompts, one after the other."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from preheat.core import SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
@@ -13,6 +14,9 @@ from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs
 from preheat.frontend.stop import StopChecker
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Times
+
+if TYPE_CHECKING:
+    from preheat.frontend.beam_search import BeamSearch
 
 
 @dataclass(slots=True)
@@ -130,9 +134,10 @@ class RequestState:
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
+    pooled: bytes = b""  # of an engine that pools: fp32 [hidden]
+    search: BeamSearch | None = None  # what the choices come from, if they are not sampled
     first_token_at: float = 0.0  # 0: there is none yet
     arrived_at: float = field(default_factory=time.monotonic)
-    trace_headers: Mapping[str, str] = field(default_factory=dict)  # of its parent, see preheat.frontend.tracing
 
     @property
     def finished(self) -> bool:

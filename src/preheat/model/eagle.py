@@ -53,8 +53,14 @@ class EagleSpec:
     norm_before_residual: bool
 
     @property
+    def head(self) -> LinearSpec:
+        """The output head, over the vocabulary of drafts."""
+        assert self.decoder.head is not None  # it draws tokens
+        return self.decoder.head
+
+    @property
     def draft_vocab_size(self) -> int:
-        return self.decoder.head.outputs
+        return self.head.outputs
 
     def tensors(self, *, embedding: bool, tables: bool) -> dict[str, Shape]:
         """Name and shape of every tensor of a checkpoint, with or without embeddings of its own, and tables between the
@@ -205,7 +211,7 @@ def _shared(spec: EagleSpec, target: LoadedModel) -> Tensor:
 
 def _weights(spec: EagleSpec, loader: WeightLoader, embedding: Tensor, ids: Tensor | None) -> Weights:
     decoder = spec.decoder
-    head = loader.linear(decoder.head)
+    head = loader.linear(spec.head)
     return Weights(
         embedding=embedding,
         layers=[loader.layer(decoder.layers[0])],

@@ -126,6 +126,13 @@ class GatheredHead:
         return gathered.contiguous() if out is None else out.copy_(gathered)
 
 
+class HiddenStates:
+    """The output head of a model without one: hidden states [rows, hidden] as they are."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x if out is None else out.copy_(x)
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head; ``positions``
@@ -140,10 +147,11 @@ class Weights:
     vision: VisionWeights | None = None
 
     def linears(self) -> Linears:
-        """All linear layers and experts of the decoder, the head last, with their paths in the spec."""
+        """All linear layers and experts of the decoder, with their paths in the spec; last a head, if any."""
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
-        yield "head", self.head
+        if not isinstance(self.head, HiddenStates):
+            yield "head", self.head
 
 
 def below(path: str, linears: Linears) -> Linears:

@@ -18,16 +18,26 @@ from torch import Tensor
 
 from preheat.backends.base import Backend, Collective, Linear, Norm, Sharing
 from preheat.backends.names import HOST
-from preheat.errors import ModelError
+from preheat.errors import ModelError, SettingsError
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
-from preheat.model.layers import AttentionWeights, DenseMlp, GatheredHead, Layer, Mlp, MoeMlp, SharedExpert, Weights
+from preheat.model.layers import (
+    AttentionWeights,
+    DenseMlp,
+    GatheredHead,
+    HiddenStates,
+    Layer,
+    Mlp,
+    MoeMlp,
+    SharedExpert,
+    Weights,
+)
 from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.quantize import quantize
-from preheat.model.shard import head_tile, shard
+from preheat.model.shard import head_tile, shard, sums_leaves
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import (
     AttentionSpec,
@@ -40,12 +50,14 @@ from preheat.model.specs import (
     SharedSpec,
     VisionLayerSpec,
     VisionSpec,
+    without_head,
 )
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight, empty_weight
 from preheat.settings import Settings
+from preheat.utils.pooling import pooling_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +82,11 @@ class LoadedModel:
 def load_model(settings: Settings, backend: Backend, collective: Collective | None = None) -> LoadedModel:
     """The model that the settings name, on the backend's device; with a ``collective`` its rank's shard."""
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
-    spec = read_spec(read_config(folder, settings.hf_overrides), settings.quantization)
+    config = read_config(folder, settings.hf_overrides)
+    spec = read_spec(config, settings.quantization)
+    if (pooling := pooling_of(settings, folder, config)) is not None:
+        _check_pools(settings, spec, backend)
+        spec = without_head(spec, pooling.max_length)
     name, remark = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     if remark:
         logger.info("%s", remark)
@@ -93,6 +109,19 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     kv = identity(spec)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
     return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics)
+
+
+def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
+    """Raise SettingsError for what an engine that pools cannot have yet."""
+    refused = {
+        "tensor_parallel_size": sums_leaves(settings),
+        "speculative_config": settings.speculation is not None,
+        "device": backend.facts.name == "hpu",
+        "model": spec.vision is not None,
+    }
+    if name := next((name for name, given in refused.items() if given), None):
+        what = {"device": "on Gaudi", "model": "for models that see images"}.get(name, f"with {name}")
+        raise SettingsError(f"pooling is not available {what} yet: write --runner generate, or change it", param=name)
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
@@ -243,6 +272,8 @@ class WeightLoader:
 
     def head(self, spec: ModelSpec, embedding: Tensor) -> Linear:
         """The output head; where ranks share it, what all of them give."""
+        if spec.head is None:
+            return HiddenStates()
         if spec.tied and self._collective is None:
             return self.backend.linear(embedding)
         if not spec.tied:

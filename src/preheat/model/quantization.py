@@ -118,7 +118,7 @@ def _applied(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
             "quantized embeddings are not supported: the output head is the table of embeddings, so lm_head has to be "
             "among the modules to ignore"
         )
-    if quantization.head and not spec.tied:
+    if quantization.head and head is not None and not spec.tied:
         head = _linear(head, quantization.says)
     return replace(spec, layers=tuple(_walked(layer, quantization) for layer in spec.layers), head=head)
 

@@ -43,7 +43,7 @@ def shard(spec: ModelSpec, rank: int, world: int) -> ModelSpec:
     if spec.vision is not None:
         raise _not_yet("models that see images")
     cut = _Cut(rank, world)
-    return replace(spec, layers=tuple(map(cut.layer, spec.layers)), head=cut.head(spec.head))
+    return replace(spec, layers=tuple(map(cut.layer, spec.layers)), head=spec.head and cut.head(spec.head))
 
 
 def head_tile(vocab_size: int, world: int) -> int:

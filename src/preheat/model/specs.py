@@ -6,6 +6,7 @@ Loader, cost model and tuner walk it. No torch here: planning needs the sizes lo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, cast
@@ -498,7 +499,8 @@ class Rename:
 class ModelSpec:
     """A decoder-only transformer.
 
-    ``head`` returns the logits; if embeddings are tied its only part is the embedding's module.
+    ``head`` returns the logits; if embeddings are tied its only part is the embedding's module. None: what comes out
+    are the hidden states after the final norm, see :func:`without_head`.
     ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
     ``eos_ids`` end a sequence; ``bos_id`` begins one if the tokenizer says so. ``positions`` are learned ones, added to
     the embeddings. ``renames`` are other layouts that the family's checkpoints come in. ``ignored`` are regular
@@ -509,7 +511,7 @@ class ModelSpec:
     embedding: EmbeddingSpec
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
-    head: LinearSpec
+    head: LinearSpec | None
     max_position_embeddings: int
     eos_ids: tuple[int, ...]
     bos_id: int | None
@@ -535,7 +537,12 @@ class ModelSpec:
     @property
     def tied(self) -> bool:
         """Whether the output head is the table of embeddings."""
-        return self.head.parts[0][0] == self.embedding.name
+        return self.head is not None and self.head.parts[0][0] == self.embedding.name
+
+    @property
+    def output_size(self) -> int:
+        """The width of what comes out for a token: logits, or its hidden state."""
+        return self.hidden_size if self.head is None else self.vocab_size
 
     @property
     def num_params(self) -> int:
@@ -593,6 +600,22 @@ class ModelSpec:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         return tuple(layer.attention.window for layer in self.layers)
+
+
+def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
+    """``spec`` as a model whose output is hidden states, for texts of ``max_length`` tokens if that is less than it can
+    read. The checkpoint's output head is not loaded.
+    """
+    stored = () if spec.head is None or spec.tied else tuple(rf"{re.escape(name)}\..*" for name, _ in spec.head.parts)
+    length = min(spec.max_position_embeddings, max_length or spec.max_position_embeddings)
+    return replace(spec, head=None, ignored=(*spec.ignored, *stored), max_position_embeddings=length)
+
+
+def base_model(spec: ModelSpec) -> ModelSpec:
+    """``spec`` as the checkpoint of a model class without an output head stores it: names lack the first part."""
+    prefix = spec.embedding.name.partition(".")[0] + "."
+    rename = Rename(rf"(?!{re.escape(prefix)})(.+)", (rf"{prefix}\1",))
+    return replace(without_head(spec), renames=(*spec.renames, rename))
 
 
 Leaf = LinearSpec | NormSpec | EmbeddingSpec | ExpertsSpec | GateSpec | PatchSpec | VectorSpec

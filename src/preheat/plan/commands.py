@@ -59,7 +59,9 @@ def plan(
     settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
     block_bytes = (settings.block_size or facts.block_size) * sizes.kv_bytes_per_token
     limits = resolve_limits(settings, max_positions, block_bytes, image_tokens=spec.image_tokens)
-    made = make_plan(limits, PlanOptions.of(settings, facts), Costs(sizes, facts.machine, limits.block_size))
+    made = make_plan(
+        limits, PlanOptions.of(settings, facts, pools=spec.head is None), Costs(sizes, facts.machine, limits.block_size)
+    )
     if as_json:
         return json.dumps(made.to_dict() | ({"weights": dict(weights)} if weights else {}), indent=2)
     return "\n".join(

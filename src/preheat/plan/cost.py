@@ -66,7 +66,7 @@ class SpecLike(Protocol):
     @property
     def layers(self) -> Sequence[_Layer]: ...
     @property
-    def head(self) -> _Head: ...
+    def head(self) -> _Head | None: ...
     @property
     def vision(self) -> _Vision | None: ...
     @property
@@ -111,9 +111,9 @@ class ModelSizes:
             layers=len(spec.layers),
             kv_heads=max(layer.kv.num_kv_heads for layer in spec.layers),
             layer_params=sum(layer.step_params for layer in spec.layers),
-            head_params=spec.head.weights,
+            head_params=spec.head.weights if spec.head else 0,
             layer_bytes=sum(layer.step_bytes(dtype_bytes) for layer in spec.layers),
-            head_bytes=spec.head.weight_bytes(dtype_bytes),
+            head_bytes=spec.head.weight_bytes(dtype_bytes) if spec.head else 0,
             kv_bytes_per_token=spec.kv_bytes_per_token(dtype_bytes),
             activation_bytes_per_token=dtype_bytes * widest,
             dtype_bytes=dtype_bytes,

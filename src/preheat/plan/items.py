@@ -26,7 +26,13 @@ from preheat.plan.programs import (
     SamplerProgram,
     SwapProgram,
 )
-from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, LEVEL_SETTINGS, SAMPLER_SETTINGS
+from preheat.plan.sampler_settings import (
+    BRANCH_SETTINGS,
+    GAUDI_SETTINGS,
+    LEVEL_SETTINGS,
+    POOLER_SETTINGS,
+    SAMPLER_SETTINGS,
+)
 
 if TYPE_CHECKING:
     from preheat.plan.plan import Plan
@@ -212,7 +218,7 @@ class SamplerItem(Item):
         A sampler on the host runs the same code for any number of rows: all settings for one row, and for the other
         sizes, which only size arrays, one setting of each level.
         """
-        for rows in plan.sampler_sizes:
+        for rows in () if plan.options.pools else plan.sampler_sizes:
             if plan.options.host_sampler and rows != 1:
                 yield from (cls(rows, setting, batch_changed=True) for setting in LEVEL_SETTINGS.values())
                 continue
@@ -250,6 +256,35 @@ class SamplerItem(Item):
     def _times(self) -> int:
         """The batch is unchanged the second time."""
         return 1 if self.batch_changed else 2
+
+
+@dataclass(frozen=True, slots=True)
+class PoolerItem(Item):
+    """The hidden states of ``rows`` tokens, of an engine that pools: of as many prompts' last ones, and of one prompt's
+    in the order of its tokens.
+    """
+
+    KIND = "pooler"
+    rows: int
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[PoolerItem]:
+        return map(cls, plan.sampler_sizes if plan.options.pools else ())
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    @property
+    def program(self) -> SamplerProgram:
+        return SamplerProgram(self.rows, Level.GREEDY)
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.sampling(self.name, self.rows, times=1)
+
+    def run(self, warm: ItemRunner) -> None:
+        for params in POOLER_SETTINGS:
+            warm.sample(self.program, params, 1)
 
 
 @dataclass(frozen=True, slots=True)

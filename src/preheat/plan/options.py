@@ -19,7 +19,7 @@ class PlanOptions:
     ``pads_context`` and ``host_sampler`` are no settings but facts of the backend. ``verify_widths`` are the tokens of
     a row that steps with drafts are padded to; none: nothing drafts. With ``draft_model`` a model or a head does; with
     ``measures_drafts`` steps are timed, to choose how many tokens are drafted.
-    ``grammars`` are the names of those that the boot compiles.
+    ``grammars`` are the names of those that the boot compiles. With ``pools`` nothing is drawn from hidden states.
     """
 
     bucketing_policy: str = "unified"
@@ -63,9 +63,10 @@ class PlanOptions:
     draft_model: bool = False
     measures_drafts: bool = False
     grammars: tuple[str, ...] = ()
+    pools: bool = False
 
     @classmethod
-    def of(cls, settings: Any, facts: Facts) -> PlanOptions:
+    def of(cls, settings: Any, facts: Facts, *, pools: bool = False) -> PlanOptions:
         """The options of this class taken from the attributes of ``settings``, for the backend of ``facts``."""
         speculates = settings.speculation
         told: dict[str, Any] = {
@@ -75,7 +76,8 @@ class PlanOptions:
             "draft_model": speculates is not None and speculates.method in WITH_MODEL,
             "measures_drafts": speculates is not None and speculates.auto,
         }
-        told["grammars"] = tuple(preloads_of(settings))
+        told["grammars"] = () if pools else tuple(preloads_of(settings))
+        told["pools"] = pools
         return cls(
             **told, **{field.name: getattr(settings, field.name) for field in fields(cls) if field.name not in told}
         )

@@ -30,6 +30,7 @@ from preheat.plan.items import (
     GrammarItem,
     Item,
     PaceItem,
+    PoolerItem,
     SamplerItem,
     SwapItem,
 )
@@ -41,7 +42,8 @@ from preheat.plan.programs import Program
 MAX_PROGRAMS = 2_000
 
 KINDS: tuple[type[Item], ...] = (
-    ForwardItem, EncoderItem, SamplerItem, SwapItem, GrammarItem, DraftItem, PaceItem, DeterminismItem, CheckItem,
+    ForwardItem, EncoderItem, SamplerItem, PoolerItem, SwapItem, GrammarItem, DraftItem, PaceItem, DeterminismItem,
+    CheckItem,
 )  # fmt: skip
 """The kinds of items, in the order in which they run."""
 

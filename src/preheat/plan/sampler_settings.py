@@ -52,5 +52,11 @@ LEVEL_SETTINGS: Mapping[Level, str] = MappingProxyType(
 )
 """For each level the setting that runs the most of it."""
 
+POOLER_SETTINGS = (
+    SamplingParams(temperature=0.0, logprobs=0),
+    SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0),
+)
+"""What an engine that pools is asked for: reports of last tokens, and of all tokens of a prompt."""
+
 NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
 """Fields of SamplingParams that sampling code does not read. Every other field is in a setting."""

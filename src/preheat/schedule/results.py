@@ -61,7 +61,7 @@ def process_results(
     _publish(running, prefix, schedule, ends, live)
     slots.tokens[kept.slots, kept.positions] = kept.tokens
     first_ones = kept.positions == slots.prompt_len.take(kept.slots)
-    totals.generation_tokens += len(kept.slots)
+    totals.generation_tokens += len(kept.slots) if result.hidden is None else 0
     totals.prompt_tokens += int(kept.positions[first_ones].sum()) if first_ones.any() else 0
     ids, ended = kept.ids.tolist(), _ended(slots, kept)
     if (held := slots.has_grammar.take(kept.slots)).any():
@@ -71,9 +71,11 @@ def process_results(
         tokens=kept.tokens.tolist(),
         finished={ids[j]: finish for j, finish in ended.items()},
         logprobs=kept.logprobs(result),
-        prompt_logprobs=_prompt_logprobs(running, schedule, result, live),
+        prompt_logprobs=_prompt_logprobs(running, schedule, result, live) if result.hidden is None else {},
         started=schedule.started,
     )
+    if result.hidden is not None:  # nothing was drawn
+        delta.ids, delta.tokens, delta.pooled = [], [], _pooled(running, schedule, result.hidden, live)
     if ended and drafting is not None:
         drafting.ended(slots, kept.slots[list(ended)].tolist())
     if ended:
@@ -221,6 +223,21 @@ def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Fin
         if wrong:
             found[j] = Finish("error", error=WireError.of(GrammarFailed(wrong, param="structured_outputs")))
     return found
+
+
+def _pooled(
+    running: RunningSequences, schedule: Schedule, hidden: dict[int, list[np.ndarray]], live: np.ndarray
+) -> dict[int, bytes]:
+    """Add the hidden states of each row to what its sequence has pooled; the results of those that end, by id."""
+    done = {}
+    for row, states in hidden.items():
+        if not live[row]:
+            continue
+        sequence = running.sequence(int(schedule.slots[row]))
+        pooled = sequence.pool(states)
+        if schedule.num_sampled[row]:
+            done[sequence.request.id] = pooled.mean()
+    return done
 
 
 def _prompt_logprobs(

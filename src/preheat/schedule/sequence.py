@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from preheat.core import Request, TokenLogprobs
 from preheat.schedule.grammar import GrammarState
+
+
+@dataclass(slots=True)
+class Pooled:
+    """The fp32 sum [hidden] of the hidden states of ``count`` tokens, added one after the other, so that it does not
+    depend on how a prompt is cut into chunks.
+    """
+
+    total: np.ndarray
+    count: int = 0
+
+    def add(self, states: list[np.ndarray]) -> None:
+        """Add those of the next tokens."""
+        for state in states:
+            self.total += state
+        self.count += len(states)
+
+    def mean(self) -> bytes:
+        """fp32 [hidden]; of a single token its own state."""
+        return (self.total / np.float32(self.count)).tobytes()
 
 
 class Sequence:
@@ -24,6 +45,7 @@ class Sequence:
         self.started = False  # stays True after a preemption
         self.block_hashes: list[bytes] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # nothing precedes the first token
+        self.pooled: Pooled | None = None
         self.owes_prompt_logprobs = request.params.prompt_logprobs is not None
 
     @cached_property
@@ -34,3 +56,10 @@ class Sequence:
         """Keep a copy of all known ``tokens``; the prompt logprobs are computed again."""
         self.tokens = tokens.copy()
         self.prompt_logprobs = [None]
+        self.pooled = None
+
+    def pool(self, states: list[np.ndarray]) -> Pooled:
+        """Add the hidden states, fp32 [hidden] each, of its next tokens to what is pooled."""
+        self.pooled = self.pooled or Pooled(np.zeros_like(states[0]))
+        self.pooled.add(states)
+        return self.pooled

@@ -26,6 +26,7 @@ from preheat.server.answers import (
     ToolCall,
     ToolCallDelta,
 )
+from preheat.server.beam_search import as_searches
 from preheat.server.body import read_request
 from preheat.server.conversation import Conversation, plain_messages, prepared_talk, tool_choice
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
@@ -36,12 +37,14 @@ from preheat.server.stream import CompletionsWriter, event_of
 async def chat(request: Request) -> ASGIApp:
     """Answer a conversation."""
     frontend, body = await read_request(request, ChatRequest)
+    frontend.check_generates("Chat Completions API")
     params = _params(frontend, body)
     choice = tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
     state, form = await prepared_talk(
         request, frontend, _talk(body), choice, params, cache_salt=body.cache_salt or "", priority=body.priority or 0,
         cap_length=body.max_tokens is None and body.max_completion_tokens is None,
     )  # fmt: skip
+    as_searches(frontend, body, [state])
     return _ChatWriter(request, body, [state], form)
 
 

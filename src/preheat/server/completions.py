@@ -15,6 +15,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import check_params
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
+from preheat.server.beam_search import as_searches
 from preheat.server.body import read_request
 from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
@@ -27,13 +28,15 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> ASGIApp:
     """Complete prompts."""
     frontend, body = await read_request(request, CompletionRequest)
+    frontend.check_generates("Completions API")
     params = _params(frontend, body)
-    prompts, special = _listed(frontend, body.prompt, params), body.add_special_tokens is not False
+    prompts, special = listed(frontend, body.prompt, params), body.add_special_tokens is not False
     capped = body.max_tokens is None
     states = await prepared(
         request, prompts, params, add_special_tokens=special, cache_salt=body.cache_salt or "",
         priority=body.priority or 0, cap_length=capped,
     )  # fmt: skip
+    as_searches(frontend, body, states)
     return _CompletionWriter(request, body, states)
 
 
@@ -64,7 +67,7 @@ def _check_best_of(body: CompletionRequest) -> None:
         raise InvalidRequest("best_of cannot be streamed: the best are known at the end", param="best_of")
 
 
-def _listed(
+def listed(
     frontend: Frontend, prompt: str | list[str | int | list[int]], params: SamplingParams
 ) -> list[str | list[int]]:
     """One prompt or several, as a list. Its length is checked first: it may have millions of items."""

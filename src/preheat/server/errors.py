@@ -51,10 +51,7 @@ async def _rejected(request: Request, error: PreheatError) -> Response:
 _NOT_SERVED = {
     "/v1/audio": "preheat runs models of text; it neither hears nor speaks",
     "/v1/images": "preheat runs models of text; it draws no images",
-    **dict.fromkeys(
-        ("/v1/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/rerank", "/classify"),
-        "hidden states are not given out; only generation is served",
-    ),
+    "/classify": "preheat runs no classifiers; it generates, or makes embeddings",
 }
 """Endpoints of the APIs that we speak which are not here, by the beginning of their path, and why."""
 

@@ -45,10 +45,12 @@ def warm_up_server(
     service = Service(settings, transport.send)
     service.attach(spare)
     app = build_app(service)
-    warm_up_frontend(send, images=frontend.images is not None)
+    warm_up_frontend(send, frontend)
 
 
 def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:
+    if request.embeds:
+        return "/v1/embeddings", encode({"input": request.prompt})
     fields = msgspec.to_builtins(request.params, str_keys=True) | {"stream": request.stream}  # without defaults
     if not request.chat:
         return "/v1/completions", encode(fields | {"prompt": request.prompt})

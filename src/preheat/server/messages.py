@@ -41,6 +41,7 @@ from preheat.server.schema import FunctionName, NamedToolChoice
 async def messages(request: Request) -> ASGIApp:
     """Answer a conversation, in Anthropic's form."""
     frontend, body = await read_request(request, MessagesRequest)
+    frontend.check_generates("Messages API")
     params = frontend.input.params(
         max_tokens=body.max_tokens, stop=body.stop_sequences, temperature=body.temperature, top_p=body.top_p,
         top_k=body.top_k,

@@ -16,7 +16,17 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, chat, completions, messages, responses, schema, status
+from preheat.server import answers, chat, completions, embeddings, messages, responses, schema, status
+from preheat.server.embeddings_schema import (
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+    Reranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
@@ -76,6 +86,13 @@ OPERATIONS = (
     _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
+    _posted("/v1/embeddings", embeddings.embeddings, EmbeddingList, EmbeddingRequest, (504,)),
+    _posted("/pooling", embeddings.pooling, PoolingList, PoolingRequest, (504,)),
+    _posted("/score", embeddings.score, ScoreList, ScoreRequest, (504,)),
+    _posted("/v1/score", embeddings.score, ScoreList, ScoreRequest, (504,)),
+    _posted("/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
+    _posted("/v2/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
+    _posted("/v1/rerank", embeddings.rerank, Reranking, RerankRequest, (504,)),
     _posted("/tokenize", status.tokenize, answers.Tokens, schema.TokenizeRequest),
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),

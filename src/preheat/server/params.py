@@ -14,9 +14,9 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.frontend.tracing import parent_of
 from preheat.server import answers
 from preheat.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from preheat.server.beam_search import search_params
 from preheat.server.middleware import request_id
 from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
 from preheat.server.structured import structured_outputs
@@ -41,7 +41,7 @@ def sampling(
     given = sampling_fields(body)
     given["structured_outputs"] = structured_outputs(body)
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    return frontend.input.params(**given)
+    return search_params(body, given) if body.use_beam_search else frontend.input.params(**given)
 
 
 async def prepared(
@@ -76,10 +76,6 @@ async def prepared(
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             states.append(await in_turn(request, len(prompt), partial(prepare, prompt), total=total))
-    if frontend.traces is not None:
-        parent = parent_of(request.headers)
-        for state in states:
-            state.trace_headers = parent
     return states
 
 

@@ -57,6 +57,7 @@ from preheat.server.structured import converted
 async def responses(request: Request) -> ASGIApp:
     """Answer a conversation."""
     frontend, body = await read_request(request, ResponsesRequest)
+    frontend.check_generates("Responses API")
     store = _store(request)
     if store is None and (body.store or body.previous_response_id is not None):
         raise InvalidRequest(

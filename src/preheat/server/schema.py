@@ -136,10 +136,10 @@ class Sampling(ForModel, kw_only=True):
     store: Annotated[Any, only(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     early_stopping: Annotated[Any, only(False)] = None
-    length_penalty: Annotated[Any, only(1.0)] = None
+    length_penalty: float | None = None
     logits_processors: Annotated[Any, only([])] = None
     spaces_between_special_tokens: Annotated[Any, only(True)] = None
-    use_beam_search: Annotated[Any, only(False)] = None
+    use_beam_search: bool | None = None
 
 
 @rejected("prompt_embeds")

@@ -29,18 +29,45 @@ def event_of(message: Struct | dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % encode(message)
 
 
-class Writer(ABC):
-    """The ASGI response to one body: runs ``states``, sends the whole answer or a ``stream`` of events."""
+class WholeWriter(ABC):
+    """The ASGI response to one body: runs ``states`` and sends the answer."""
 
-    def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
+    def __init__(self, request: Request, states: Sequence[RequestState]) -> None:
         self._service: Service = request.app.state.service
-        self._frontend, self._states, self._stream = self._service.frontend, states, stream
-        for state in states:
-            state.stream = stream
+        self._frontend, self._states = self._service.frontend, states
 
     @abstractmethod
     def whole(self) -> Struct | dict[str, Any]:
         """The whole answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.load += 1
+        try:
+            async with RunningRequests(self._frontend, self._states, receive) as running:
+                await self._send(running, send)
+        finally:
+            self._service.load -= 1
+
+    async def _send(self, running: RunningRequests, send: Send) -> None:
+        while not running.finished:
+            await running.change()
+        if running.gone:
+            return
+        running.raise_error()
+        body = encode(self.whole())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Writer(WholeWriter):
+    """As its base, or sends a ``stream`` of events."""
+
+    def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
+        super().__init__(request, states)
+        self._stream = stream
+        for state in states:
+            state.stream = stream
 
     def opening(self) -> bytes:
         """The events before the first of a choice."""
@@ -54,24 +81,8 @@ class Writer(ABC):
     def closing(self, error: PreheatError | None) -> bytes:
         """The events at the end of a stream, which an ``error`` may have ended."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.load += 1
-        try:
-            async with RunningRequests(self._frontend, self._states, receive) as running:
-                await (self._send_events(running, send) if self._stream else self._send_whole(running, send))
-        finally:
-            self._service.load -= 1
-
-    async def _send_whole(self, running: RunningRequests, send: Send) -> None:
-        while not running.finished:
-            await running.change()
-        if running.gone:
-            return
-        running.raise_error()
-        body = encode(self.whole())
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    async def _send(self, running: RunningRequests, send: Send) -> None:
+        await (self._send_events(running, send) if self._stream else super()._send(running, send))
 
     async def _send_events(self, running: RunningRequests, send: Send) -> None:
         """A step costs one wake-up and one write.

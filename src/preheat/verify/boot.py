@@ -26,6 +26,7 @@ from preheat.verify.grammar import GrammarCheck
 from preheat.verify.image_check import ImageCheck
 from preheat.verify.names import context_lengths, long_context
 from preheat.verify.paths import PATHS, large_steps
+from preheat.verify.pool_check import check_pooled
 from preheat.warmup.record import Record
 
 DIGEST_BYTES = 16
@@ -100,6 +101,8 @@ class BootCheck:
             self._record.proof.compared += self._images.run()
         elif name == "grammar":
             self._check_grammars()
+        elif name == "pooled":
+            self._record.proof.compared += sum(check_pooled(self._runner, tokens) for tokens in self._contexts)
         else:
             self._run_path(name)
         if name == "drafts":

@@ -151,13 +151,21 @@ class CheckRunner:
         """Compute the next ``count`` tokens of ``slot`` in a step of its own."""
         self._run(self._schedule([slot], [count]))
 
+    def hidden(self, slot: int, count: int) -> list[np.ndarray]:
+        """Compute the next ``count`` tokens of ``slot``; the hidden states of those that it is to report."""
+        batch = self.packer.pack(self._schedule([slot], [count]))
+        self.bucket = batch.bucket
+        states = self.executor.execute(batch).hidden or {}
+        self.slots.cached_len[slot] += count
+        return states.get(0, [])
+
     def step(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> Tensor:
         """The logits after the last token of ``slot``, fp32 [vocab] on the host, from a step in which it and its
         neighbours compute everything they lack; decoding rows go first.
         """
         schedule = self._schedule([*before, slot, *behind])
         row = int(np.flatnonzero(schedule.slots == slot)[0])
-        return self._run(schedule, row)[row].cpu()
+        return self._run(schedule, row)[row].cpu().clone()  # on a host they may be what the next step overwrites
 
     def write(self, slot: int, begin: int, tokens: np.ndarray) -> None:
         """Let the sequence have ``tokens`` from its token ``begin`` on, of which none are computed, and end there."""
@@ -174,7 +182,7 @@ class CheckRunner:
         extend = slots.device_len[chosen] - slots.cached_len[chosen]
         first = slots.cached_len[chosen].copy()
         schedule = Schedule(chosen, first, extend, extend.copy(), len(before), num_drafted=1)
-        return self._run(schedule, len(before))[len(before) :].cpu()
+        return self._run(schedule, len(before))[len(before) :].cpu().clone()
 
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
         """A step in which each of ``chosen`` computes ``extend`` tokens, by default everything it lacks."""

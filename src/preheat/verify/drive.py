@@ -50,6 +50,8 @@ class Answer(NamedTuple):
     tokens: list[int]
     prompt_logprobs: list[TokenLogprobs | None]
     cached: int
+    logprobs: list[TokenLogprobs]
+    pooled: bytes = b""
 
 
 class Engine:
@@ -61,6 +63,7 @@ class Engine:
         self.ready = next(message for message in self._transport.receive() if isinstance(message, Ready))
         self._watcher = LogitWatcher(self.loop.executor)
         self.vocab_size = self.loop.executor.decoder.spec.vocab_size
+        self.pools = self.loop.executor.decoder.spec.head is None
         self.answers: list[Answer] = []
         self._ids = 0
 
@@ -94,6 +97,8 @@ class Engine:
         self.loop.scheduler.check()
         self.answers = _answers(deltas, range(first, first + len(prompts)))
         seen = self._watcher.take(first)
+        if self.pools:
+            return [Seen([answer.pooled], [float(np.frombuffer(answer.pooled, "f4").max())]) for answer in self.answers]
         # Logits that were computed ahead of a sequence's end do not count.
         counts = enumerate((len(answer.tokens) for answer in self.answers), first)
         return [Seen(seen[id].bits[:count], seen[id].levels[:count]) for id, count in counts]
@@ -110,14 +115,18 @@ class Engine:
 
 
 def _answers(deltas: Sequence[Delta], ids: Iterable[int]) -> list[Answer]:
-    found = {id: Answer([], [], 0) for id in ids}
+    found = {id: Answer([], [], 0, []) for id in ids}
     for delta in deltas:
-        for id, token in zip(delta.ids, delta.tokens, strict=True):
+        for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             found[id].tokens.append(token)
+            if place in delta.logprobs:
+                found[id].logprobs.append(delta.logprobs[place])
         for id, entries in delta.prompt_logprobs.items():
             found[id].prompt_logprobs.extend(entries)
         for id, cached in delta.started.items():
             found[id] = found[id]._replace(cached=cached)
+        for id, pooled in delta.pooled.items():
+            found[id] = found[id]._replace(pooled=pooled)
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""The paths of ``preheat verify`` for what single requests ask for: penalties, min_tokens, prompt logprobs, salts.
+"""The paths of ``preheat verify`` for what single requests ask for: penalties, min_tokens, logprobs, salts, beams.
 
 Where every run could be wrong in the same way, what comes out is compared with the rule itself, said in a few lines.
 """
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from preheat.core import SamplingParams
+from preheat.verify.beam_path import beam_search
 from preheat.verify.compare import Divergence, PathResult, Seen, compare
 from preheat.verify.drive import Answer, Engine, in_groups
 from preheat.verify.masked import MaskedPrompts
@@ -53,6 +54,7 @@ class Features:
         self._first = engine.run(self._short, in_groups([1] * len(self._short)))
         self._said = engine.answers
         yield self._min_tokens(engine)
+        yield beam_search(engine, min(CHUNKED, self.longest))
         if not isinstance(engine.loop.grammars, str):
             self._masked = MaskedPrompts.of(engine, min(self.outputs, SHORT), min(SHORT, self.longest))
             yield self._masked.beside_others(engine)

@@ -16,7 +16,7 @@ from typing import Any
 from preheat.settings import Settings
 from preheat.verify.compare import PathResult, compare
 from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
-from preheat.verify.prompts import Prompt, with_settings
+from preheat.verify.prompts import Prompt, as_pooled, with_settings
 from preheat.verify.random_models import write_model
 
 OUTPUTS = 20
@@ -53,6 +53,7 @@ class Fuzz:
             alone = Engine(self.boot, replace(settings, enable_prefix_caching=False))
             longest = max(min(draw.choice(LENGTHS), alone.ready.max_model_len - OUTPUTS), 1)
             prompts = random_prompts(draw, alone.vocab_size, longest)
+            prompts = as_pooled(prompts) if alone.pools else prompts
             expected = alone.run(prompts, in_groups([1] * len(prompts)))
             load = random_limits(draw, longest + OUTPUTS)
             engine = Engine(self.boot, replace(settings, **load))

@@ -13,7 +13,9 @@ BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 """Tokens around the image of a checked context."""
 
 
-def check_names(settings: Settings, limits: Limits, *, mode: Mode, facts: Facts) -> tuple[str, ...]:
+def check_names(
+    settings: Settings, limits: Limits, *, mode: Mode, facts: Facts, pools: bool = False
+) -> tuple[str, ...]:
     """The checks of a boot, in order; none with ``boot_check`` off. Without invariance paths may differ, so only
     repeated runs of the same path are compared, and whether logits are finite.
     """
@@ -36,9 +38,10 @@ def check_names(settings: Settings, limits: Limits, *, mode: Mode, facts: Facts)
         "long context": settings.enable_chunked_prefill and long_context(limits, facts) is not None,
         "full step": neighbours,
         "drafts": settings.speculation is not None and longest > 1,
-        "sampler": True,
+        "sampler": not pools,
+        "pooled": pools and longest > 1,
         "images": bool(limits.image_tokens) and image_context(limits) <= _room(limits),
-        "grammar": bool(preloads_of(settings)),
+        "grammar": not pools and bool(preloads_of(settings)),
         "compaction": compacts and longest > 1 and limits.num_blocks > 2,
         "eager": mode != "eager",
     }

@@ -10,7 +10,7 @@ import msgspec
 
 from preheat.core import Request, SamplingParams, Segment
 from preheat.errors import InvalidRequest
-from preheat.plan.sampler_settings import SAMPLER_SETTINGS
+from preheat.plan.sampler_settings import POOLER_SETTINGS, SAMPLER_SETTINGS
 
 LONGEST = 1_900
 SHARED = 3
@@ -87,3 +87,9 @@ def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
         params = msgspec.structs.replace(params, seed=number, max_tokens=outputs, ignore_eos=True)
         found.append(Prompt(tokens, params))
     return found
+
+
+def as_pooled(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """``prompts`` for an engine that pools: the mean over every second one, the first too, the others' last tokens."""
+    last, mean = [msgspec.structs.replace(each, seed=0, max_tokens=1, ignore_eos=True) for each in POOLER_SETTINGS]
+    return [Prompt(prompt.tokens, last if number % 2 else mean) for number, prompt in enumerate(prompts)]

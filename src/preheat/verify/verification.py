@@ -19,7 +19,7 @@ from preheat.verify.compare import PathResult, Seen, Verdict, compare
 from preheat.verify.drive import Boot, Engine, in_groups, trickling
 from preheat.verify.features import Features
 from preheat.verify.image_paths import ImagePaths
-from preheat.verify.prompts import Prompt, Size
+from preheat.verify.prompts import Prompt, Size, as_pooled
 from preheat.warmup.record import Proof, Record
 
 DIGEST_BYTES = 16
@@ -43,9 +43,9 @@ class Verification:
     proof: Proof = field(default_factory=Proof, init=False)
     blocked_reason: str = field(default="", init=False)
     simulated: bool = field(default=False, init=False)
-    features: Features = field(init=False)
+    features: Features | None = field(default=None, init=False)
     drafts: tuple[int, int] = field(default=(0, 0), init=False)  # of the first run, and those accepted
-    images: ImagePaths = field(init=False)
+    images: ImagePaths | None = field(default=None, init=False)
 
     def results(self) -> Iterator[PathResult]:
         """Each path's result as soon as it is known. Raises PreheatError if an engine fails."""
@@ -71,7 +71,7 @@ class Verification:
         engine = Engine(self.boot, self.settings)
         record = Record.from_json(engine.ready.record)
         self.proof, self.simulated, self.blocked_reason = record.proof, record.simulated, engine.ready.blocked_reason
-        prompts = self.asked = self.prompts(engine)
+        prompts = self.asked = as_pooled(self.prompts(engine)) if engine.pools else self.prompts(engine)
         first = self.first = engine.run(prompts)
         hits = engine.stats.prefix_hits
         self.drafts = engine.stats.draft_tokens, engine.stats.accepted_tokens
@@ -87,6 +87,8 @@ class Verification:
         engine.forget_prefixes()
         sizes = group_sizes(len(prompts))
         yield compare(f"batches of 1 to {max(sizes)}", first, [engine.run(prompts, in_groups(sizes))])
+        if engine.pools:
+            return
         self.features = Features(self.size.outputs, max(len(prompt.tokens) for prompt in prompts))
         yield from self.features.as_asked(engine)
         self.images = ImagePaths.of(engine, self.size.outputs)
@@ -100,12 +102,14 @@ class Verification:
 
     def _tight(self) -> Iterator[PathResult]:
         """An engine with small steps and few blocks, so that chunks, preemption and compaction are frequent."""
-        engine = Engine(self.boot, tight(self.settings, [*self.asked, *self.images.prompts]))
+        pictured = self.images.prompts if self.images else []
+        engine = Engine(self.boot, tight(self.settings, [*self.asked, *pictured]))
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
         yield compare("chunks, few blocks", self.first, [seen], note)
-        yield from self.features.tight(engine)
-        yield from self.images.tight(engine)
+        for paths in (self.features, self.images):
+            if paths is not None:
+                yield from paths.tight(engine)
 
 
 def group_sizes(count: int) -> list[int]:

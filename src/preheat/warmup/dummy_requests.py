@@ -19,6 +19,7 @@ from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.transport import InlineTransport
 from preheat.utils.structured import JSON_OBJECT
 
@@ -27,6 +28,7 @@ LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
 
 _PROMPT_ID = _STOP_ID = 0
 _ECHOED = 2  # tokens
+_POOLED = bytes(4 * 64)
 _MAX_MODEL_LEN = 65_536  # room for any chat template
 
 
@@ -38,6 +40,7 @@ class DummyRequest(msgspec.Struct, frozen=True):
     chat: bool = False
     stream: bool = False
     image: bool = False
+    embeds: bool = False
 
     @property
     def prompt(self) -> str | list[int]:
@@ -61,6 +64,9 @@ LOOP_REQUESTS = (
     DummyRequest(SamplingParams(temperature=1.0, max_tokens=3, seed=1)),
 )
 
+POOLED_REQUESTS = tuple(DummyRequest(params) for params in POOLER_SETTINGS)
+"""For a loop that pools."""
+
 MASKED_REQUEST = DummyRequest(SamplingParams(max_tokens=3, seed=1, structured_outputs=JSON_OBJECT["json_object"]))
 """For a loop that has grammars."""
 
@@ -76,15 +82,22 @@ FRONTEND_REQUESTS = (
 )
 
 
+EMBEDDING_REQUESTS = tuple(DummyRequest(_PLAIN, text, embeds=True) for text in ("Add.", ""))
+"""For an engine that makes embeddings."""
+
 IMAGE_REQUEST = DummyRequest(_PLAIN, "Look.", chat=True, image=True)
 
 
-def warm_up_frontend(send: Callable[[DummyRequest], None], *, images: bool = False) -> None:
-    """``send`` sends each request to :func:`spare_frontend` and reads the answer. ``images``: some have one."""
-    _repeat(send, (*FRONTEND_REQUESTS, IMAGE_REQUEST) if images else FRONTEND_REQUESTS, FRONTEND_ROUNDS)
+def warm_up_frontend(send: Callable[[DummyRequest], None], frontend: Frontend) -> None:
+    """``send`` sends each request to the :func:`spare_frontend` of ``frontend`` and reads the answer."""
+    if frontend.pooling is not None:
+        _repeat(send, EMBEDDING_REQUESTS, FRONTEND_ROUNDS)
+        return
+    with_images = frontend.images is not None
+    _repeat(send, (*FRONTEND_REQUESTS, IMAGE_REQUEST) if with_images else FRONTEND_REQUESTS, FRONTEND_ROUNDS)
 
 
-def warm_up_loop(loop: Loop) -> None:
+def warm_up_loop(loop: Loop, *, pools: bool = False) -> None:
     """Dummy requests through ``loop``, whose messages are dropped. Its scheduler must be idle; its counts are reset."""
     room = loop.scheduler.limits.max_model_len - 1
 
@@ -95,7 +108,7 @@ def warm_up_loop(loop: Loop) -> None:
         loop.finish()
 
     if room:
-        _repeat(send, LOOP_REQUESTS, LOOP_ROUNDS)
+        _repeat(send, POOLED_REQUESTS if pools else LOOP_REQUESTS, LOOP_ROUNDS)
         if not isinstance(loop.grammars, str):
             _repeat(send, [MASKED_REQUEST], LOOP_ROUNDS)
             loop.grammars.forget()
@@ -126,6 +139,7 @@ class EchoLoop:
         delta = Delta([row.id for row in rows], [token] * len(rows), stats=Stats())
         delta.started = {row.id: 0 for row in self._new}
         delta.finished = {row.id: Finish("length") for row in self._ending}
+        delta.pooled = dict.fromkeys(delta.finished, _POOLED)
         for place, row in enumerate(rows):
             if (count := row.params.logprobs) is not None:
                 delta.logprobs[place] = TokenLogprobs(token, -1.0, 1, [(token, -1.0)] * count)
@@ -142,7 +156,7 @@ def spare_frontend(frontend: Frontend, send: Callable[[ToEngine], None]) -> Fron
     """
     spare = Frontend(
         frontend.tokenizer, send, template=frontend.template, recommended={}, images=frontend.images,
-        formats=frontend.formats,
+        formats=frontend.formats, pooling=frontend.pooling,
     )  # fmt: skip
     spare.handle(Ready(_MAX_MODEL_LEN, 2, 64, 0.0))
     return spare

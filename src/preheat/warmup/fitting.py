@@ -106,5 +106,5 @@ class Fitting:
         return plan
 
     def _plan(self, limits: Limits, on_miss: WarnOnce) -> Plan:
-        options = PlanOptions.of(self.settings, self.backend.facts)
+        options = PlanOptions.of(self.settings, self.backend.facts, pools=self.model.spec.head is None)
         return make_plan(limits, options, checks=self.checks(limits), on_miss=on_miss)

@@ -21,7 +21,7 @@ from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import EncoderItem, ForwardItem, Item, SamplerItem
+from preheat.plan.items import EncoderItem, ForwardItem, Item, PoolerItem, SamplerItem
 from preheat.plan.plan import Plan, largest
 from preheat.plan.programs import Program, SamplerProgram
 from preheat.settings import OPTIONS, Settings
@@ -161,7 +161,7 @@ class DeviceGraphs(NoGraphs):
     def capture(self) -> Captures:
         plan, entries = self.steps.plan, self._entries
         items = _runnable(plan, entries)
-        sampling = [item for item in items if isinstance(item, SamplerItem)]
+        sampling = [item for item in items if isinstance(item, SamplerItem | PoolerItem)]
         before = self.free() + sum(entries[item.name].bytes for item in sampling)
         pool = self.split.graph_pool(before)
         buckets = [item.bucket for item in items if isinstance(item, ForwardItem)]

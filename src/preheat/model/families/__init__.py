@@ -13,7 +13,7 @@ from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families import bigcode, gemma, llama, llava, moe, mpt, phi, qwen
 from preheat.model.quantization import quantized
-from preheat.model.specs import ModelSpec
+from preheat.model.specs import ModelSpec, base_model
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "GPTBigCodeForCausalLM": bigcode.gpt_bigcode,
@@ -57,9 +57,11 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json: architectures must be a list of names, got {names!r}")
     for name in names:
-        if name in FAMILIES:
-            config = Config(name, values)
-            return quantized(FAMILIES[name](config), config.quantization(), quantization)
+        family = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
+        if family in FAMILIES:
+            config = Config(family, values)
+            spec = quantized(FAMILIES[family](config), config.quantization(), quantization)
+            return spec if family == name else base_model(spec)
     found = ", ".join(names) if names else f"none named (model_type {values.get('model_type')!r})"
     near = f"; the nearest that is supported: {nearest(names[0])}" if names else ""
     raise ModelError(f"architecture {found} is not supported{near}; supported are {', '.join(FAMILIES)}")

@@ -1,0 +1,111 @@
+"""A beam search as a request: rounds of requests for one token after each beam, until its choices are known.
+
+A beam's keys and values are found in the prefix cache, which has the bits of computing them again; so do the scores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from preheat.core import SamplingParams, TokenLogprobs
+from preheat.frontend.beams import Beam, Beams, BeamSearchParams
+from preheat.frontend.detokenize import SILENT
+from preheat.frontend.outputs import BeamSearchOutput, BeamSearchSequence
+from preheat.frontend.request_state import Choice, RequestState
+
+if TYPE_CHECKING:
+    from preheat.frontend.frontend import Frontend
+
+
+class BeamSearch:
+    """The search that ``state`` asks for. When it is over the state has the best beams as its choices, or an error."""
+
+    def __init__(self, state: RequestState, params: BeamSearchParams) -> None:
+        self._state, self._params = state, params
+        self._beams = Beams(params, len(state.prompt_ids), state.tokenizer.eos_ids)
+        self.round: list[RequestState] = []
+        self._over = False
+
+    def begin(self, frontend: Frontend) -> None:
+        """Start the first round; the others follow as answers come."""
+        self._frontend = frontend
+        self._ask()
+
+    def abort(self) -> None:
+        """End it, because nobody is interested any longer."""
+        self._over = True
+        for asked in self.round:
+            if not asked.finished:
+                self._frontend.abort(asked)
+
+    def output(self) -> BeamSearchOutput:
+        """The sequences as vLLM's offline search returns them, prompt included."""
+        return BeamSearchOutput([self._sequence(beam) for beam in self._beams.best()])
+
+    def _ask(self) -> None:
+        state = self._state
+        alternatives = max(2 * self._params.beam_width, state.params.logprobs or 0)
+        params = SamplingParams(
+            temperature=0.0, seed=0, max_tokens=1, logprobs=alternatives, ignore_eos=True, detokenize=False
+        )
+        self.round = [
+            RequestState(
+                state.request_id, None, [*state.prompt_ids, *beam.tokens], params, 1, state.tokenizer,
+                cache_salt=state.cache_salt, segments=state.segments, priority=state.priority, on_change=self._answered,
+            )
+            for beam in self._beams.live
+        ]  # fmt: skip
+        for asked in self.round:
+            self._frontend.launch(asked)
+
+    def _answered(self) -> None:
+        """A request of the round has ended."""
+        if self._over:
+            return
+        error = next((asked.error for asked in self.round if asked.error), None)
+        if error is not None:
+            self.abort()
+            self._state.error = error
+        elif not all(asked.finished for asked in self.round):
+            return
+        else:
+            self._advance()
+            if not self._over:
+                self._ask()
+                return
+        if self._state.on_change is not None:
+            self._state.on_change()
+
+    def _advance(self) -> None:
+        reports = [entry for asked in self.round for choice in asked.choices for entry in choice.logprobs or ()]
+        if not self._beams.live[0].tokens:  # what later rounds find are the search's own blocks
+            self._state.cached_tokens = self.round[0].cached_tokens
+        self._beams.advance(reports)
+        self._over = self._beams.over
+        if self._over:
+            self._state.choices = [self._choice(*each) for each in enumerate(self._beams.best())]
+
+    def _choice(self, index: int, beam: Beam) -> Choice:
+        state, params = self._state, self._state.params
+        detokenizer = SILENT
+        if params.detokenize:
+            detokenizer = state.tokenizer.detokenizer(state.prompt_ids, params.skip_special_tokens)
+        choice = Choice(state, index, index, detokenizer, None)
+        last = len(beam.tokens) - 1
+        for place, (token, entry) in enumerate(zip(beam.tokens, beam.logprobs, strict=True)):
+            hidden = beam.completed and place == last and not params.include_stop_str_in_output
+            shown = TokenLogprobs(token, entry.logprob, entry.rank, entry.top[: params.logprobs])
+            choice.push(token, shown, hidden)
+        choice.finish("stop" if beam.completed else "length")
+        return choice
+
+    def _sequence(self, beam: Beam) -> BeamSearchSequence:
+        state, tokens = self._state, [*self._state.prompt_ids, *beam.tokens]
+        hidden = beam.completed and not self._params.include_stop_str_in_output
+        return BeamSearchSequence(
+            tokens=tokens,
+            logprobs=[state.position(entry) for entry in beam.logprobs],
+            cum_logprob=beam.cum_logprob,
+            text=state.tokenizer.decode(tokens[:-1] if hidden else tokens) if state.tokenizer.speaks else None,
+            finish_reason="stop" if beam.completed else "length",
+        )

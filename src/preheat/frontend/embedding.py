@@ -1,0 +1,87 @@
+"""Embeddings: a request for one, and what becomes of the hidden state that comes back."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from preheat.core import SamplingParams
+from preheat.errors import InvalidRequest
+from preheat.frontend.request_state import RequestState
+from preheat.utils.pooling import Pooling
+
+
+class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What :meth:`preheat.LLM.embed` takes; names and meanings are vLLM's. ``dimensions``: only so many numbers, of a
+    matryoshka model. ``use_activation``, or ``normalize``: whether embeddings have length 1; None: as the model says.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+    @property
+    def normalizes(self) -> bool | None:
+        return self.use_activation if self.normalize is None else self.normalize
+
+
+_LAST = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
+_ALL = SamplingParams(
+    temperature=0.0, seed=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
+)
+
+
+def asked_of(pooling: Pooling, truncate: int | None = None) -> SamplingParams:
+    """What the engine is asked for: a report of the last token, or of all tokens of the prompt, which the prefix cache
+    then has none of; a single token is sampled and not shown. ``truncate`` is ``truncate_prompt_tokens``.
+    """
+    return replace(_ALL if pooling.type == "MEAN" else _LAST, truncate_prompt_tokens=truncate)
+
+
+def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
+    """Raise InvalidRequest unless the beginning of an embedding, so many numbers, is one too."""
+    if dimensions is None:
+        return
+    if not pooling.matryoshka:
+        raise InvalidRequest(
+            "The model does not support matryoshka representation, so dimensions cannot be chosen: leave it out",
+            param="dimensions",
+        )
+    if dimensions < 1 or (pooling.dimensions and dimensions not in pooling.dimensions):
+        allowed = f"one of {', '.join(map(str, pooling.dimensions))}" if pooling.dimensions else "at least 1"
+        raise InvalidRequest(f"dimensions is {dimensions}, but must be {allowed}", param="dimensions")
+
+
+def embedding(
+    state: RequestState, pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
+) -> np.ndarray:
+    """The embedding of a finished request, fp32 [hidden] or its first ``dimensions``. ``normalize`` None: as
+    ``pooling`` says; its length is computed exactly and rounded once.
+    """
+    vector = np.frombuffer(state.pooled, np.float32)
+    if dimensions is not None and dimensions > len(vector):
+        raise InvalidRequest(f"dimensions is {dimensions}, but the model has {len(vector)}", param="dimensions")
+    vector = vector[:dimensions]
+    if not (pooling.normalize if normalize is None else normalize):
+        return vector
+    length = math.sqrt(math.fsum((vector.astype(np.float64) ** 2).tolist()))
+    return (vector / (length or 1.0)).astype(np.float32)
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    """The cosine of the angle between two vectors; 0 if one of them is zero."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    lengths = math.sqrt(math.fsum((a * a).tolist()) * math.fsum((b * b).tolist()))
+    return math.fsum((a * b).tolist()) / lengths if lengths else 0.0
+
+
+def paired(first: int, second: int, param: str) -> int:
+    """How many scores there are of so many texts and others: one is compared with all, several one by one."""
+    if not first or not second or first not in (1, second):
+        raise InvalidRequest(
+            f"{first} texts cannot be paired with {second}: give one, or as many as there are others", param=param
+        )
+    return second

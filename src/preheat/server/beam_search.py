@@ -1,0 +1,45 @@
+"""Beam search over HTTP: vLLM's fields ``use_beam_search`` and ``length_penalty``, with ``n`` for the width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from preheat.core import SamplingParams
+from preheat.errors import InvalidRequest
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.input_processor import check_params
+from preheat.frontend.request_state import RequestState
+from preheat.server.schema import CompletionRequest, Sampling
+
+_TAKEN = frozenset(
+    "n max_tokens temperature seed ignore_eos include_stop_str_in_output skip_special_tokens logprobs "
+    "truncate_prompt_tokens".split()
+)
+_USUAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+
+
+def search_params(body: Sampling, given: Mapping[str, object]) -> SamplingParams:
+    """The parameters of a search, from those that the client has ``given``; the checkpoint's recommendations are about
+    sampling. Raises InvalidRequest, by name, for what a search does not look at.
+    """
+    if body.stream:
+        raise InvalidRequest("beam search cannot be streamed: the best are known at the end", param="stream")
+    if isinstance(body, CompletionRequest) and body.best_of not in {None, body.n or 1}:
+        raise InvalidRequest("beam search returns its n best sequences: leave best_of out", param="best_of")
+    stated = {name: value for name, value in given.items() if value is not None}
+    for name, value in stated.items():
+        if name not in _TAKEN and value not in (_USUAL[name], [], {}):
+            raise InvalidRequest(f"beam search does not look at {name}: leave one of them out", param=name)
+    return check_params({"max_tokens": None, "temperature": 0.0, **stated})
+
+
+def as_searches(frontend: Frontend, body: Sampling, states: Sequence[RequestState]) -> None:
+    """Make ``states`` searches if ``body`` asks for one."""
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    if body.use_beam_search:
+        for state in states:
+            frontend.input.search(state, penalty, "n")
+    elif penalty != 1:
+        raise InvalidRequest("length_penalty is about beam search: set use_beam_search", param="length_penalty")

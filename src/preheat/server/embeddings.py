@@ -1,0 +1,199 @@
+"""POST /v1/embeddings, /pooling, /score and /rerank: embeddings of texts, and how alike texts are by them."""
+
+from __future__ import annotations
+
+import base64
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from preheat.errors import InvalidRequest
+from preheat.frontend.embedding import asked_of, check_dimensions, cosine, embedding, paired
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import RequestState
+from preheat.server.answers import PromptTokensDetails, Usage
+from preheat.server.body import read_request
+from preheat.server.completions import listed
+from preheat.server.embeddings_schema import (
+    Document,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    PooledData,
+    PoolingList,
+    PoolingRequest,
+    Ranked,
+    Reranking,
+    RerankRequest,
+    Score,
+    ScoreList,
+    ScoreRequest,
+    Texts,
+)
+from preheat.server.middleware import request_id
+from preheat.server.params import prepared
+from preheat.server.stream import WholeWriter
+
+FLOAT_LE = np.dtype("<f4")
+
+
+async def embeddings(request: Request) -> ASGIApp:
+    """Make embeddings of texts."""
+    frontend, body = await read_request(request, EmbeddingRequest)
+    frontend.embedding_of("Embeddings API")
+    return _EmbeddingWriter(request, body, await _states(request, frontend, body, body.input))
+
+
+async def pooling(request: Request) -> ASGIApp:
+    """Pool the hidden states of texts."""
+    frontend, body = await read_request(request, PoolingRequest)
+    frontend.embedding_of("Pooling API")
+    return _PoolingWriter(request, body, await _states(request, frontend, body, body.input))
+
+
+async def score(request: Request) -> ASGIApp:
+    """Say how alike texts are."""
+    frontend, body = await read_request(request, ScoreRequest)
+    frontend.embedding_of("Score API")
+    first, second = _texts(body.text_1), _texts(body.text_2)
+    paired(len(first), len(second), "text_1")
+    return _ScoreWriter(request, body, await _states(request, frontend, body, [*first, *second]), len(first))
+
+
+async def rerank(request: Request) -> ASGIApp:
+    """Order documents by how alike they are to a query."""
+    frontend, body = await read_request(request, RerankRequest)
+    frontend.embedding_of("Rerank API")
+    if not body.documents:
+        raise InvalidRequest("documents must not be empty", param="documents")
+    if body.top_n is not None and body.top_n < 0:
+        raise InvalidRequest("top_n must not be negative; 0 returns all", param="top_n")
+    return _RerankWriter(request, body, await _states(request, frontend, body, [body.query, *body.documents]))
+
+
+def _texts(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+async def _states(
+    request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]]
+) -> list[RequestState]:
+    """The checked requests for the embeddings of what is ``given``."""
+    own = frontend.embedding_of("Embeddings API")
+    check_dimensions(own, body.dimensions)
+    params = asked_of(own, body.truncate_prompt_tokens)
+    with _as_input():
+        prompts = listed(frontend, given if isinstance(given, str) else list(given), params)
+        return await prepared(
+            request, prompts, params, add_special_tokens=body.add_special_tokens is not False,
+            cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=True,
+        )  # fmt: skip
+
+
+@contextmanager
+def _as_input() -> Iterator[None]:
+    """What errors call prompt is the field input here."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not (error.param or "").startswith("prompt"):
+            raise
+        name = f"input{(error.param or '').removeprefix('prompt')}"
+        raise type(error)(error.message.replace(error.param or "", name, 1), param=name) from error
+
+
+class _PooledWriter(WholeWriter):
+    """What the endpoints have in common; ``prefix`` begins the answer's id."""
+
+    prefix: str
+
+    def __init__(self, request: Request, body: Texts, states: Sequence[RequestState]) -> None:
+        super().__init__(request, states)
+        self._body, self._pooling = body, self._frontend.embedding_of("Embeddings API")
+        self._fields: dict[str, Any] = {
+            "id": f"{self.prefix}-{request_id(request)}",
+            "created": int(time.time()),
+            "model": body.model or self._service.names[0],
+        }
+
+    @abstractmethod
+    def whole(self) -> Struct: ...
+
+    def vectors(self, normalize: bool | None = None) -> list[np.ndarray]:
+        """The embeddings, in order. Raises InvalidRequest for more dimensions than there are."""
+        return [embedding(state, self._pooling, self._body.dimensions, normalize) for state in self._states]
+
+    def usage(self) -> Usage:
+        """Tokens of all texts."""
+        tokens = sum(len(state.prompt_ids) for state in self._states)
+        return Usage(tokens, 0, tokens, PromptTokensDetails(sum(state.cached_tokens for state in self._states)))
+
+
+class _VectorWriter(_PooledWriter):
+    """Of the endpoints that answer with vectors."""
+
+    def __init__(self, request: Request, body: EmbeddingRequest, states: Sequence[RequestState]) -> None:
+        super().__init__(request, body, states)
+        self._normalize, self._base64 = body.normalizes, body.encoding_format == "base64"
+
+    def encoded(self) -> list[list[float] | str]:
+        """The embeddings as the client asked for them: numbers, or base64 of fp32 in little-endian order."""
+        vectors = self.vectors(self._normalize)
+        if self._base64:
+            return [base64.b64encode(vector.astype(FLOAT_LE).tobytes()).decode() for vector in vectors]
+        return [vector.tolist() for vector in vectors]
+
+
+class _EmbeddingWriter(_VectorWriter):
+    prefix = "embd"
+
+    def whole(self) -> EmbeddingList:
+        data = [Embedding(*each) for each in enumerate(self.encoded())]
+        return EmbeddingList(**self._fields, data=data, usage=self.usage())
+
+
+class _PoolingWriter(_VectorWriter):
+    prefix = "pool"
+
+    def whole(self) -> PoolingList:
+        data = [PooledData(*each) for each in enumerate(self.encoded())]
+        return PoolingList(**self._fields, data=data, usage=self.usage())
+
+
+class _ScoreWriter(_PooledWriter):
+    prefix = "score"
+
+    def __init__(self, request: Request, body: ScoreRequest, states: Sequence[RequestState], first: int) -> None:
+        super().__init__(request, body, states)
+        self._first = first
+
+    def whole(self) -> ScoreList:
+        vectors = self.vectors()
+        ones, others = vectors[: self._first], vectors[self._first :]
+        ones *= len(others) // len(ones)
+        data = [Score(place, cosine(*pair)) for place, pair in enumerate(zip(ones, others, strict=True))]
+        return ScoreList(**self._fields, data=data, usage=self.usage())
+
+
+class _RerankWriter(_PooledWriter):
+    prefix = "rerank"
+
+    def __init__(self, request: Request, body: RerankRequest, states: Sequence[RequestState]) -> None:
+        super().__init__(request, body, states)
+        self._documents, self._top = body.documents, body.top_n or len(body.documents)
+
+    def whole(self) -> Reranking:
+        query, *others = self.vectors()
+        ranked = [
+            Ranked(place, Document(text), cosine(query, other))
+            for place, (text, other) in enumerate(zip(self._documents, others, strict=True))
+        ]
+        ranked.sort(key=lambda each: -each.relevance_score)
+        return Reranking(self._fields["id"], self._fields["model"], ranked[: self._top], self.usage())

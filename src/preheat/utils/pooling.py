@@ -1,0 +1,139 @@
+"""How a prompt's hidden states become its embedding: what the checkpoint says, as sentence-transformers writes it down,
+and what ``--runner``, ``--convert``, ``--task`` and ``--pooler-config`` say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from preheat.errors import ModelError, SettingsError
+
+PoolingType = Literal["LAST", "MEAN"]
+
+READING = "sentence_bert_config.json"
+"""How sentence-transformers reads texts."""
+
+_KEYS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")
+_MODES = {"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "lasttoken": "LAST", "mean": "MEAN"}
+_MODULES = "Transformer", "Pooling", "Normalize"
+"""The modules of sentence-transformers that are served."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """``type`` LAST takes the state of the last token, MEAN the mean over all; ``normalize`` gives it length 1.
+    ``matryoshka``: its beginning is an embedding too; ``dimensions`` lists of which lengths, none of any.
+    ``max_length``: the most tokens of a text, where that is less than what the model can.
+    """
+
+    type: PoolingType = "LAST"
+    normalize: bool = True
+    matryoshka: bool = False
+    dimensions: tuple[int, ...] = ()
+    max_length: int | None = None
+
+
+def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Pooling | None:
+    """How the engine of ``settings`` pools; None: it generates. ``folder`` holds the checkpoint, ``config`` is its
+    config.json. Raises SettingsError for options that contradict each other, ModelError for modules not served.
+    """
+    given = _given(settings)
+    asked = _runner(settings, given)
+    headless = any(str(name).endswith("Model") for name in config.get("architectures") or ())
+    if asked == "generate" and headless:
+        raise ModelError("the model has no output head, so it generates nothing: write --runner pooling")
+    pools = bool(given) or headless or (folder / "modules.json").exists()
+    if asked == "generate" or (asked == "auto" and not pools):
+        return None
+    dimensions = config.get("matryoshka_dimensions") or ()
+    own = replace(
+        _of_checkpoint(folder),
+        matryoshka=bool(dimensions or config.get("is_matryoshka")),
+        dimensions=tuple(sorted(dimensions)),
+    )
+    return replace(own, **given)
+
+
+def _runner(settings: Any, given: Mapping[str, object]) -> str:
+    """auto, generate or pooling, as all of the options together say."""
+    said = {
+        "runner": settings.runner,
+        "convert": {"none": "generate", "embed": "pooling"}.get(settings.convert, "auto"),
+        "task": {"generate": "generate", "embed": "pooling"}.get(settings.task or "auto", "auto"),
+    }
+    asked = {name: runner for name, runner in said.items() if runner != "auto"}
+    if len(set(asked.values())) > 1:
+        first, second = list(asked)[:2]
+        raise SettingsError(
+            f"{first} {getattr(settings, first)} and {second} {getattr(settings, second)} contradict each other: an "
+            "engine either generates or pools",
+            param=first,
+        )
+    runner = next(iter(asked.values()), "auto")
+    if given and runner == "generate":
+        raise SettingsError(
+            "pooler_config is for an engine that pools: drop it, or write --runner pooling", param="runner"
+        )
+    return runner
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """The fields of :class:`Pooling` that ``--pooler-config`` sets."""
+    if settings.pooler_config and settings.override_pooler_config:
+        raise SettingsError("override_pooler_config is an older name of pooler_config: give one", param="pooler_config")
+    stated = settings.pooler_config or settings.override_pooler_config or {}
+    if unknown := sorted(stated.keys() - set(_KEYS)):
+        raise SettingsError(f"pooler_config: {unknown[0]!r} is not one of {', '.join(_KEYS)}", param="pooler_config")
+    found: dict[str, Any] = {}
+    for name in ("pooling_type", "seq_pooling_type"):
+        if name in stated:
+            found["type"] = str(stated[name]).upper()
+    if found.get("type", "LAST") not in ("LAST", "MEAN"):
+        raise SettingsError(
+            f"pooler_config: pooling_type {found['type']} is not served, LAST and MEAN are", param="pooler_config"
+        )
+    for name in ("normalize", "use_activation"):
+        if name in stated:
+            if not isinstance(stated[name], bool):
+                raise SettingsError(f"pooler_config: {name} must be true or false", param="pooler_config")
+            found["normalize"] = stated[name]
+    return found
+
+
+def _of_checkpoint(folder: Path) -> Pooling:
+    """What modules.json and the module of pooling say; without them the last token's, normalized."""
+    if not (folder / "modules.json").exists():
+        return Pooling()
+    modules = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(folder / "modules.json")]
+    if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
+        raise ModelError(
+            f"{folder / 'modules.json'} has a module {unknown[0]}, which is not served; {', '.join(_MODULES)} are"
+        )
+    kinds = dict(modules)
+    if "Pooling" not in kinds:
+        raise ModelError(f"{folder / 'modules.json'} has no Pooling: say how with --pooler-config")
+    path = folder / kinds["Pooling"] / "config.json"
+    config = _read(path)
+    stated = config.get("pooling_mode")
+    flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [stated] if isinstance(stated, str) else flags
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; lasttoken or mean is served")
+    if config.get("include_prompt") is False:
+        raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
+    reading = _read(folder / READING) if (folder / READING).exists() else {}
+    if reading.get("do_lower_case"):
+        raise ModelError(f"{folder / READING}: do_lower_case is not served")
+    normalize, length = "Normalize" in kinds, reading.get("max_seq_length")
+    return Pooling(cast(PoolingType, _MODES[modes[0]]), normalize, max_length=length)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error

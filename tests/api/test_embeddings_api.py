@@ -1,0 +1,104 @@
+"""A server that makes embeddings: the official client, the endpoints of vLLM, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from tests.api.conftest import Server, serving
+
+TEXTS = ["import os", "def add(a, b):", "the cat sat on the mat"]
+POOLER = {"pooling_type": "MEAN", "normalize": True}
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[Server]:
+    options = {"runner": "pooling", "pooler_config": POOLER, "num_threads": 1, "max_model_len": 256, "dtype": "float32"}
+    with serving("bundled", engine=None, max_num_seqs=8, **options) as running:
+        yield running
+
+
+def vectors(server: Server, given: object, **more: object) -> list[list[float]]:
+    answer = server.post("/v1/embeddings", {"input": given, **more})
+    assert answer.status == 200, answer.body
+    return [item["embedding"] for item in answer.json["data"]]
+
+
+def test_the_official_client(embedder: Server) -> None:
+    """Which asks for base64 unless told otherwise."""
+    with OpenAI(base_url=embedder.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        answer = client.embeddings.create(model="bundled", input=TEXTS)
+        plain = client.embeddings.create(model="bundled", input=TEXTS[1], encoding_format="float")
+        tokens = embedder.post("/tokenize", {"prompt": TEXTS[1]}).json["tokens"]
+        by_ids = client.embeddings.create(model="bundled", input=tokens, encoding_format="float")
+    assert [item.index for item in answer.data] == [0, 1, 2] and answer.object == "list"
+    assert answer.data[1].embedding == plain.data[0].embedding == by_ids.data[0].embedding
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens == len(tokens)
+    assert np.linalg.norm(plain.data[0].embedding) == pytest.approx(1, rel=1e-6)
+
+
+def test_forms_of_the_input(embedder: Server) -> None:
+    alone = [vectors(embedder, text)[0] for text in TEXTS]
+    assert vectors(embedder, TEXTS) == alone
+    ids = [embedder.post("/tokenize", {"prompt": text}).json["tokens"] for text in TEXTS]
+    assert vectors(embedder, ids) == alone
+    (text,) = vectors(embedder, TEXTS[0], encoding_format="base64")
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == alone[0]
+    raw = vectors(embedder, TEXTS[0], normalize=False)[0]
+    assert np.allclose(np.array(raw) / np.linalg.norm(raw), alone[0], rtol=1e-6)
+    pooled = embedder.post("/pooling", {"input": TEXTS[0], "task": "embed"}).json
+    assert pooled["data"][0] == {"index": 0, "data": alone[0], "object": "pooling"}
+
+
+def test_scores_and_ranks(embedder: Server) -> None:
+    one, *others = (np.array(vectors(embedder, text)[0], np.float64) for text in TEXTS)
+    for path in ("/score", "/v1/score"):
+        answer = embedder.post(path, {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json
+        assert [item["score"] for item in answer["data"]] == pytest.approx([float(one @ other) for other in others])
+    body = {"query": TEXTS[1], "documents": [TEXTS[0], TEXTS[1], TEXTS[2]], "top_n": 2}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        results = embedder.post(path, body).json["results"]
+        assert len(results) == 2
+        assert results[0]["index"] == 1 and results[0]["document"] == {"text": TEXTS[1]}
+        assert results[0]["relevance_score"] == pytest.approx(1)
+        assert results[0]["relevance_score"] >= results[1]["relevance_score"]
+
+
+REFUSED = [
+    ("/v1/embeddings", {"input": "x", "dimensions": 4}, "dimensions", "matryoshka"),
+    ("/v1/embeddings", {"input": []}, "input", "1 to"),
+    ("/v1/embeddings", {"input": [1, "x"]}, "input", "not both"),
+    ("/v1/embeddings", {"input": ["a", [10**6]]}, "input[1]", "ids must be in"),
+    ("/v1/embeddings", {"input": [1] * 300}, "input", "maximum context length"),
+    ("/v1/embeddings", {}, "input", "Missing"),
+    ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "Invalid"),
+    ("/v1/embeddings", {"input": "x", "messages": []}, "messages", "not supported"),
+    ("/pooling", {"input": "x", "task": "classify"}, "task", "Invalid"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "cannot be paired"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "documents", "empty"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"], "encoding_format": "float"}, "encoding_format", "Unrecognized"),
+    ("/v1/completions", {"prompt": "x"}, None, "does not support Completions API"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None, "Chat Completions API"),
+    ("/v1/responses", {"input": "x"}, None, "Responses API"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), REFUSED, ids=[str(row[:2])[:60] for row in REFUSED])
+def test_refusals(embedder: Server, path: str, body: object, param: str | None, message: str) -> None:
+    answer = embedder.post(path, body)
+    assert answer.status == 400, answer.body
+    assert answer.error["param"] == param and message in answer.error["message"]
+
+
+def test_a_server_that_generates_says_so(scripted: Server) -> None:
+    for path, body, what in (
+        ("/v1/embeddings", {"input": "x"}, "Embeddings API"), ("/pooling", {"input": "x"}, "Pooling API"),
+        ("/v1/score", {"text_1": "x", "text_2": "y"}, "Score API"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}, "Rerank API"),
+    ):  # fmt: skip
+        answer = scripted.post(path, body)
+        assert answer.status == 400 and f"The model does not support {what}" in answer.error["message"]
