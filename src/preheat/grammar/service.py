@@ -175,6 +175,8 @@ class Grammars:
         of the step's rows with a grammar must be known. A row whose sequence has ended is allowed everything: what it
         draws is dropped.
         """
+        if schedule.total_sampled > len(masks):  # libraries write to where they are told
+            raise ValueError(f"{schedule.total_sampled} masks do not fit into {len(masks)}")
         rows, ruled, counts = list[Row](), list[Row](), schedule.num_sampled
         places = counts.cumsum() - counts
         for row in (slots.has_grammar[schedule.slots] & (counts > 0)).nonzero()[0].tolist():

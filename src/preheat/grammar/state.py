@@ -37,6 +37,9 @@ class Matcher(Protocol):
     def get_error(self) -> str:
         """What is wrong then."""
 
+    def compute_ff_tokens(self) -> list[int]:
+        """The tokens with which the text must go on; where it may be cut into others, it need not be these."""
+
 
 class Library(Protocol):
     """A library of grammars over the tokens of one model, for logits of ``vocab_size`` tokens, so masks of ``words``
@@ -128,6 +131,10 @@ class State:
                 reason = str(self.matcher.get_error()).partition("\n")[0]
                 self.error = f"the grammar of structured_outputs does not allow token {token}: {reason}"
         return self.error
+
+    def forced(self) -> Sequence[int]:
+        free = self.error or self.after is not None
+        return [] if free else self.matcher.compute_ff_tokens()
 
     def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> int:
         """Write the ``masks``, int32 [1 + drafts, words], of the places up to the token that the text is free up to;

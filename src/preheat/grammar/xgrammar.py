@@ -46,6 +46,7 @@ class XGrammar:
             words, found.vocab_type, vocab_size=vocab_size, stop_token_ids=[self.end],
             add_prefix_space=found.add_prefix_space,
         )  # fmt: skip
+        self._encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self._text: list[bytes] = info.decoded_vocab
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
         self._matcher: Callable[..., Any] = xgrammar.GrammarMatcher
@@ -63,7 +64,7 @@ class XGrammar:
         own.fill_next_token_bitmask(mask)
         if not mask.any():
             raise refused(params.kind, "no text satisfies it")
-        return Grammar(self, Matcher(own))
+        return Grammar(self, Matcher(own, self._encode))
 
     def is_special(self, token: int) -> bool:
         """Whether ``token`` never stands for text."""
@@ -99,13 +100,15 @@ class XGrammar:
 
 
 class Matcher:
-    """See :class:`preheat.grammar.state.Matcher`; ``own`` is the library's."""
+    """See :class:`preheat.grammar.state.Matcher`; ``own`` is the library's, which knows no tokens of what it forces:
+    ``encode`` cuts that text into some.
+    """
 
-    def __init__(self, own: Any) -> None:
-        self.own, self._error = own, ""
+    def __init__(self, own: Any, encode: Callable[[str], list[int]]) -> None:
+        self.own, self._encode, self._error = own, encode, ""
 
     def deep_copy(self) -> Matcher:
-        return Matcher(self.own.fork())
+        return Matcher(self.own.fork(), self._encode)
 
     def consume_token(self, token: int) -> bool:
         if not self._error and not self.own.accept_token(token):
@@ -117,3 +120,7 @@ class Matcher:
 
     def get_error(self) -> str:
         return self._error
+
+    def compute_ff_tokens(self) -> list[int]:
+        text = self.own.find_jump_forward_string()
+        return self._encode(text) if text else []

@@ -186,7 +186,7 @@ class HpuBackend:
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> HpuSampler:
         rows = limits.max_num_seqs
-        duplicates, masks = handle_topk_duplicates, rows if masked else 0
+        duplicates, masks = handle_topk_duplicates, limits.max_sampled if masked else 0
         return HpuSampler(rows, vocab_size, self._bridge, handle_topk_duplicates=duplicates, masked_rows=masks)
 
     def cold_sources(self) -> Mapping[str, Watched]:
