@@ -39,9 +39,23 @@ KEYWORDS: Mapping[str, Sequence[str]] = MappingProxyType(
 )  # fmt: skip
 """The keywords that are about values of a type."""
 
-FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+FORMATS = ("time", "duration", "email", "hostname", "ipv6", "uri", "uuid")
+"""Formats that xgrammar keeps to."""
 
-CHARACTER = r'[^"\\\x00-\x1f\ud800-\udfff]'
+_DATE = (
+    "([1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    "|[1-9][0-9](0[48]|[2468][048]|[13579][26])-02-29)"
+)
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+
+PATTERNS: Mapping[str, str] = MappingProxyType(
+    {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$", "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$"}
+)
+"""Formats of which it knows the form alone: its months have 31 days, its bytes zeros in front."""
+
+CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 """Of a string whose length is bounded: none that has to be escaped. With its own rule xgrammar 0.2.8 lets control
 characters into such strings, which are no JSON then."""
 
@@ -142,17 +156,35 @@ def _string(found: dict[str, Any], part: str, path: str) -> dict[str, Any]:
         return found
     if bounded:
         return {"pattern": f"^{CHARACTER}{{{found.get('minLength', 0)},{found.get('maxLength', '')}}}$"}
+    if "format" in found and found["format"] in PATTERNS:
+        return {"pattern": _optional(PATTERNS[found["format"]])}
     if "format" in found and found["format"] not in FORMATS:
         raise _no(part, path, "format", f" {found['format']!r}")
     if "pattern" in found:
-        check_pattern(found["pattern"], part, f"{path}.pattern")
+        found["pattern"] = _pattern(found["pattern"], part, f"{path}.pattern")
     return found
 
 
-def check_pattern(pattern: Any, part: str, path: str) -> None:
-    """Raises InvalidRequest for a pattern with what xgrammar ignores, or writes into JSON as it is."""
-    if isinstance(pattern, str) and (bad := unkept(pattern, in_json=True)):
+def _pattern(pattern: Any, part: str, path: str) -> Any:
+    """A pattern that xgrammar keeps to. Raises InvalidRequest for what it ignores, or writes into JSON as it is."""
+    if not isinstance(pattern, str):
+        return pattern
+    if bad := unkept(pattern, in_json=True):
         raise refused(part, f"xgrammar does not keep to {bad} in a pattern (at {path})")
+    return _optional(pattern)
+
+
+def _optional(pattern: str) -> str:
+    """``pattern`` with ``(a|)`` for ``(a)?``: xgrammar 0.2.8 takes ``(ab+)?`` for ``a?b*`` in JSON."""
+    parts, opened = list[str](), False
+    for found in _TOKEN.finditer(pattern):
+        token = found[0]
+        if token == "?" and not opened and parts and parts[-1] in (")", "|)"):
+            parts[-1] = "|)"
+            continue
+        opened = token != "]" if opened else token[0] == "["
+        parts.append(token)
+    return "".join(parts)
 
 
 def unkept(pattern: str, *, in_json: bool) -> str:
@@ -199,8 +231,6 @@ def _object(found: dict[str, Any], part: str, path: str) -> dict[str, Any]:
         raise _no(part, path, "patternProperties", " but as the only rule of an object without additionalProperties")
     if more is not False and found.get("minProperties", 0) > len(required) + 1:
         raise _no(part, path, "minProperties", " of an object with additionalProperties")
-    for pattern in patterns:
-        check_pattern(pattern, part, f"{path}.patternProperties")
     missing = [name for name in required if name not in properties]
     if missing and (patterns or more is False):
         raise _no(part, path, "required", f" {missing[0]!r}, which is not among the properties")
@@ -210,7 +240,8 @@ def _object(found: dict[str, Any], part: str, path: str) -> dict[str, Any]:
         found["properties"] = properties | {name: {} if own is True else own for name in missing}
     found["additionalProperties"] = exact(more, part, f"{path}.additionalProperties")
     if patterns:
-        found["patternProperties"] = exact_all(patterns, part, f"{path}.patternProperties")
+        inner = exact_all(patterns, part, f"{path}.patternProperties")
+        found["patternProperties"] = {_pattern(key, part, f"{path}.patternProperties"): inner[key] for key in inner}
     return found
 
 
