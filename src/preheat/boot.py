@@ -24,7 +24,6 @@ from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
-from preheat.grammar.guidance import version
 from preheat.grammar.service import Grammars, open_grammars
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
@@ -40,6 +39,7 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.utils.dynamo import compile_seconds
+from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
@@ -196,7 +196,7 @@ def _recorded(
         threads=torch.get_num_threads(),
         mode=mode,
         overrides=settings.hf_overrides,
-        grammars=version() if plan.options.grammars else None,
+        grammars=library_version(settings) if plan.options.grammars else None,
         numerics=model.numerics,
         more=contract_parts(settings),
     )

@@ -107,7 +107,7 @@ class Settings:
     )
     structured_outputs_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
-        "A JSON object: `backend` of grammars (auto, guidance, none), `disable_any_whitespace` and "
+        "A JSON object: `backend` of grammars (auto, guidance, xgrammar, none), `disable_any_whitespace` and "
         "`disable_additional_properties`, see docs/structured-outputs.md.",
     )
     grammar_compile_timeout_s: float = _model(5.0, "Seconds that compiling a request's grammar may take.", low=0.001)

@@ -1,7 +1,8 @@
 """Clients that are too heavy for the test environment, against a server with the bundled model.
 
     python -m venv /tmp/clients
-    /tmp/clients/bin/pip install langchain-openai instructor litellm 'pydantic-ai-slim[openai,anthropic]' openai-agents
+    /tmp/clients/bin/pip install langchain-openai instructor litellm 'pydantic-ai-slim[openai,anthropic]' \
+        openai-agents dspy 'lm-eval[api]'
     preheat serve --port 8000 --enable-auto-tool-choice --tool-call-parser hermes &
     /tmp/clients/bin/python tests/clients/run.py http://127.0.0.1:8000
 
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 URL = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 API, KEY, MODEL = f"{URL}/v1", "none", "bundled"
 os.environ |= {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": API, "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # in place of a file from the net
 
 
 class Weather(BaseModel):
@@ -110,7 +112,47 @@ def openai_agents() -> None:
     asyncio.run(run())
 
 
-CHECKS: list[Callable[[], None]] = [langchain, instructor, litellm, pydantic_ai, openai_agents]
+def dspy() -> None:
+    import dspy as library
+
+    class Forecast(library.Signature):
+        """The weather in a city."""
+
+        question: str = library.InputField()
+        city: Literal["Oslo", "Rome"] = library.OutputField()
+        days: int = library.OutputField()
+
+    schema = Weather.model_json_schema()  # which dspy itself sends to models alone whose names it knows
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    options: dict[str, Any] = {"api_base": API, "api_key": KEY, "max_tokens": 300, "temperature": 0, "cache": False}
+    assert library.LM(f"hosted_vllm/{MODEL}", **options)("Hi")[0]
+    lm = library.LM(f"hosted_vllm/{MODEL}", response_format=form, **options)
+    with library.context(lm=lm, adapter=library.JSONAdapter()):
+        answer = library.Predict(Forecast)(question="Hi")
+    assert answer.city in ("Oslo", "Rome") and isinstance(answer.days, int)
+
+
+def lm_eval() -> None:
+    """`local-completions` with the server's own tokenizer, and `local-chat-completions`."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import get_model
+    from lm_eval.models.api_models import JsonChatStr
+
+    def asked(kind: str, *arguments: Any) -> list[Instance]:
+        return [Instance(request_type=kind, doc={}, arguments=arguments, idx=0)]
+
+    texts = get_model("local-completions")(base_url=f"{API}/completions", model=MODEL, tokenizer_backend="remote")
+    (likely,) = texts.loglikelihood(asked("loglikelihood", "def add(a, b):\n    return", " a + b"))
+    (unlikely,) = texts.loglikelihood(asked("loglikelihood", "def add(a, b):\n    return", " zebra"))
+    assert unlikely[0] < likely[0] < 0 and not unlikely[1]
+    until = {"until": ["\n"], "max_gen_toks": 16}
+    assert texts.generate_until(asked("generate_until", "def add(a, b):\n    return", until))[0]
+    chat = get_model("local-chat-completions")(base_url=f"{API}/chat/completions", model=MODEL)
+    talk = JsonChatStr('[{"role": "user", "content": "Hi"}]')
+    assert chat.generate_until(asked("generate_until", talk, {"max_gen_toks": 16}))[0]
+
+
+CHECKS: list[Callable[[], None]] = [langchain, instructor, litellm, pydantic_ai, openai_agents, dspy, lm_eval]
 ASKED = sys.argv[2:] or [check.__name__ for check in CHECKS]
 
 

@@ -60,9 +60,9 @@ def problem(schema: Schema, text: str, reason: str | None) -> str:
     return ""
 
 
-def problems(llm: LLM, schemas: Mapping[str, Schema], seed: int = 0) -> dict[str, str]:
+def problems(llm: LLM, schemas: Mapping[str, Schema], seed: int = 0, max_tokens: int = MOST) -> dict[str, str]:
     """The schemas, by name, whose answers are not what they ask for, and why. The answers have seeds from ``seed``."""
-    params = [held(seed=seed + number, json=schema) for number, schema in enumerate(schemas.values())]
+    params = [held(seed=at, max_tokens=max_tokens, json=schema) for at, schema in enumerate(schemas.values(), seed)]
     answers = zip(schemas.items(), texts(llm, params), strict=True)
     found = {name: (problem(schema, *answer), answer) for (name, schema), answer in answers}
     return {name: f"{wrong}: {answer}" for name, (wrong, answer) in found.items() if wrong}

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from preheat import InvalidRequest, PreheatError, SamplingParams
 from preheat.core import Request
 from preheat.grammar import service
-from preheat.grammar.guidance import Guidance, State
+from preheat.grammar.guidance import Guidance
 from preheat.grammar.service import Grammars, open_grammars
+from preheat.grammar.state import State
 from preheat.schedule.sequence import Sequence
 from preheat.settings import Settings
 from preheat.utils.structured import StructuredOutputsConfig

@@ -10,7 +10,7 @@ from preheat import LLM, InvalidRequest, SamplingParams, StructuredOutputsParams
 from preheat.core import Request
 from preheat.frontend.answer_format import AnswerFormats, ToolChoice
 from preheat.frontend.tools import Tool
-from preheat.grammar.guidance import Grammar, State
+from preheat.grammar.state import Grammar, State
 from preheat.ops.sampling import allowed
 
 FREE = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)

@@ -173,8 +173,9 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-# transformers is imported where it is needed, with an error that says so; Triton comes with torch's CUDA build.
-OPTIONAL = {"transformers", "triton"}
+# transformers and xgrammar are imported where they are needed, with an error that says so; Triton comes with torch's
+# CUDA build.
+OPTIONAL = {"transformers", "triton", "xgrammar"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 

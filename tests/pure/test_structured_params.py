@@ -9,7 +9,7 @@ import pytest
 
 from preheat.core import Level, Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.grammar.source import WHITESPACE, grammar_source
+from preheat.grammar.guidance_source import WHITESPACE, grammar_source
 from preheat.plan.items import GrammarItem
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import Slots
@@ -48,9 +48,8 @@ def test_they_travel_and_say_what_they_are():
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ({"backend": "xgrammar"}, "xgrammar is not implemented"),
         ({"backend": "outlines"}, "outlines is not implemented"),
-        ({"backend": "llama"}, "'llama' is not one of auto, guidance, none"),
+        ({"backend": "llama"}, "'llama' is not one of auto, guidance, xgrammar, none"),
         ({"backend": 3}, "Expected `str`"),
         ({"reasoning_parser": "x"}, "unknown field `reasoning_parser`"),
     ],
@@ -131,6 +130,7 @@ def test_objects_are_closed_on_request():
 
 
 TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
+ANY = {"type": "any_text"}
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,21 @@ TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
         ({"json": {"items": [{"x-guidance": {}}]}}, r"x-guidance at \$\.items\[0\]"),
         ({"choice": ["a"] * 10_001}, "it has 10,001 texts"),
         ({"grammar": " "}, "structured_outputs.grammar: it is empty"),
-        ({"structural_tag": {"format": {}}}, "format is not supported"),
+        ({"structural_tag": {"tags": []}}, "tags is not supported"),
+        ({"structural_tag": {"format": {}}}, "format must be an object with a type"),
+        ({"structural_tag": {"format": {"type": "dispatch"}}}, "type dispatch, which is not supported"),
+        ({"structural_tag": {"format": {"type": "or", "elements": []}}}, "at least one format"),
+        ({"structural_tag": {"format": {"type": "regex"}}}, "format: pattern of regex is missing"),
+        ({"structural_tag": {"format": ANY | {"max_tokens": 3}}}, "max_tokens of any_text is not supported"),
+        ({"structural_tag": {"format": ANY | {"excludes": ["x"]}}}, "excludes of format any_text needs backend xgram"),
+        ({"structural_tag": {"format": {"type": "star", "content": ANY}}}, "any_text .* in the middle of a text"),
+        ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}}, "only json"),
+        ({"structural_tag": {"format": ANY, "triggers": ["<"]}}, "triggers and format both"),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "at least one"),
         ({"structural_tag": {"structures": [TAG], "triggers": [""]}}, "none of them empty"),
         ({"structural_tag": {"structures": [TAG], "triggers": ["["]}}, "begins with none of the triggers"),
         ({"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"]}}, r"structures\[0\] must be an object"),
-        ({"structural_tag": {"structures": [TAG | {"end": 1}], "triggers": ["<"]}}, "must be texts"),
+        ({"structural_tag": {"structures": [TAG | {"end": 1}], "triggers": ["<"]}}, "must be a text"),
     ],
 )
 def test_a_part_that_is_wrong_is_named(asked, why):

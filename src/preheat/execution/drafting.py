@@ -13,6 +13,7 @@ from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
 from preheat.schedule.draft_length import FixedLength, MeasuredLength
 from preheat.schedule.drafting import Drafting
+from preheat.schedule.forced import GrammarProposer
 from preheat.schedule.ngram import NgramProposer
 from preheat.schedule.proposer import Proposer
 from preheat.schedule.suffix import SuffixProposer
@@ -54,6 +55,8 @@ def make_proposer(speculates: Speculation, draft: DraftModel | None) -> Proposer
     """What drafts: ``draft`` if it is a model."""
     if draft is not None:
         return draft
+    if speculates.method == "grammar":
+        return GrammarProposer(speculates.tokens)
     if speculates.method == "suffix":
         return SuffixProposer(
             speculates.tokens, speculates.depth, speculates.requests, speculates.factor, speculates.likely
@@ -67,4 +70,5 @@ def make_drafting(
     """``waits``: what drafts must see the results of the step in flight, which is waited for."""
     widths, drafting = plan.options.verify_widths, times.drafting
     length = MeasuredLength(widths, times, drafting, waits=waits) if speculates.auto else FixedLength()
-    return Drafting(proposer, length, plan.most_drafts, penalised=facts.host_sampler)
+    only = speculates.method == "grammar"
+    return Drafting(proposer, length, plan.most_drafts, penalised=facts.host_sampler, grammars_only=only)

@@ -107,7 +107,7 @@ class ToolChoice:
     def forced(self) -> StructuredOutputsParams | None:
         """What the text of a forced call must be; None if calls are not forced."""
         if self.mode == "named":
-            return StructuredOutputsParams(json=_schema(self.tools[0]), disable_any_whitespace=True)
+            return _arguments(_schema(self.tools[0]))
         if self.mode != "required":
             return None
         calls = [
@@ -121,7 +121,14 @@ class ToolChoice:
         ]
         most = {} if self.parallel else {"maxItems": 1}
         schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}} | _definitions(self.tools)
-        return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        return _arguments(schema)
+
+
+def _arguments(schema: dict[str, Any]) -> StructuredOutputsParams:
+    """JSON without white space. Arguments that a tool does not name would be of no use to it: clients leave out
+    ``additionalProperties``, and expect none.
+    """
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

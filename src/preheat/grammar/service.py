@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -22,11 +23,14 @@ import numpy as np
 
 from preheat.core import GrammarStats, Request, Schedule, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError
-from preheat.grammar.guidance import Grammar, Guidance, State
+from preheat.grammar.guidance import Guidance
+from preheat.grammar.state import Grammar, Library, Row, State
+from preheat.grammar.xgrammar import XGrammar
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.utils.structured import (
     StructuredOutputsConfig,
+    library_of,
     preloads_of,
     structured_config,
     why_none,
@@ -47,11 +51,11 @@ usual 8 MiB a chain of 2,000 references would end the process."""
 PATHS, PATH_TOKENS = 4, 64
 """The paths through a grammar whose states are built at boot."""
 
+LIBRARIES: Mapping[str, Callable[[str, int, int], Library]] = MappingProxyType(
+    {"llguidance": Guidance, "xgrammar": XGrammar}
+)
+
 Arrived = tuple[Request, State | PreheatError]
-
-
-_Row = tuple[State, int, Sequence[int]]
-"""A state, the place of its first mask, and the draft tokens behind whose each another mask follows."""
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Grammars:
 
     def __init__(
         self,
-        backend: Guidance,
+        backend: Library,
         preloads: Mapping[str, StructuredOutputsParams],
         config: StructuredOutputsConfig,
         seconds: float,
@@ -171,7 +175,9 @@ class Grammars:
         of the step's rows with a grammar must be known. A row whose sequence has ended is allowed everything: what it
         draws is dropped.
         """
-        rows, ruled, counts = list[_Row](), list[_Row](), schedule.num_sampled
+        if schedule.total_sampled > len(masks):  # libraries write to where they are told
+            raise ValueError(f"{schedule.total_sampled} masks do not fit into {len(masks)}")
+        rows, ruled, counts = list[Row](), list[Row](), schedule.num_sampled
         places = counts.cumsum() - counts
         for row in (slots.has_grammar[schedule.slots] & (counts > 0)).nonzero()[0].tolist():
             slot, count, place = int(schedule.slots[row]), int(counts[row]), int(places[row])
@@ -188,7 +194,7 @@ class Grammars:
                 masks[place : place + count] = -1
         return self._masks.submit(self._fill, masks, rows, ruled)
 
-    def _fill(self, masks: np.ndarray, rows: Sequence[_Row], ruled: Sequence[_Row]) -> float:
+    def _fill(self, masks: np.ndarray, rows: Sequence[Row], ruled: Sequence[Row]) -> float:
         began = time.perf_counter()
         with _no_panic():
             self.backend.fill(masks, rows)
@@ -249,14 +255,17 @@ def threads() -> int:
 
 
 def open_grammars(settings: Settings, find_tokenizer: Callable[[Settings], Path], vocab_size: int) -> Grammars | str:
-    """The grammars for the tokenizer in the folder that ``find_tokenizer`` names; or why there are none."""
+    """The grammars for the tokenizer in the folder that ``find_tokenizer`` names; or why there are none. Raises
+    SettingsError for a library that is not installed.
+    """
     if why := why_none(settings):
         return why
     preloads, config = preloads_of(settings), structured_config(settings.structured_outputs_config)
+    library = LIBRARIES[library_of(settings)]
     try:
         tokenizer = find_tokenizer(settings)
         text = (tokenizer / "tokenizer.json").read_text(encoding="utf-8")
-        backend = Guidance(text, vocab_size, threads())
+        backend = library(text, vocab_size, threads())
         return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
     except BaseException as error:  # the library's are of many kinds, and a panic of its own is no Exception
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -76,7 +76,7 @@ class SamplingInput:
     """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None.
 
     ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the places of the rows with a
-    grammar, whose masks (:mod:`preheat.grammar.guidance`) are told apart from the rest: they may not be known yet.
+    grammar, whose masks (:mod:`preheat.grammar.state`) are told apart from the rest: they may not be known yet.
     """
 
     size: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from preheat.schedule.draft_length import DraftLength, FixedLength
+from preheat.schedule.forced import forced_drafts
 from preheat.schedule.next_step import NextStep
 from preheat.schedule.proposer import Proposer
 from preheat.schedule.running import RunningSequences
@@ -20,14 +21,16 @@ Fits = Callable[[int, Callable[[int], tuple[int, int, int]]], int]
 @dataclass
 class Drafting:
     """Who drafts, and how much. ``planned`` gives the most drafts of a row in a step of so many rows that all decode;
-    None: as many as the budget has room for. Rows with a grammar decode without drafts, because a mask is that of one
-    position, and unless ``penalised`` so do rows with penalties.
+    None: as many as the budget has room for. A row whose grammar forces tokens drafts those; other rows with a grammar
+    have drafts of a ``proposer`` without a cache, which sees no masks. Unless ``penalised``, rows with penalties have
+    none. With ``grammars_only`` rows without a grammar never have drafts.
     """
 
     proposer: Proposer
     length: DraftLength = field(default_factory=FixedLength)
     planned: Callable[[int], int] | None = None
     penalised: bool = True
+    grammars_only: bool = False
     most: int = field(default=0, init=False)  # drafts that a row of the step being composed may have
 
     def begin(self, rows: int) -> None:
@@ -41,7 +44,10 @@ class Drafting:
         """Those of the rows ``decode`` that may be drafted for: their last token must be known."""
         if not self.most:
             return decode
-        seen: np.ndarray = decode[slots.tokens[decode, slots.device_len[decode] - 1] != UNSEEN]
+        waits = slots.tokens[decode, slots.device_len[decode] - 1] == UNSEEN
+        if self.grammars_only:
+            waits &= slots.has_grammar[decode]
+        seen: np.ndarray = decode[~waits]
         return seen
 
     def add(self, step: NextStep, running: RunningSequences, fits: Fits, max_rows: int) -> None:
@@ -53,8 +59,15 @@ class Drafting:
         room = len(rows) if planned else max_rows - len(step.prefill)
         if not self.most or not len(rows) or room < 1:
             return
-        most = self._wanted(step, running, planned=planned, fits=fits)
-        drafts = self.proposer.propose(slots, rows, most)
+        most = self._wanted(step, running)
+        forced = forced_drafts(slots, rows, most)
+        free = most.copy()
+        free[list(forced)] = 0
+        if self.proposer.writes_cache:
+            self._make_room(free, step, running, None if planned else fits)
+        drafts = list(self.proposer.propose(slots, rows, free))
+        for place, tokens in forced.items():
+            drafts[place] = tokens
         lengths = [min(len(own), count) for own, count in zip(drafts, most.tolist(), strict=True)]
         keep = self.length.keep(len(rows), lengths) if any(lengths) else 0
         for slot, own, length in zip(rows.tolist(), drafts, lengths, strict=True):
@@ -68,24 +81,24 @@ class Drafting:
                     step.add_drafts(slot, own[:count])
                     room -= 1
 
-    def _wanted(self, step: NextStep, running: RunningSequences, *, planned: bool, fits: Fits) -> np.ndarray:
-        """The most drafts that each decoding row can use, int64 [rows]. One that drafts with a cache has their blocks
-        then.
-        """
+    def _wanted(self, step: NextStep, running: RunningSequences) -> np.ndarray:
+        """The most drafts that each decoding row can use, int64 [rows]."""
         slots, rows = running.slots, step.decode
         most: np.ndarray = np.minimum(self.most, slots.max_len[rows] - slots.device_len[rows] - 1).astype(np.int64)
-        most[slots.has_grammar[rows]] = 0
         if not self.penalised:
             most[slots.needs_penalty[rows]] = 0
-        if not self.proposer.writes_cache:
-            return most
-        if not planned:
-            most = np.minimum(most, fits(self.most, step.with_drafts))
+        return most
+
+    def _make_room(self, most: np.ndarray, step: NextStep, running: RunningSequences, fits: Fits | None) -> None:
+        """Lower ``most`` to the drafts of a proposer with a cache, and give the rows the blocks for them."""
+        slots, rows = running.slots, step.decode
+        most[slots.has_grammar[rows]] = 0
+        if fits is not None:
+            np.minimum(most, fits(self.most, step.with_drafts), out=most)
         for place, slot in enumerate(rows.tolist()):
             most[place] = max(min(most[place], self._places(running, slot)), 0)
             if most[place]:
                 running.grow(slot, int(slots.device_len[slot]) + int(most[place]))
-        return most
 
     def _places(self, running: RunningSequences, slot: int) -> int:
         """How many more tokens the sequence can have, with all blocks that are free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -14,3 +15,6 @@ class GrammarState(Protocol):
         """Move on behind ``token``. What is wrong with it, "" if nothing: the sequence must end then, because no later
         token can be held to the grammar.
         """
+
+    def forced(self) -> Sequence[int]:
+        """The tokens with which the text must go on, as far as that is known; none where there is a choice."""

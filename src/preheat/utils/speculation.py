@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from preheat.errors import SettingsError
+from preheat.utils.structured import why_none
 from preheat.utils.text import did_you_mean
 
-Method = Literal["ngram", "suffix", "draft_model", "eagle3"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "grammar"]
 
 WITH_MODEL: tuple[Method, ...] = ("draft_model", "eagle3")
 """Methods that draft with weights of their own."""
@@ -130,6 +131,8 @@ def speculation(settings: Any) -> Speculation | None:
         for prefix, only in _ONLY.items():
             if key.startswith(prefix) and method != only:
                 raise _error(f"{key} belongs to method {only}, and the method is {method}: leave it out")
+    if method == "grammar" and (why := why_none(settings)):
+        raise _error(f"method grammar drafts what grammars force, and there are none: {why}")
     tokens, auto = _tokens(asked, auto=settings.speculative_k == AUTO)
     least, most = asked.get("prompt_lookup_min"), asked.get("prompt_lookup_max")
     most = max(5, least or 0) if most is None else most
@@ -197,7 +200,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
     if method is None:
         method = "draft_model" if model else "ngram" if any("lookup" in key for key in asked) else None
     if method is None:
-        raise _error('nothing says what drafts: give a "method" (ngram, suffix, draft_model, eagle3) or a "model"')
+        raise _error('nothing says what drafts: give a "method" (ngram, suffix, draft_model, eagle3, grammar) or a "model"')
     if reason := REFUSED_METHODS.get(method):
         raise _error(f"method {method} is not supported: {reason}")
     makers: dict[str, Method] = {name: name for name in get_args(Method)}

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +16,12 @@ import msgspec
 from preheat.core import StructuredOutputsParams
 from preheat.errors import SettingsError
 
-BACKENDS = ("auto", "guidance", "none")
-_OTHERS = ("xgrammar", "outlines", "lm-format-enforcer")
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"auto": "llguidance", "guidance": "llguidance", "xgrammar": "xgrammar", "none": ""}
+)
+"""The libraries behind the backends' names."""
+
+_OTHERS = ("outlines", "lm-format-enforcer")
 
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,13 +43,30 @@ def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfi
         raise SettingsError(f"{name}: {error}", param=name) from None
     if config.backend in _OTHERS:
         raise SettingsError(
-            f"{name}: backend {config.backend} is not implemented; guidance (llguidance) serves all that it serves, "
-            "but for what docs/structured-outputs.md lists",
+            f"{name}: backend {config.backend} is not implemented; guidance (llguidance) and xgrammar are, see "
+            "docs/structured-outputs.md",
             param=name,
         )
     if config.backend not in BACKENDS:
         raise SettingsError(f"{name}: backend {config.backend!r} is not one of {', '.join(BACKENDS)}", param=name)
     return config
+
+
+def library_of(settings: Any) -> str:
+    """The library of grammars; "" for none. Raises SettingsError for one that is not installed."""
+    library = BACKENDS[structured_config(settings.structured_outputs_config).backend]
+    if library and find_spec(library) is None:
+        raise SettingsError(
+            f"structured_outputs_config: backend {library} is not installed: pip install 'preheat[{library}]'",
+            param="structured_outputs_config",
+        )
+    return library
+
+
+def library_version(settings: Any) -> str:
+    """The library and its version: with another one the same grammar may allow other tokens."""
+    library = library_of(settings)
+    return f"{library} {metadata.version(library)}"
 
 
 def with_config(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> StructuredOutputsParams:

@@ -69,6 +69,11 @@ class Features:
         if self._masked is not None:
             yield self._masked.few_blocks(engine)
 
+    def without_drafts(self, engine: Engine) -> Iterator[PathResult]:
+        """An engine in which nothing drafts, neither what grammars force."""
+        if self._masked is not None:
+            yield self._masked.without_drafts(engine)
+
     def _draw(self, engine: Engine, count: int, length: int) -> list[list[int]]:
         draw = random.Random(length)
         length = max(min(length, engine.ready.max_model_len - self.outputs), 1)

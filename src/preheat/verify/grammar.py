@@ -15,8 +15,8 @@ import torch
 from preheat.core import OWN_ID, Request, SamplingParams, Schedule, StructuredOutputsParams
 from preheat.errors import CheckFailed
 from preheat.execution.logit_stages import sampling_input
-from preheat.grammar.guidance import State
 from preheat.grammar.service import Grammars
+from preheat.grammar.state import State
 from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import CheckRunner
 

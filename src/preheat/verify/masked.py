@@ -19,7 +19,8 @@ from preheat.verify.compare import Divergence, PathResult, Seen, compare
 from preheat.verify.drive import Engine, in_groups
 from preheat.verify.prompts import Prompt
 
-CHOICES = ["yes", "no", "perhaps"]
+CHOICES = [*(f"yes, in {days} days" for days in range(2, 9)), "no"]
+"""With a choice behind what is forced."""
 
 
 def _begins_as_json(text: bytes) -> bool:
@@ -89,6 +90,10 @@ class MaskedPrompts:
         result = self._compared("grammars, few blocks", engine)
         result.note = f"{engine.stats.preemptions - before:,} preemptions"
         return result
+
+    def without_drafts(self, engine: Engine) -> PathResult:
+        """The same where nothing drafts what grammars force."""
+        return self._compared("grammars without speculation", engine)
 
     def _compared(self, name: str, engine: Engine) -> PathResult:
         seen = engine.run([*self.masked, *self.plain])

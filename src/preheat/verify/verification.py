@@ -54,7 +54,7 @@ class Verification:
         yield from self._tight()
         if self.settings.speculation is not None:
             gc.collect()
-            yield self._without_drafts()
+            yield from self._without_drafts()
 
     def verdict(self, results: list[PathResult]) -> Verdict:
         """The ``results`` together with the digest of the first run."""
@@ -94,11 +94,12 @@ class Verification:
         self.images = ImagePaths.of(engine, self.size.outputs)
         yield from self.images.as_asked(engine)
 
-    def _without_drafts(self) -> PathResult:
+    def _without_drafts(self) -> Iterator[PathResult]:
         """An engine in which nothing drafts: what was drafted must not have changed a bit."""
         drafted = f"{self.drafts[1]:,} of {self.drafts[0]:,} drafts were accepted"
         engine = Engine(self.boot, replace(self.settings, **WITHOUT, boot_check="off", require_invariance=False))
-        return compare("without speculation", self.first, [engine.run(self.asked)], drafted)
+        yield compare("without speculation", self.first, [engine.run(self.asked)], drafted)
+        yield from self.features.without_drafts(engine)
 
     def _tight(self) -> Iterator[PathResult]:
         """An engine with small steps and few blocks, so that chunks, preemption and compaction are frequent."""

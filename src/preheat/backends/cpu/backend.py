@@ -121,7 +121,7 @@ class CpuBackend:
         self, limits: Limits, vocab_size: int, *, max_logprobs: int, handle_topk_duplicates: bool, masked: bool = False
     ) -> CpuSampler:
         rows = limits.max_num_seqs
-        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=rows if masked else 0)
+        return CpuSampler(rows, vocab_size, handle_topk_duplicates, masked_rows=limits.max_sampled if masked else 0)
 
     def cold_sources(self) -> Mapping[str, Watched]:
         return COLD_SOURCES

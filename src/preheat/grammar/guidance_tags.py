@@ -1,0 +1,107 @@
+"""Structural tags in llguidance's notation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from preheat.grammar.source import literal, refused
+from preheat.grammar.structural import PART, Format
+
+
+class Lark:
+    """Writes a tree of formats in llguidance's notation, whose schemas ``schema`` completes."""
+
+    def __init__(self, schema: Callable[[Any], Format]) -> None:
+        self._schema, self._rules = schema, list[str]()
+
+    def text(self, tree: Format) -> str:
+        """The grammar of ``tree``."""
+        start = self._last(tree)
+        return "\n".join(["%llguidance {}", f"start: {start}", r"TAG_TEXT: /(.|\n)*/", *self._rules])
+
+    def _last(self, tree: Format) -> str:
+        """What a text ends with, where free text can have an end of its own."""
+        match tree["type"]:
+            case "any_text":
+                self._no_excludes(tree)
+                return self._rule("TAG_TEXT")
+            case "triggered_tags":
+                return self._triggered(tree)
+            case "sequence":
+                *before, last = tree["elements"]
+                return " ".join([*map(self._inner, before), self._last(last)])
+            case _:
+                return self._inner(tree)
+
+    def _inner(self, tree: Format) -> str:
+        """A format that something may follow."""
+        match tree["type"]:
+            case "const_string":
+                return literal(tree["value"])
+            case "json_schema":
+                return f"%json {json.dumps(self._schema(tree['json_schema']))}"
+            case "regex":
+                return "/" + str(tree["pattern"]).replace("/", r"\/").replace("\n", r"\n") + "/"
+            case "sequence":
+                return self._rule(" ".join(map(self._inner, tree["elements"])))
+            case "or":
+                return f"({' | '.join(map(self._inner, tree['elements']))})"
+            case "optional" | "plus" | "star" as kind:
+                return f"({self._inner(tree['content'])}){_TIMES[kind]}"
+            case "tag":
+                return self._rule(f"{literal(tree['begin'])} {self._content(tree)}")
+            case "tags_with_separator":
+                return self._separated(tree)
+            case kind:
+                raise refused(
+                    PART, f"format {kind} is not supported in the middle of a text: let it be last, or use xgrammar"
+                )
+
+    def _content(self, tag: Format) -> str:
+        """What is behind the beginning of a tag. Free text in it ends where its end begins."""
+        ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+        end = f"({' | '.join(map(literal, ends))})" if len(ends) > 1 else _literal(ends[0])
+        if tag["content"]["type"] == "any_text":
+            self._no_excludes(tag["content"])
+            if not all(ends):
+                raise refused(PART, "a tag of format any_text needs an end")
+            return self._rule(f"TAG_TEXT {end}", "[lazy]")
+        return f"{self._inner(tag['content'])} {end}"
+
+    def _triggered(self, tree: Format) -> str:
+        """Free text in which each trigger begins one of the tags; one that must come begins the text."""
+        self._no_excludes(tree)
+        tags = []
+        for tag in tree["tags"]:
+            trigger = next(each for each in tree["triggers"] if tag["begin"].startswith(each))
+            begin = self._rule(f"TAG_TEXT {literal(trigger)}", "[lazy]")
+            tags.append(self._rule(f"{begin} {_literal(tag['begin'].removeprefix(trigger))} {self._content(tag)}"))
+        some, end = f"({' | '.join(tags)})", self._rule("TAG_TEXT")
+        first = f"({' | '.join(map(self._inner, tree['tags']))})" if tree.get("at_least_one") else ""
+        if tree.get("stop_after_first"):
+            return first or f"({some} | {end})"
+        return f"{first} {some}* {end}"
+
+    def _separated(self, tree: Format) -> str:
+        tag = f"({' | '.join(map(self._inner, tree['tags']))})"
+        more = "" if tree.get("stop_after_first") else f" ({_literal(tree['separator'])} {tag})*"
+        return f"({tag}{more}){'' if tree.get('at_least_one') else '?'}"
+
+    def _no_excludes(self, tree: Format) -> None:
+        if tree.get("excludes"):
+            raise refused(PART, f"excludes of format {tree['type']} needs backend xgrammar")
+
+    def _rule(self, text: str, attributes: str = "") -> str:
+        name = f"tag_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {text}")
+        return name
+
+
+_TIMES = {"optional": "?", "plus": "+", "star": "*"}
+
+
+def _literal(text: str) -> str:
+    """A literal; nothing for an empty one, which the notation does not have."""
+    return literal(text) if text else ""

@@ -1,0 +1,229 @@
+"""Grammars and their states over the tokens of one model, whatever library computes masks.
+
+A mask is a row of int32 words; bit i % 32 of word i // 32 says whether token i is allowed.
+
+Order. The grammar allows what its text may go on with. Where the text may end, all stop ids of the request are allowed
+too. Then ``min_tokens`` and ``ignore_eos`` take away the stop ids that they are about, unless nothing else is left: a
+text that is complete and cannot go on ends all the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from preheat.core import Request, SamplingParams, StructuredOutputsParams
+from preheat.errors import InvalidRequest
+from preheat.ops.sampling import allowed
+
+WORD = 32
+
+
+class Matcher(Protocol):
+    """A library's own state of a grammar."""
+
+    def deep_copy(self) -> Matcher:
+        """One that goes its own way from here."""
+
+    def consume_token(self, token: int) -> bool:
+        """Move on behind ``token``; False if the grammar does not allow it, and then for ever."""
+
+    def is_error(self) -> bool:
+        """Whether the grammar cannot go on: a token was refused, or it became too complex."""
+
+    def get_error(self) -> str:
+        """What is wrong then."""
+
+    def compute_ff_tokens(self) -> list[int]:
+        """The tokens with which the text must go on; where it may be cut into others, it need not be these."""
+
+
+class Library(Protocol):
+    """A library of grammars over the tokens of one model, for logits of ``vocab_size`` tokens, so masks of ``words``
+    words. ``end``: a token that never stands for text; in the library's own masks it says that the text may end.
+    """
+
+    vocab_size: int
+    words: int
+    end: int
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar of ``params``. Raises InvalidRequest, naming the part, if there is none. May take seconds."""
+
+    def is_special(self, token: int) -> bool:
+        """Whether ``token`` never stands for text."""
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """The text of ``tokens``."""
+
+    def fill(self, masks: np.ndarray, rows: Sequence[Row]) -> None:
+        """Write masks, int32 [rows, words]. What stands behind a draft that the grammar refuses is never looked at."""
+
+
+class Grammar:
+    """A compiled grammar. Its states share what is built while they are used. Without a ``matcher`` it allows all."""
+
+    def __init__(self, backend: Library, matcher: Any) -> None:
+        self.backend, self._matcher = backend, matcher
+
+    def state(self, request: Request) -> State:
+        """The state at the beginning of the output of ``request``. Raises InvalidRequest for one that cannot end."""
+        if self._matcher is None:
+            return State(self.backend, None, request)
+        if not request.stop_ids:
+            raise InvalidRequest(
+                "structured_outputs needs a token that ends the text: the model has no end-of-sequence token; give "
+                "stop_token_ids",
+                param="structured_outputs",
+            )
+        return State(self.backend, self._matcher.deep_copy(), request)
+
+    def explore(self, tokens: int, walks: int) -> int:
+        """Build the states on ``walks`` paths of at most ``tokens`` tokens through the grammar, the same at every call;
+        how many masks were computed.
+        """
+        mask, count = np.zeros((1, self.backend.words), np.int32), 0
+        for seed in range(walks):
+            draw = np.random.default_rng(seed)
+            state = State(self.backend, self._matcher.deep_copy(), _NO_REQUEST)
+            for _ in range(tokens):
+                self.backend.fill(mask, [(state, 0, ())])
+                ids = np.flatnonzero(allowed(mask[0], self.backend.vocab_size))
+                count += 1
+                if not len(ids) or state.accept(int(draw.choice(ids))):
+                    break
+        return count
+
+
+class State:
+    """The state of one sequence's grammar; see :class:`preheat.schedule.grammar.GrammarState`. ``bans``: stop ids are
+    to be taken out of its masks. ``after``: the token that the text is free up to, until it has come. ``rules``: what
+    the request's parameters allow besides.
+    """
+
+    def __init__(self, backend: Library, matcher: Any, request: Request) -> None:
+        self.matcher, self.error = matcher, ""
+        params = request.params
+        chosen = set(params.stop_token_ids or ())
+        stops, own = list(request.stop_ids), [id for id in request.stop_ids if id not in chosen]
+        words = backend.words
+        self._stops, self._own = _mask_of(stops, words), _mask_of(own, words)
+        # Those that are text to the grammar would end the sequence within it.
+        self._texts = _mask_of([id for id in own if not backend.is_special(id)], words)
+        self.after = params.structured_outputs.after_token_id if params.structured_outputs else None
+        if matcher is None:
+            self.after = _NEVER
+        self.rules = Rules(request, words) if params.allowed_token_ids or request.bad_words else None
+        self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
+        self.bans = params.min_tokens > 0 or params.ignore_eos or bool(self._texts.any())
+
+    def accept(self, token: int) -> str:
+        if not self.error:
+            self._accepted += 1
+            if self.rules is not None:
+                self.rules.recent.append(token)
+            if self.after is not None:
+                self.after = None if token == self.after else self.after
+            elif not self.matcher.consume_token(token):
+                reason = str(self.matcher.get_error()).partition("\n")[0]
+                self.error = f"the grammar of structured_outputs does not allow token {token}: {reason}"
+        return self.error
+
+    def forced(self) -> Sequence[int]:
+        free = self.error or self.after is not None
+        return [] if free else self.matcher.compute_ff_tokens()
+
+    def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> int:
+        """Write the ``masks``, int32 [1 + drafts, words], of the places up to the token that the text is free up to;
+        their number.
+        """
+        if self.after is None:
+            return 0
+        free = drafts.index(self.after) + 1 if self.after in drafts else len(masks)
+        for ahead, mask in enumerate(masks[:free]):
+            early = self._accepted + ahead < self._min_tokens
+            mask[:] = ~(self._stops if early else self._own if self._ignore_eos else np.int32(0))
+        return free
+
+    def keep_rules(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Take out of ``masks``, int32 [1 + drafts, words], what the rules do not allow."""
+        assert self.rules is not None
+        for ahead, mask in enumerate(masks):
+            np.bitwise_and(mask, self.rules.mask(drafts[:ahead]), out=mask)
+            if not mask.any() and not ahead:
+                self.error = "allowed_token_ids, bad_words and structured_outputs together leave no token"
+                mask[:] = -1
+
+    def add_ends(self, mask: np.ndarray, ends: bool, ahead: int) -> None:
+        """Finish the ``mask`` int32 [words] ``ahead`` tokens behind the state; ``ends``: the text may end there."""
+        if ends and self.matcher.is_error():  # its mask would end the text, which is not complete
+            self.error = f"the grammar of structured_outputs cannot go on: {self.matcher.get_error()}"
+            mask[:] = -1
+            return
+        if ends:
+            mask |= self._stops
+        early = self._accepted + ahead < self._min_tokens
+        banned = self._stops if early else self._own if self._ignore_eos else None if ends else self._texts
+        if banned is not None:
+            left = mask & ~banned
+            if left.any():
+                mask[:] = left
+
+
+class Rules:
+    """What ``allowed_token_ids`` and ``bad_words`` of a request allow behind the ``recent`` tokens of its output."""
+
+    def __init__(self, request: Request, words: int) -> None:
+        allowed = request.params.allowed_token_ids
+        self._allowed = np.full(words, -1, np.int32) if allowed is None else _mask_of(allowed, words)
+        self._bad = [(word[:-1], word[-1]) for word in request.bad_words]
+        self.recent: deque[int] = deque(maxlen=max((len(begin) for begin, _ in self._bad), default=0))
+
+    def mask(self, drafts: Sequence[int]) -> np.ndarray:
+        """The tokens that are allowed behind ``drafts``, int32 [words]: none that would complete a bad word."""
+        text, mask = [*self.recent, *drafts], self._allowed.copy()
+        for begin, last in self._bad:
+            if not begin or text[-len(begin) :] == begin:
+                mask[last // WORD] &= ~np.int32(_bit(last))
+        return mask
+
+
+Row = tuple[State, int, Sequence[int]]
+"""A state, the place of its first mask, and the draft tokens behind whose each another mask follows."""
+
+
+def add_ends(masks: np.ndarray, rows: Sequence[Row], end: int) -> None:
+    """Finish ``masks`` as a library writes them, in which the token ``end`` says that a text may end."""
+    word, bit = end // WORD, np.int32(_bit(end))
+    ending = masks[:, word] & bit != 0
+    for state, place, drafts in rows:
+        for ahead in range(1 + len(drafts)):
+            ends = bool(ending[place + ahead])
+            if ends or state.bans:
+                if ends:
+                    masks[place + ahead, word] &= ~bit
+                state.add_ends(masks[place + ahead], ends, ahead)
+
+
+_NEVER = -1
+"""No token: the text is free to its end."""
+
+
+def _bit(token: int) -> int:
+    """The bit of ``token`` in its word, as int32."""
+    return int(np.uint32(1 << token % WORD).view(np.int32))
+
+
+def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
+    """The mask int32 [words] of ``tokens``; those outside are left out."""
+    mask = np.zeros(words, np.int32)
+    for token in tokens:
+        if 0 <= token < words * WORD:
+            mask[token // WORD] |= np.int32(_bit(token))
+    return mask
+
+
+_NO_REQUEST = Request(0, [], SamplingParams(), seed=0, max_tokens=1)

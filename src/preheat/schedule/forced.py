@@ -1,0 +1,42 @@
+"""Forced tokens: where a grammar leaves one way to go on, the tokens of that way are drafted, whatever else drafts.
+
+They are drafts like any others: verified in one step, and kept if they are what the model draws through the masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from preheat.schedule.slots import Slots
+
+NOTHING = np.empty(0, np.int32)
+
+
+def forced_drafts(slots: Slots, rows: np.ndarray, most: np.ndarray) -> dict[int, np.ndarray]:
+    """Up to ``most`` int [rows] forced tokens, int32 [k >= 1], of the slots ``rows`` that have some, by their place."""
+    found: dict[int, np.ndarray] = {}
+    if not slots.grammars:
+        return found
+    for place in (slots.has_grammar[rows] & (most > 0)).nonzero()[0].tolist():
+        state = slots.grammars.get(int(rows[place]))
+        if state is not None and (tokens := state.forced()):
+            found[place] = np.array(tokens[: int(most[place])], np.int32)
+    return found
+
+
+class GrammarProposer:
+    """The method ``grammar``: nothing is drafted but what grammars force."""
+
+    writes_cache = False
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
+        """See :class:`preheat.schedule.proposer.Proposer`."""
+        return [NOTHING] * len(rows)
+
+    def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
+        """Nothing is kept."""
