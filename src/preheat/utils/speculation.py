@@ -200,7 +200,7 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
     if method is None:
         method = "draft_model" if model else "ngram" if any("lookup" in key for key in asked) else None
     if method is None:
-        raise _error('nothing says what drafts: give a "method" (ngram, suffix, draft_model, eagle3, grammar) or a "model"')
+        raise _error(f'nothing says what drafts: give a "method" ({", ".join(get_args(Method))}) or a "model"')
     if reason := REFUSED_METHODS.get(method):
         raise _error(f"method {method} is not supported: {reason}")
     makers: dict[str, Method] = {name: name for name in get_args(Method)}
