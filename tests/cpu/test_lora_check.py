@@ -8,12 +8,19 @@ import torch
 from preheat.backends.cpu import lora
 from preheat.backends.cpu.lora import AdaptedLinear, CpuAdapterRows, Factors, Group
 from preheat.errors import CheckFailed, NotInvariant
+from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.prefix import PrefixCache, chain_root
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
+from preheat.verify.adapter_paths import AdapterPaths
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
+from preheat.verify.compare import PathResult
+from preheat.verify.drive import Engine
+from preheat.verify.verification import tight
 from preheat.warmup.record import Record
+from tests.cpu.checkpoints import MODELS, save_checkpoint
 
 SETTINGS = {
     "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 160, "block_size": 16, "skip_warmup": True,
@@ -116,3 +123,52 @@ def test_adapters_that_change_nothing_are_seen(check, monkeypatch):
     monkeypatch.setattr(Factors, "delta", lambda *_: None)
     with pytest.raises(CheckFailed, match="the same logits with different adapters"):
         check.run("adapters")
+
+
+PATHS = ("adapters, together", "adapters, prefix cache", "adapters, chunks, few blocks")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    save_checkpoint(MODELS["llama"], folder)
+    return {**SETTINGS, "model": str(folder), "boot_check": "off"}
+
+
+def verified(settings) -> dict[str, PathResult]:
+    engine = Engine(boot_engine, Settings.load(settings, {}))
+    paths = AdapterPaths.of(engine, outputs=4)
+    results = [*paths.as_asked(engine)]
+    results += paths.tight(Engine(boot_engine, tight(Settings.load(settings, {}), paths.prompts)))
+    return {result.path: result for result in results}
+
+
+def test_verify_takes_paths_with_adapters(small):
+    results = verified(small)
+    assert all(result.first is None for result in results.values())
+    assert list(results) == list(PATHS)
+    assert int(results["adapters, prefix cache"].note.split()[0].replace(",", "")) > 0
+
+
+def one_prefix_cache(patch):
+    """Blocks of one adapter that another one finds."""
+    patch.setattr(PrefixCache, "_root", lambda self, sequence: chain_root(sequence.request))
+
+
+def test_verify_sees_a_prefix_cache_that_knows_no_adapters(monkeypatch, small):
+    one_prefix_cache(monkeypatch)
+    found = {path for path, result in verified(small).items() if result.first is not None}
+    assert found and found <= set(PATHS) and "adapters, prefix cache" in found
+
+
+def test_verify_sees_a_place_that_keeps_what_it_had(monkeypatch, small):
+    right, seen = AdapterPlaces.take_loads, dict[int, set[int]]()
+
+    def only_the_first(self):
+        """What is loaded into each place of these ``places`` for the first time."""
+        known = seen.setdefault(id(self), set())
+        return [(place, adapter) for place, adapter in right(self) if place not in known and not known.add(place)]
+
+    monkeypatch.setattr(AdapterPlaces, "take_loads", only_the_first)
+    found = {path for path, result in verified(small).items() if result.first is not None}
+    assert found and found <= set(PATHS)

@@ -58,7 +58,9 @@ class Adapters:
         return {name: adapter.digest for name, adapter in self._kept.items()}
 
     def serve(self, name: str, path: str, adapter: Adapter | None = None) -> Adapter:
-        """Serve ``adapter``, by default what is read from ``path`` now, as ``name``."""
+        """Serve ``adapter``, by default what is read from ``path`` now, as ``name``. One without a path is always kept:
+        it cannot be read again.
+        """
         adapter = self._read(name, path) if adapter is None else adapter
         self._paths[name] = path
         self._keep(name, adapter)
@@ -165,8 +167,8 @@ class Adapters:
     def _keep(self, name: str, adapter: Adapter) -> None:
         self._kept[name] = adapter
         self._kept.move_to_end(name)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        while len(self._kept) > self._most and (oldest := next(filter(self._paths.get, self._kept), None)):
+            del self._kept[oldest]
 
     def _tell(self, message: LoadAdapter | UnloadAdapter, error: PreheatError | None = None) -> None:
         self._reports.append(AdapterReport(message.name, message.id, WireError.of(error) if error else None))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
+from preheat.verify.adapter_paths import AdapterPaths
 from preheat.verify.boot import SIMULATED
 from preheat.verify.compare import PathResult, Seen, Verdict, compare
 from preheat.verify.drive import Boot, Engine, in_groups, trickling
@@ -46,6 +47,7 @@ class Verification:
     features: Features = field(init=False)
     drafts: tuple[int, int] = field(default=(0, 0), init=False)  # of the first run, and those accepted
     images: ImagePaths = field(init=False)
+    adapters: AdapterPaths = field(init=False)
 
     def results(self) -> Iterator[PathResult]:
         """Each path's result as soon as it is known. Raises PreheatError if an engine fails."""
@@ -91,6 +93,8 @@ class Verification:
         yield from self.features.as_asked(engine)
         self.images = ImagePaths.of(engine, self.size.outputs)
         yield from self.images.as_asked(engine)
+        self.adapters = AdapterPaths.of(engine, self.size.outputs)
+        yield from self.adapters.as_asked(engine)
 
     def _without_drafts(self) -> PathResult:
         """An engine in which nothing drafts: what was drafted must not have changed a bit."""
@@ -100,12 +104,13 @@ class Verification:
 
     def _tight(self) -> Iterator[PathResult]:
         """An engine with small steps and few blocks, so that chunks, preemption and compaction are frequent."""
-        engine = Engine(self.boot, tight(self.settings, [*self.asked, *self.images.prompts]))
+        engine = Engine(self.boot, tight(self.settings, [*self.asked, *self.images.prompts, *self.adapters.prompts]))
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
         yield compare("chunks, few blocks", self.first, [seen], note)
         yield from self.features.tight(engine)
         yield from self.images.tight(engine)
+        yield from self.adapters.tight(engine)
 
 
 def group_sizes(count: int) -> list[int]:
