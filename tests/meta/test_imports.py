@@ -23,6 +23,7 @@ RULE = {
     "backends": "backends.base backends.cold ops",
     "plan": "backends.base",
     "model": "ops backends.base",
+    "lora": "model",
     "schedule": "plan",
     "transport": "",
     "frontend": "",
