@@ -435,6 +435,11 @@ class Settings:
     lora_root: str | None = _lora(
         None, "Folder below which adapters may be loaded while the server runs; none: only `lora_modules` are served."
     )
+    allow_runtime_lora_updating: bool = _lora(
+        False,
+        "Adapters can be loaded and unloaded while the server runs, by those who have a key; with `enable_lora`.",
+        env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    )
     fully_sharded_loras: bool = _lora(False, "Share both matrices of adapters between devices.", later=FULLY_SHARDED)
 
     speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable
@@ -542,6 +547,11 @@ class Settings:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise SettingsError(f"block_size must be a power of two, got {self.block_size}", param="block_size")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names under which clients find the model itself."""
+        return self.served_model_name or (self.model,)
 
     @property
     def speculation(self) -> Speculation | None:

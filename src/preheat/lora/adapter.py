@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from torch import Tensor
 from preheat.errors import AdapterError
 from preheat.lora.config import AdapterConfig
 from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.utils.text import some
 
-TENSORS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B)\.weight")
@@ -173,22 +173,20 @@ def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> st
     return f"is not one that can be adapted in this model, whose are {', '.join(ends)} of its layers"
 
 
-def _check_shapes(file: Any, module: str, rank: int, shape: tuple[int, int], max_rank: int) -> None:
-    """Raise AdapterError unless both tensors of ``module`` fit the config's ``rank`` and the weight's ``shape``."""
-    outputs, inputs = shape
+def _check_shapes(file: Any, module: str, rank: int, weight: tuple[int, int], max_rank: int) -> None:
+    """Raise AdapterError unless both tensors of ``module`` fit the config's ``rank`` and the shape of the ``weight``."""
+    outputs, inputs = weight
     if rank > max_rank:
         raise AdapterError(f"module {module} has rank {rank}, but at most {max_rank} is served (--max-lora-rank)")
-    for half, wanted in (("lora_A", [rank, inputs]), ("lora_B", [outputs, rank])):
-        tensor = file.get_slice(_tensor(module, half))
-        if list(tensor.get_shape()) != wanted:
+    for name, wanted in ((_tensor(module, "lora_A"), [rank, inputs]), (_tensor(module, "lora_B"), [outputs, rank])):
+        stored = file.get_slice(name)
+        shape, dtype = list(stored.get_shape()), stored.get_dtype()
+        if shape != wanted:
             raise AdapterError(
-                f"tensor {module}.{half}.weight has shape {list(tensor.get_shape())}, but the model and rank {rank} of "
-                f"the config make it {wanted}"
+                f"tensor {name} has shape {shape}, but the model and rank {rank} of the config make it {wanted}"
             )
-        if tensor.get_dtype() not in _DTYPES:
-            raise AdapterError(
-                f"tensor {module}.{half}.weight is of type {tensor.get_dtype()}; supported are {', '.join(_DTYPES)}"
-            )
+        if dtype not in _DTYPES:
+            raise AdapterError(f"tensor {name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
 
 
 def _tensor(module: str, half: str) -> str:
@@ -203,17 +201,18 @@ def _read(
     for module, raw in sorted(found.items()):
         scale = config.scale_of(raw)
         digest.update(f"{module} {scale.hex()}".encode())
-        # Copies: the file is mapped, and may be written to while the adapter is served.
-        a, b = (file.get_tensor(_tensor(raw, half)).clone() for half in ("lora_A", "lora_B"))
-        for stored in (a, b):
+        halves = []
+        for name in (_tensor(raw, "lora_A"), _tensor(raw, "lora_B")):
+            # A copy: the file is mapped, and may be written to while the adapter is served.
+            stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
             digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
-            digest.update(stored.contiguous().view(torch.uint8).numpy().data)
-        factors[module] = Factors(*_finite(raw, a.to(dtype), b.to(dtype)), scale)
+            digest.update(stored.view(torch.uint8).numpy().data)
+            halves.append(_finite(stored.to(dtype), name))
+        factors[module] = Factors(halves[0], halves[1], scale)
     return factors, digest.hexdigest()
 
 
-def _finite(module: str, *halves: Tensor) -> Iterator[Tensor]:
-    for half, tensor in zip(("lora_A", "lora_B"), halves, strict=True):
-        if not torch.isfinite(tensor).all():
-            raise AdapterError(f"tensor {module}.{half}.weight is not finite in {tensor.dtype}: save the adapter again")
-        yield tensor
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise AdapterError(f"tensor {name} is not finite in {tensor.dtype}: save the adapter again")
+    return tensor

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from preheat.errors import AdapterError, ModelError
 from preheat.model.files import read_json
+from preheat.utils.adapters import ADAPTER_CONFIG as CONFIG
 
-CONFIG = "adapter_config.json"
 V = TypeVar("V")
 
 _REFUSED = {
