@@ -463,6 +463,7 @@ class Schedule:
     persistent_batch: int = NO_PERSISTENT_BATCH
     num_drafted: int = 0  # rows at the end with drafts
     images: StepImages | None = None  # None: no token of the step stands for an image
+    loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters that the step needs, each with its place
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:

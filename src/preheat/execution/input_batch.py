@@ -20,7 +20,7 @@ from preheat.execution.step_size import step_size_of
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.schedule.slots import NO_LOGPROBS, Slots
+from preheat.schedule.slots import NO_ADAPTER, NO_LOGPROBS, Slots
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class InputBatch:
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
+    adapters: np.ndarray | None = None  # int32 [rows] places, negative for none; None: no row has an adapter
 
     @property
     def padded_tokens(self) -> int:
@@ -82,6 +83,7 @@ class _Rows:
     sampling: SamplingInput
     reporting: np.ndarray
     alternatives: np.ndarray
+    adapters: np.ndarray | None
 
 
 @dataclass(slots=True)
@@ -134,6 +136,7 @@ class Packer:
             reporting=rows.reporting,
             alternatives=rows.alternatives,
             prompt_parts=self._prompt_parts(schedule, rows.ends),
+            adapters=rows.adapters,
         )
 
     def _rows_of(self, schedule: Schedule) -> _Rows:
@@ -156,6 +159,7 @@ class Packer:
             sampling=sampling_input(slots, sampled_slots, positions, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
+            adapters=adapters if (adapters := slots.adapter[schedule.slots]).max(initial=NO_ADAPTER) >= 0 else None,
         )
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:

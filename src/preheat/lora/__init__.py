@@ -1,1 +1,1 @@
-"""LoRA adapters: reading them, keeping them, and adding what they add to linear layers."""
+"""Adapters (LoRA): reading them, and serving them while the engine runs."""

@@ -174,7 +174,7 @@ def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> st
 
 
 def _check_shapes(file: Any, module: str, rank: int, weight: tuple[int, int], max_rank: int) -> None:
-    """Raise AdapterError unless both tensors of ``module`` fit the config's ``rank`` and the shape of the ``weight``."""
+    """Raise AdapterError unless both tensors fit the config's ``rank`` and the shape of the ``weight``."""
     outputs, inputs = weight
     if rank > max_rank:
         raise AdapterError(f"module {module} has rank {rank}, but at most {max_rank} is served (--max-lora-rank)")

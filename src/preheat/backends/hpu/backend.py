@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    AdapterOps,
     AttentionLayer,
     Experts,
     GraphDriver,
@@ -58,6 +59,7 @@ class HpuBackend:
     """torch on one Gaudi. SettingsError, saying what to change, where there is none that can be used."""
 
     sharing: Sharing | None = None
+    adapters: AdapterOps | None = None
 
     def __init__(self) -> None:
         if reason := obstacle():

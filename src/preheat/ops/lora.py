@@ -1,0 +1,50 @@
+"""Adapters (LoRA): what a row with an adapter adds to what a linear layer gives.
+
+Contract. A row without an adapter, or whose adapter leaves the layer alone, is skipped: nothing is added to it, not
+even zero, which would turn -0.0 into 0.0. To any other row ``(x A^T * scale) B^T`` is added, in float32:
+
+1. shrink: the inputs are cut into parts of ``PART`` from the first one on; a part's dot products are accumulated in
+   float32, and the parts' partial sums are added from the first to the last. The sum is multiplied by ``scale``.
+2. expand: the ranks are cut into tiles of ``TILE`` from the first one on; the tiles' dot products, each over the ranks
+   of the tile, are added from the first to the last. Ranks that fill up a tile are zeros.
+3. The layer's own output is rounded to the dtype first, as without adapters; the sum of that and of what is expanded is
+   rounded once. Then comes the layer's activation.
+
+So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
+adapter, on the place that it has on the device, or on the largest rank that there is room for.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+PART = 512
+"""Inputs whose products are one sum."""
+
+TILE = 16
+"""Ranks that are expanded at once."""
+
+NO_ADAPTER = -1
+"""The place of a row without an adapter."""
+
+
+def delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """What is added to rows ``x`` [rows, inputs] of one adapter, ``a`` [rank, inputs] and ``b`` [outputs, rank]: fp32
+    [rows, outputs], a new tensor.
+    """
+    wide = F.pad(a.float(), (0, 0, 0, -len(a) % TILE)).split(TILE), F.pad(b.float(), (0, -len(a) % TILE)).split(TILE, 1)
+    total = x.new_zeros(()).float()
+    for number, (down, up) in enumerate(zip(*wide, strict=True)):
+        partial = [one @ other.T for one, other in zip(x.float().split(PART, 1), down.split(PART, 1), strict=True)]
+        shrunk = partial[0]
+        for more in partial[1:]:
+            shrunk = shrunk + more
+        expanded = (shrunk * scale) @ up.T
+        total = total + expanded if number else expanded
+    return total
+
+
+def add_delta(y: Tensor, more: Tensor) -> Tensor:
+    """``y`` [rows, outputs], rounded to its dtype already, plus fp32 ``more``, rounded once."""
+    return (y.float() + more).to(y.dtype)
