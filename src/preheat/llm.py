@@ -126,9 +126,7 @@ class OfflineClient:
             raise InvalidRequest(
                 f"{len(prompts)} prompts but {len(params)} sampling_params: give one for all, or one for each"
             )
-        adapters = [lora] * len(prompts) if lora is None or isinstance(lora, LoRARequest) else list(lora)
-        if len(adapters) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(adapters)} lora_requests: give one for each")
+        adapters = _adapter_of_each(lora, len(prompts))
         states = []
         for place, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with naming_prompt(place, len(prompts)):
@@ -236,6 +234,18 @@ def _warm_up(frontend: Frontend) -> None:
             client.generate([request.prompt], request.params, use_tqdm=False)
 
     warm_up_frontend(send, images=frontend.images is not None)
+
+
+def _adapter_of_each(given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts. Raises InvalidRequest unless each name stands for one adapter."""
+    found = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+    if len(found) != count:
+        raise InvalidRequest(f"{count} prompts but {len(found)} lora_requests: give one for each")
+    named: dict[str, LoRARequest] = {}
+    for each in found:
+        if each is not None and named.setdefault(each.lora_name, each) != each:
+            raise InvalidRequest(f"two lora_requests are named {each.lora_name!r}: give one of them another name")
+    return found
 
 
 def _images_of(data: dict[str, Any] | None) -> list[Any]:
