@@ -271,10 +271,8 @@ class Executor:
     def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
         """Draw for the sampling rows; the logits [sampling_size, vocab] that they are drawn from."""
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
-        program: SamplerProgram | AdaptedProgram = SamplerProgram(batch.sampling_size, batch.sampling.level)
-        if batch.adapters is not None:
-            program = AdaptedProgram(program)
-        logits = self.samples.run(program, eager=eager)
+        program = SamplerProgram(batch.sampling_size, batch.sampling.level)
+        logits = self.samples.run(program if batch.adapters is None else AdaptedProgram(program), eager=eager)
         if self._watch is not None:
             self._watch(logits[: len(batch.sampled_rows)].float(), batch)
         return logits

@@ -16,6 +16,10 @@ adapter, on the place that it has on the device, or on the largest rank that the
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,16 +37,13 @@ def delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """What is added to rows ``x`` [rows, inputs] of one adapter, ``a`` [rank, inputs] and ``b`` [outputs, rank]: fp32
     [rows, outputs], a new tensor.
     """
-    wide = F.pad(a.float(), (0, 0, 0, -len(a) % TILE)).split(TILE), F.pad(b.float(), (0, -len(a) % TILE)).split(TILE, 1)
-    total = x.new_zeros(()).float()
-    for number, (down, up) in enumerate(zip(*wide, strict=True)):
-        partial = [one @ other.T for one, other in zip(x.float().split(PART, 1), down.split(PART, 1), strict=True)]
-        shrunk = partial[0]
-        for more in partial[1:]:
-            shrunk = shrunk + more
-        expanded = (shrunk * scale) @ up.T
-        total = total + expanded if number else expanded
-    return total
+    more = -len(a) % TILE
+    downs, ups = F.pad(a.float(), (0, 0, 0, more)), F.pad(b.float(), (0, more))
+    inputs, expanded = torch.split(x.float(), PART, 1), list[Tensor]()
+    for down, up in zip(torch.split(downs, TILE), torch.split(ups, TILE, 1), strict=True):
+        shrunk = reduce(add, (one @ other.T for one, other in zip(inputs, torch.split(down, PART, 1), strict=True)))
+        expanded.append((shrunk * scale) @ up.T)
+    return reduce(add, expanded)
 
 
 def add_delta(y: Tensor, more: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class Factors:
         """What is added to fp32 ``x`` [rows, inputs]; None: nothing is."""
         total: Tensor | None = None
         a, b, scale = self._a[place], self._b[place], self._scale[place]
-        inputs = F.pad(x, (0, a.shape[1] * self._width - x.shape[1])).split(self._width, 1)
+        inputs = torch.split(F.pad(x, (0, a.shape[1] * self._width - x.shape[1])), self._width, 1)
         for tile in range(self._tiles[place]):
             shrunk = product(inputs[0], a[tile, 0], self._shrunk)
             for part, more in enumerate(inputs[1:], 1):
@@ -169,8 +169,7 @@ def product(x: Tensor, weight: Tensor, most: int) -> Tensor:
     """``x`` [rows, inputs] times ``weight`` [outputs, inputs], fp32, at most ``most`` rows at a time."""
     count = len(x)
     size = most if count > ROWS else ROWS
-    parts = F.pad(x, (0, 0, 0, -count % size)).split(size)
-    return torch.cat([part.contiguous() @ weight.T for part in parts])[:count]
+    return _in_parts(F.pad(x, (0, 0, 0, -count % size)), weight, size)[:count]
 
 
 @functools.cache
@@ -188,4 +187,4 @@ def rows_at_once(inputs: int, outputs: int, threads: int) -> int:
 
 
 def _in_parts(rows: Tensor, weight: Tensor, size: int) -> Tensor:
-    return torch.cat([part.contiguous() @ weight.T for part in rows.split(size)])
+    return torch.cat([part.contiguous() @ weight.T for part in torch.split(rows, size)])
