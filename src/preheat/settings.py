@@ -549,11 +549,6 @@ class Settings:
             raise SettingsError(f"block_size must be a power of two, got {self.block_size}", param="block_size")
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """The names under which clients find the model itself."""
-        return self.served_model_name or (self.model,)
-
-    @property
     def speculation(self) -> Speculation | None:
         """What drafts tokens; None: nothing does."""
         return speculation(self)

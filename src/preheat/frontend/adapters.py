@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from preheat.core import AdapterReport, LoadAdapter, ToEngine, UnloadAdapter
 from preheat.errors import AlreadyThere, InvalidRequest, NotFound, PreheatError
 from preheat.settings import Settings
-from preheat.utils.adapters import LoraModule, lora_modules
+from preheat.utils.adapters import LoraModule, lora_modules, model_names
 
 OnDone = Callable[[PreheatError | None], None]
 """Called once, when the engine has done what was asked, or with the reason why it has not."""
@@ -55,7 +55,7 @@ class Adapters:
 
     def __init__(self, send: Callable[[ToEngine], None], settings: Settings | None = None) -> None:
         self.served = {module.name: module for module in lora_modules(settings.lora_modules)} if settings else {}
-        self._taken = settings.model_names if settings else ()
+        self._taken = model_names(settings) if settings else ()
         self._enabled = settings is not None and settings.enable_lora
         self._send = send
         self._asked: dict[int, _Asked] = {}

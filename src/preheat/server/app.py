@@ -79,7 +79,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
 def build_app(service: Service) -> ASGIApp:
     """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
-    operations = openapi.served(_options_set(service.settings))
+    operations = openapi.served(adapters=service.loads_adapters)
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
@@ -97,14 +97,9 @@ def build_app(service: Service) -> ASGIApp:
     )
 
 
-def _options_set(settings: Settings) -> frozenset[str]:
-    """The options that routes need, as far as they are set."""
-    return frozenset(name for op in openapi.OPERATIONS for name in op.only_with if getattr(settings, name))
-
-
 async def _openapi(request: Request) -> Response:
-    settings = request.app.state.service.settings
-    document = openapi.document(settings.root_path.rstrip("/"), _options_set(settings))
+    service: Service = request.app.state.service
+    document = openapi.document(service.settings.root_path.rstrip("/"), adapters=service.loads_adapters)
     return Response(document, media_type="application/json")
 
 

@@ -6,7 +6,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import adapters, answers, chat, completions, messages, responses, schema, status
+from preheat.server import answers, chat, completions, messages, responses, schema, status
+from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
@@ -47,8 +48,8 @@ class Operation:
     """A route: its endpoint, whose docstring is the summary, and its bodies.
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
-    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for. It is there
-    ``only_with`` these options.
+    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for. ``of_adapters``: it is only
+    there where clients may load them.
     """
 
     path: str
@@ -60,14 +61,12 @@ class Operation:
     instead: Mapping[int, Kind] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ("get",)
-    only_with: tuple[str, ...] = ()
+    of_adapters: bool = False
 
     @property
     def needs_key(self) -> bool:
         return self.path not in OPEN_PATHS
 
-
-RUNTIME_LORA = ("enable_lora", "allow_runtime_lora_updating")
 
 _posted = functools.partial(Operation, methods=("post",))
 
@@ -86,12 +85,12 @@ OPERATIONS = (
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
     _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(500, 503)),
     _posted(
-        "/v1/load_lora_adapter", adapters.load_lora_adapter, None, schema.LoadLoraAdapterRequest, (409,),
-        only_with=RUNTIME_LORA,
+        "/v1/load_lora_adapter", load_lora_adapter, None, schema.LoadLoraAdapterRequest, (409,),
+        of_adapters=True,
     ),
     _posted(
-        "/v1/unload_lora_adapter", adapters.unload_lora_adapter, None, schema.UnloadLoraAdapterRequest, (409,),
-        only_with=RUNTIME_LORA,
+        "/v1/unload_lora_adapter", unload_lora_adapter, None, schema.UnloadLoraAdapterRequest, (409,),
+        of_adapters=True,
     ),
     Operation("/version", status.version, answers.Version),
     Operation("/health", status.health, answers.Status, None, (500, 504)),
@@ -107,16 +106,16 @@ OPERATIONS = (
 """Every route but that of the document itself."""
 
 
-def served(options: Collection[str]) -> list[Operation]:
-    """The routes of a server on which these ``options`` are set."""
-    return [operation for operation in OPERATIONS if all(name in options for name in operation.only_with)]
+def served(*, adapters: bool) -> list[Operation]:
+    """The routes of a server, with those for loading ``adapters`` or without."""
+    return [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
 
 
 @functools.cache
-def document(root_path: str = "", options: Collection[str] = RUNTIME_LORA) -> bytes:
-    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; ``options`` are as above."""
+def document(root_path: str = "", *, adapters: bool = True) -> bytes:
+    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`."""
     kinds: set[Kind] = {ErrorResponse}
-    for operation in served(options):
+    for operation in served(adapters=adapters):
         for kind in (operation.answer, operation.body, *operation.instead.values()):
             kinds |= set(_each(kind))
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -125,7 +124,7 @@ def document(root_path: str = "", options: Collection[str] = RUNTIME_LORA) -> by
         if component.get("additionalProperties") is False:
             component["additionalProperties"] = {"type": "null"}  # see schema.decode
     paths: dict[str, dict[str, Any]] = {}
-    for operation in served(options):
+    for operation in served(adapters=adapters):
         path = operation.path.replace(":path}", "}")
         paths.setdefault(path, {}).update(dict.fromkeys(operation.methods, _described(operation)))
     servers = {"servers": [{"url": root_path}]} if root_path else {}

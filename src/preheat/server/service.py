@@ -17,7 +17,7 @@ from preheat.server.live import LiveRecord
 from preheat.server.responses_store import ResponseStore
 from preheat.server.turns import Turns
 from preheat.settings import Settings
-from preheat.utils.adapters import LoraModule, lora_modules
+from preheat.utils.adapters import LoraModule, lora_modules, model_names
 
 
 class Service:
@@ -25,13 +25,14 @@ class Service:
 
     def __init__(self, settings: Settings, send: Callable[[ToEngine], None]) -> None:
         self.settings = settings
-        self.names = settings.model_names
+        self.names = model_names(settings)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], settings.metrics_prefix)
         self.live = LiveRecord(send)
         self.load = 0  # requests for completions that are being answered
         self.turns = Turns()
         self.responses = ResponseStore() if settings.enable_responses_store else None
+        self.loads_adapters = settings.enable_lora and settings.allow_runtime_lora_updating
         self.draining = False
         self.silent: str | None = None
         self.stalled: str | None = None

@@ -41,6 +41,11 @@ def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
     return modules
 
 
+def model_names(settings: Settings) -> tuple[str, ...]:
+    """The names under which clients find the model itself, and no adapter."""
+    return settings.served_model_name or (settings.model,)
+
+
 def _module(text: str) -> LoraModule:
     if text.lstrip().startswith("{"):
         try:
@@ -61,7 +66,7 @@ def _module(text: str) -> LoraModule:
 def check_lora(settings: Settings) -> None:
     """Raise SettingsError, naming the option, for options of adapters that contradict each other."""
     for module in lora_modules(settings.lora_modules):
-        if module.name in settings.model_names:
+        if module.name in model_names(settings):
             raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
     if not settings.enable_lora:
         for name in ("lora_modules", "lora_root"):
