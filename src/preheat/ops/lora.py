@@ -29,9 +29,6 @@ PART = 512
 TILE = 16
 """Ranks that are expanded at once."""
 
-NO_ADAPTER = -1
-"""The place of a row without an adapter."""
-
 
 def delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """What is added to rows ``x`` [rows, inputs] of one adapter, ``a`` [rank, inputs] and ``b`` [outputs, rank]: fp32

@@ -38,6 +38,7 @@ def check_names(settings: Settings, limits: Limits, *, mode: Mode, facts: Facts)
         "drafts": settings.speculation is not None and longest > 1,
         "sampler": True,
         "images": bool(limits.image_tokens) and image_context(limits) <= _room(limits),
+        "adapters": settings.enable_lora,
         "grammar": bool(preloads_of(settings)),
         "compaction": compacts and longest > 1 and limits.num_blocks > 2,
         "eager": mode != "eager",
