@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from preheat.errors import ModelError as ModelError
     from preheat.errors import PreheatError as PreheatError
     from preheat.errors import SettingsError as SettingsError
+    from preheat.frontend.adapters import LoRARequest as LoRARequest
     from preheat.frontend.outputs import CompletionOutput as CompletionOutput
     from preheat.frontend.outputs import RequestOutput as RequestOutput
     from preheat.llm import LLM as LLM
@@ -29,6 +30,7 @@ _HOME = {
     "EngineDead": "preheat.errors",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
+    "LoRARequest": "preheat.frontend.adapters",
     "ModelError": "preheat.errors",
     "PreheatError": "preheat.errors",
     "RequestOutput": "preheat.frontend.outputs",
@@ -44,6 +46,7 @@ __all__ = [
     "EngineDead",
     "InvalidRequest",
     "LLM",
+    "LoRARequest",
     "ModelError",
     "PreheatError",
     "RequestOutput",

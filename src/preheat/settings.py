@@ -435,6 +435,11 @@ class Settings:
     lora_root: str | None = _lora(
         None, "Folder below which adapters may be loaded while the server runs; none: only `lora_modules` are served."
     )
+    allow_runtime_lora_updating: bool = _lora(
+        False,
+        "Adapters can be loaded and unloaded while the server runs, by those who have a key; with `enable_lora`.",
+        env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    )
     fully_sharded_loras: bool = _lora(False, "Share both matrices of adapters between devices.", later=FULLY_SHARDED)
 
     speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable

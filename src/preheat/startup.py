@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from preheat.backends.registry import facts_of, wake
 from preheat.core import Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
+from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
@@ -80,6 +81,7 @@ def boot_front(
             log_requests=settings.enable_log_requests,
             images=images,
             priorities=settings.scheduling_policy == "priority",
+            adapters=Adapters(send, settings),
             formats=AnswerFormats(
                 tokenizer,
                 settings.tool_call_parser if settings.enable_auto_tool_choice else None,

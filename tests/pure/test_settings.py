@@ -260,6 +260,7 @@ def test_adapters_are_named_as_words_or_objects(tmp_path):
         ({"lora_modules": ("a=/a", "b=/b"), "enable_lora": True}, "max_cpu_loras"),
         ({"max_loras": 3, "max_cpu_loras": 2, "enable_lora": True}, "max_cpu_loras"),
         ({"lora_modules": ("a=/a",)}, "lora_modules"),
+        ({"lora_modules": ("bundled=/a",), "enable_lora": True}, "lora_modules"),
         ({"lora_root": "/a"}, "lora_root"),
         ({"fully_sharded_loras": True, "enable_lora": True}, "fully_sharded_loras"),
     ],

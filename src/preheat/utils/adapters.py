@@ -1,19 +1,24 @@
-"""Adapters in the settings: ``--lora-modules`` and the options that go with it."""
+"""Adapters in the settings: ``--lora-modules`` and the options that go with it, and where adapters may lie."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from preheat.errors import SettingsError
+from preheat.errors import AdapterError, SettingsError
 
 if TYPE_CHECKING:
     from preheat.settings import Settings
 
 FULLY_SHARDED = "the layers of adapters are not shared by several devices"
+
+
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""The files that an adapter is read from."""
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,6 +41,11 @@ def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
     return modules
 
 
+def model_names(settings: Settings) -> tuple[str, ...]:
+    """The names under which clients find the model itself, and no adapter."""
+    return settings.served_model_name or (settings.model,)
+
+
 def _module(text: str) -> LoraModule:
     if text.lstrip().startswith("{"):
         try:
@@ -55,7 +65,9 @@ def _module(text: str) -> LoraModule:
 
 def check_lora(settings: Settings) -> None:
     """Raise SettingsError, naming the option, for options of adapters that contradict each other."""
-    lora_modules(settings.lora_modules)
+    for module in lora_modules(settings.lora_modules):
+        if module.name in model_names(settings):
+            raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
     if not settings.enable_lora:
         for name in ("lora_modules", "lora_root"):
             if getattr(settings, name):
@@ -73,3 +85,21 @@ def check_lora(settings: Settings) -> None:
             f"lora_modules names {len(settings.lora_modules)} adapters and the host keeps {host}: raise max_cpu_loras",
             param="max_cpu_loras",
         )
+
+
+def path_below(root: str | None, path: str) -> str:
+    """The folder ``path`` of an adapter, which a client names: absolute, or below ``root``, without symbolic links.
+
+    Raises AdapterError unless the folder and the files that are read lie below ``root`` (``--lora-root``).
+    """
+    if root is None:
+        raise AdapterError("no folder is set that adapters may be loaded from (--lora-root)", param="lora_path")
+    try:
+        top = Path(root).expanduser().resolve()
+        folder = (top / path).resolve()
+        found = [folder, *((folder / name).resolve() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS))]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise AdapterError(f"lora_path cannot be a path: {error}", param="lora_path") from None
+    if not all(each.is_relative_to(top) for each in found):
+        raise AdapterError(f"{path} is not below the folder that adapters may be loaded from", param="lora_path")
+    return str(folder)
