@@ -214,13 +214,14 @@ def _recorded(
         overrides=settings.hf_overrides,
         grammars=version() if plan.options.grammars else None,
         numerics=model.numerics,
-        more={**contract_parts(settings), **adapter_parts(settings, adapters)},
+        more={**contract_parts(settings), **adapter_parts(settings)},
     )
     store = Store(cache_root(settings), fingerprint(parts))
     plan = plan.with_costs(Costs(sizes, backend.facts.machine, plan.limits.block_size, store.costs()))
     record = Record.of(plan, model=settings.model, platform=backend.facts.name, dtype=model.dtype_name, mode=mode)
     record.simulated = backend.facts.simulated
-    record.fingerprint, record.proof = store.fingerprint, proof_of(settings.boot_check, parts)
+    record.fingerprint = store.fingerprint
+    record.proof = proof_of(settings.boot_check, {**parts, **adapter_parts(settings, adapters)})
     record.misses, record.memory = fitted.misses, fitted.memory
     return plan, record, store
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat.core import Schedule, StepResult
@@ -82,10 +82,12 @@ def test_loads_name_what_is_new_and_are_done_again_after_a_failure():
     schedule = made.schedule()
     assert schedule is not None and schedule.loads == [(0, Adapter("a"))]
     made.fail(schedule, ValueError("no"))
-    ask(made, 1, "a")
+    ask(made, 1)
+    assert (other := step(made)) is not None and other.loads == []
+    ask(made, 2, "a")
     schedule = made.schedule()
     assert schedule is not None and schedule.loads == [(0, Adapter("a"))]
-    made.process_results(schedule, StepResult(np.zeros(1, np.int32)))
+    made.process_results(schedule, StepResult(np.zeros(schedule.total_sampled, np.int32)))
     assert [each.loads for each in [made.schedule()] if each] == [[]]
 
 
@@ -95,6 +97,7 @@ def test_an_adapter_that_is_not_known_is_refused():
         ask(made, 0, "a")
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["", *"abcd"]), st.integers(1, 6)), max_size=25))
 def test_everybody_is_served_and_a_step_has_no_more_adapters_than_places(places, asked):
     made = scheduler(max_loras=places, max_model_len=32, num_blocks=9)

@@ -161,9 +161,7 @@ class AdapterRows(Protocol):
 
 
 class AdaptedLinear(Linear, Protocol):
-    """A linear layer with places for adapters, see :mod:`preheat.ops.lora`. ``inner`` is the layer alone."""
-
-    inner: Linear
+    """A linear layer with places for adapters, see :mod:`preheat.ops.lora`."""
 
     @property
     def bytes(self) -> int:

@@ -351,5 +351,7 @@ class Loop:
             self._reject(request, error)
 
     def _reject(self, request: Request, error: PreheatError) -> None:
+        if not isinstance(self.adapters, str):
+            self.adapters.cancel(request.id)
         finish = Finish("error", error=WireError.of(error))
         self.transport.put(Delta(finished={request.id: finish}, stats=self._stats()))

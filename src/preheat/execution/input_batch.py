@@ -20,7 +20,7 @@ from preheat.execution.step_size import step_size_of
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.schedule.slots import NO_ADAPTER, NO_LOGPROBS, Slots
+from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class Packer:
         ends = schedule.extend.cumsum()
         sampled_rows, positions = schedule.sampled()
         sampled_slots = schedule.slots[sampled_rows]
-        alternatives = slots.logprobs[sampled_slots]
+        alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         return _Rows(
             persistent_batch=schedule.persistent_batch,
@@ -159,7 +159,7 @@ class Packer:
             sampling=sampling_input(slots, sampled_slots, positions, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
-            adapters=adapters if (adapters := slots.adapter[schedule.slots]).max(initial=NO_ADAPTER) >= 0 else None,
+            adapters=adapters if (adapters >= 0).any() else None,
         )
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:

@@ -48,8 +48,10 @@ def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
     return adapters
 
 
-def adapter_parts(settings: Settings, adapters: Adapters | str) -> dict[str, object]:
-    """The parts of a proof that say which adapters were served when it was made."""
-    if isinstance(adapters, str):
+def adapter_parts(settings: Settings, adapters: Adapters | str = NO_ADAPTERS) -> dict[str, object]:
+    """What a boot's caches depend on; with ``adapters``, for its proof, their digests too."""
+    if not settings.enable_lora:
         return {}
-    return {"lora": {"places": settings.max_loras, "dtype": settings.lora_dtype, "adapters": adapters.digests}}
+    served = {} if isinstance(adapters, str) else {"adapters": adapters.digests}
+    sizes = {"places": settings.max_loras, "max_rank": settings.max_lora_rank, "dtype": settings.lora_dtype}
+    return {"lora": {**sizes, **served}}

@@ -72,13 +72,16 @@ class AdapterPlaces:
         return loads
 
     def lose(self, loads: Loads) -> None:
-        """These may not be in their places: they are put there again before the next step."""
-        self._loads[:0] = [(place, adapter) for place, adapter in loads if self._placed.get(adapter.digest) == place]
-
-    def forget(self) -> None:
-        """All places are empty; nobody may hold one."""
-        self._free, self._loads = list(range(self.count)), []
-        self._placed.clear()
+        """These may not be in their places: what is held is put there again before the next step, other places are
+        free.
+        """
+        for place, adapter in loads:
+            if self._placed.get(adapter.digest) != place:
+                continue
+            if adapter.digest in self._users:
+                self._loads.insert(0, (place, adapter))
+            else:
+                self._free.append(self._placed.pop(adapter.digest))
 
     @property
     def held(self) -> Counter[str]:
