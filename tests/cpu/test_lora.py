@@ -291,3 +291,24 @@ def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
     with pytest.raises(SettingsError) as error:
         engine(folder, [], **changes)
     assert error.value.param == param
+
+
+FAMILIES = {
+    "phi4 mini": {"r": 6, "lora_alpha": 9, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]},
+    "qwen2": {"r": 6, "lora_alpha": 9, "target_modules": ALL},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_projections_that_are_stored_fused_or_in_another_order(family, tmp_path):
+    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order."""
+    save_checkpoint(MODELS[family], tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "own", FAMILIES[family], seed=1)
+    own = engine(tmp_path, ["own"])
+    (prompt,) = prompts("own")
+    with own.keeping_logits() as kept:
+        own.run([prompt])
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt.tokens])
+        expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
+    torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)

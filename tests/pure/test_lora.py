@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.core import Schedule, StepResult
-from preheat.errors import InvalidRequest
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.plan.modes import check_options
 from preheat.schedule.adapters import AdapterPlaces
 from preheat.schedule.scheduler import Scheduler
+from preheat.settings import Settings
 from tests.pure.paper import limits, request
 
 
@@ -119,3 +123,10 @@ def test_places_are_reused_least_recently_begun_first():
     places.end(b)
     assert places.begin(c) == 1
     assert [place for place, _ in places.take_loads()] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("facts", [CUDA, HPU], ids=lambda facts: facts.name)
+def test_devices_without_kernels_for_adapters_refuse_them(facts):
+    with pytest.raises(SettingsError, match=f"turned on on {facts.name}: it has no kernels for adapters") as error:
+        check_options(Settings(enable_lora=True), facts)
+    assert error.value.param == "enable_lora"
