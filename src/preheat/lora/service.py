@@ -124,23 +124,15 @@ class Adapters:
         """The requests whose adapter is there now, or the error why not; waits at most so many seconds for one."""
         if timeout and self._waiting and not self._reports:
             wait([each.adapter for each in self._waiting], timeout, FIRST_COMPLETED)
-        done = [each for each in self._waiting if each.adapter.done()]
-        if not done:
-            return []
-        self._waiting = [each for each in self._waiting if each not in done]
+        waiting, self._waiting = self._waiting, []
         found: list[tuple[Request, PreheatError | None]] = []
-        for each in done:
-            adapter = _outcome(each)
-            if isinstance(each.message, LoadAdapter):
-                self._loaded(each.message, adapter)
-                continue
-            if not isinstance(adapter, PreheatError):
-                self._chosen[each.message.id] = adapter
-                if self._reading.pop(each.name, None) is each.adapter:
-                    self._keep(each.name, adapter)
+        for each in waiting:
+            if not each.adapter.done():
+                self._waiting.append(each)
+            elif isinstance(each.message, LoadAdapter):
+                self._loaded(each.message, _outcome(each))
             else:
-                self._reading.pop(each.name, None)
-            found.append((each.message, adapter if isinstance(adapter, PreheatError) else None))
+                found.append((each.message, self._choose(each.message, each)))
         return found
 
     def reports(self, serves: Callable[[str], bool]) -> list[AdapterReport]:
@@ -152,6 +144,18 @@ class Adapters:
                 self._tell(message)
         reports, self._reports = self._reports, []
         return reports
+
+    def _choose(self, request: Request, waiting: _Waiting) -> PreheatError | None:
+        """Let ``request`` have what has been read, or say why it cannot."""
+        adapter, known = _outcome(waiting), self._reading.get(waiting.name) is waiting.adapter
+        if known:
+            del self._reading[waiting.name]
+        if isinstance(adapter, PreheatError):
+            return adapter
+        if known:
+            self._keep(waiting.name, adapter)
+        self._chosen[request.id] = adapter
+        return None
 
     def _loaded(self, message: LoadAdapter, adapter: Adapter | PreheatError) -> None:
         if isinstance(adapter, PreheatError):
