@@ -16,6 +16,7 @@ from preheat.errors import AdapterError
 from preheat.lora.adapter import adapted_modules, read_adapter
 from preheat.model.families import read_spec
 from tests.cpu.checkpoints import MODELS, SMALL
+from tests.llava import save_llava
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of PEFT
 
@@ -265,6 +266,19 @@ def test_experts_are_refused_by_name(tmp_path):
     )
     with pytest.raises(AdapterError, match="experts are not supported"):
         read(tmp_path, spec)
+
+
+def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
+    save_llava(tmp_path / "base")
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))
+    layers = write(tmp_path / "text", model, target_modules=r".*language_model.*(q_proj|down_proj)|lm_head")
+    names = {name: name.replace("model.language_model.", "model.") for name in layers}
+    assert len(names) == 5 and names.keys() != {*names.values()}
+    assert same(read(tmp_path / "text", spec), {names[name]: layer for name, layer in layers.items()})
+    write(tmp_path / "both", model, target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match="is of the vision tower"):
+        read(tmp_path / "both", spec)
 
 
 def test_a_tied_head_is_refused_by_name(tmp_path):
