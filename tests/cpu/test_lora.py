@@ -214,9 +214,9 @@ def test_adapters_come_and_go(folder, shared):
     (loaded,) = send(own, LoadAdapter("qv", str(folder / "qv"), 7))
     assert loaded == AdapterReport("qv", 7)
     (again,) = send(own, LoadAdapter("qv", str(folder / "all"), 8))
-    assert said(again) == ("InvalidRequest", "there is an adapter 'qv' already: unload it, or replace it in place")
+    assert said(again) == ("AlreadyThere", "there is an adapter 'qv' already: unload it, or replace it in place")
     (missing,) = send(own, LoadAdapter("x", str(folder / "nothing")))
-    assert missing.error and missing.error.name == "InvalidRequest"
+    assert missing.error and missing.error.name == "AdapterError"
     assert own.run(asked[:1]) == seen[:1]
     assert said(send(own, LoadAdapter("all", str(folder / "all")))[0]) is None
     assert own.run(asked) == seen  # the host keeps one: the other is read again

@@ -158,7 +158,8 @@ class Executor:
         else:
             self._send(batch)
             adapted = batch.adapters is not None
-            self._states = self._forward(batch.bucket, self._layers, tap, adapted=adapted)
+            self._use("tokens", adapted)
+            self._states = self._forward(batch.bucket, self._layers, tap)
             self._hidden(batch.sampling_size, tap, adapted=adapted)
         logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
@@ -215,7 +216,8 @@ class Executor:
     def prepare(self, batch: InputBatch) -> None:
         """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
-        self._forward(batch.bucket, self._kinds, adapted=batch.adapters is not None)
+        self._use("tokens", batch.adapters is not None)
+        self._forward(batch.bucket, self._kinds)
         self._states = Attended(self._attended, self._residual)
         self._draw(batch).result()
 
@@ -303,16 +305,15 @@ class Executor:
         return [Part(program, layers, adapted) for layers in self._parts]
 
     def _forward_part(self, part: Part) -> Attended:
-        return self._forward(part.bucket, part.layers, adapted=part.adapted)
+        self._use("tokens", part.adapted)
+        return self._forward(part.bucket, part.layers)
 
     def _use(self, step: AdapterStep, adapted: bool) -> None:
         """Linear layers have rows of this kind from now on, some with adapters or none."""
         if self.adapters is not None:
             self.adapters.use(step if adapted else None)
 
-    def _forward(
-        self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None, *, adapted: bool = False
-    ) -> Attended:
+    def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:
         """Run ``layers`` of a step: from its tokens, or from where the layers before them left it. Where the tokens
         stand then, which only the last layer's part leaves complete.
         """
@@ -325,7 +326,6 @@ class Executor:
             self.backend.embed(
                 inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images
             )
-        self._use("tokens", adapted)
         attend, before = self.attention.attend(inputs, out), None if begins else normed
         after = decoder.layers(residual, attend, layers, normed=before, eager=tap is not None, tap=tap)
         if layers[-1] == self._layers[-1]:

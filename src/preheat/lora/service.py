@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from preheat.core import AdapterReport, LoadAdapter, Request, UnloadAdapter
-from preheat.errors import InvalidRequest, ModelNotFound, NotFound, PreheatError, WireError
+from preheat.errors import AlreadyThere, ModelNotFound, NotFound, PreheatError, WireError
 from preheat.schedule.adapters import Adapter
 
 Read = Callable[[str, str], Adapter]
@@ -70,10 +70,10 @@ class Adapters:
         """Read an adapter; the report follows."""
         name = message.name
         if any(each.name == name for each in self._leaving):
-            self._tell(message, InvalidRequest(f"the adapter {name!r} is being unloaded: try again later"))
+            self._tell(message, AlreadyThere(f"the adapter {name!r} is being unloaded: try again later"))
         elif not message.in_place and (name in self._paths or self._is_being_loaded(name)):
             why = f"there is an adapter {name!r} already: unload it, or replace it in place"
-            self._tell(message, InvalidRequest(why, param="lora_name"))
+            self._tell(message, AlreadyThere(why, param="lora_name"))
         else:
             self._waiting.append(_Waiting(message, name, self._threads.submit(self._read, name, message.path)))
 

@@ -294,7 +294,7 @@ class AdapterItem(Item):
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[AdapterItem]:
         """Each forward program, then each sampler program that has rows, once."""
-        if not plan.options.adapters:
+        if not plan.options.enable_lora:
             return
         yield from (cls(item, fallback=item.fallback) for item in ForwardItem.of_plan(plan))
         programs = {item.program: item for item in SamplerItem.of_plan(plan) if item.rows}

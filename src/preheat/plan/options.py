@@ -18,7 +18,7 @@ class PlanOptions:
     ``pads_context`` and ``host_sampler`` are no settings but facts of the backend. ``verify_widths`` are the tokens of
     a row that steps with drafts are padded to; none: nothing drafts. With ``draft_model`` a model does; with
     ``measures_drafts`` steps are timed, to choose how many tokens are drafted.
-    ``grammars`` are the names of those that the boot compiles. ``adapters``: rows may have some.
+    ``grammars`` are the names of those that the boot compiles.
     """
 
     bucketing_policy: str = "unified"
@@ -62,7 +62,7 @@ class PlanOptions:
     draft_model: bool = False
     measures_drafts: bool = False
     grammars: tuple[str, ...] = ()
-    adapters: bool = False
+    enable_lora: bool = False
 
     @classmethod
     def of(cls, settings: Any, facts: Facts) -> PlanOptions:
@@ -75,7 +75,7 @@ class PlanOptions:
             "draft_model": speculates is not None and speculates.method == "draft_model",
             "measures_drafts": speculates is not None and speculates.auto,
         }
-        told |= {"grammars": tuple(preloads_of(settings)), "adapters": settings.enable_lora}
+        told["grammars"] = tuple(preloads_of(settings))
         return cls(
             **told, **{field.name: getattr(settings, field.name) for field in fields(cls) if field.name not in told}
         )

@@ -215,7 +215,7 @@ def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on
 
 def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | None) -> Plan:
     """The draft model's plan: the same limits and buckets, without drafts of its own."""
-    alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False, adapters=False)
+    alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False, enable_lora=False)
     return _make_plan(replace(limits, num_speculative_tokens=0), alone, (), on_miss)
 
 
