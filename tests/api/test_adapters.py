@@ -165,7 +165,8 @@ def test_the_metric_of_adapters(adapted: Server) -> None:
 
 
 def test_without_permission_there_are_no_endpoints(scripted: Server) -> None:
-    assert scripted.post(LOAD, {"lora_name": "a", "lora_path": "b"}).status == 404
+    answer = scripted.post(LOAD, {"lora_name": "a", "lora_path": "b"})
+    assert answer.status == 404 and "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in answer.error["message"]
     assert LOAD not in scripted.get("/openapi.json").json["paths"]
     assert "lora_requests_info" not in scripted.get("/metrics").body.decode()
 

@@ -10,12 +10,18 @@ import peft
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from preheat.errors import AdapterError
 from preheat.lora.adapter import adapted_modules, read_adapter
+from preheat.lora.config import AdapterConfig
 from preheat.model.families import read_spec
 from tests.cpu.checkpoints import MODELS, SMALL
+from tests.llava import save_llava
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of PEFT
 
@@ -109,6 +115,38 @@ def test_an_adapter_is_what_peft_saved(case, tmp_path):
     assert same(adapter, layers)
     assert adapter.rank == max(len(a) for a, _, _ in layers.values())
     assert (adapter.name, adapter.path) == ("tuned", str(tmp_path))
+
+
+PARTS = ["q_proj", "up_proj", "self_attn.v_proj", "layers.1", "1", "model.layers.0.mlp.up_proj", "lm_head", "mlp"]
+PATTERNS = [*PARTS, r"layers\.[12]\..*", ".*", "^model.*v_proj", ".*_proj", r"(q|v)_proj", "mlp..*"]
+MODULES = [f"model.layers.{at}.{name}" for at in (0, 1, 12) for name in ("self_attn.q_proj", "self_attn.v_proj",
+           "mlp.up_proj", "mlp.experts.1.up_proj")] + ["lm_head"]  # fmt: skip
+NAMES = st.lists(st.sampled_from(PARTS), max_size=3) | st.sampled_from(PATTERNS)
+FIELDS = st.fixed_dictionaries(
+    {
+        "target_modules": st.lists(st.sampled_from(PARTS), min_size=1, max_size=3) | st.sampled_from(PATTERNS),
+        "exclude_modules": NAMES,
+        "rank_pattern": st.dictionaries(st.sampled_from(PATTERNS), st.integers(1, 64), max_size=4),
+        "alpha_pattern": st.dictionaries(st.sampled_from(PATTERNS), st.integers(0, 64), max_size=4),
+        "layers_to_transform": st.sampled_from([None, 0, 1, [], [1], [0, 12]]),
+        "layers_pattern": st.none() | st.sampled_from(["layers", ["layers"], ["experts", "layers"], [], ["h"]]),
+    }
+)
+
+
+@given(FIELDS)
+@settings(max_examples=300)
+def test_configs_say_what_peft_says(fields):
+    if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
+        fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
+    theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
+    ours = AdapterConfig.of({"r": 8, "lora_alpha": 4, **fields})
+    for module in MODULES:
+        rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern, module), 8)
+        alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern, module), 4)
+        assert (ours.rank_of(module), ours.scale_of(module)) == (rank, alpha / rank)
+        found = check_target_module_exists(theirs, module)
+        assert ours.names(module) == (bool(found) and not isinstance(found, _ExcludedModule))
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +303,19 @@ def test_experts_are_refused_by_name(tmp_path):
     )
     with pytest.raises(AdapterError, match="experts are not supported"):
         read(tmp_path, spec)
+
+
+def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
+    save_llava(tmp_path / "base")
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))
+    layers = write(tmp_path / "text", model, target_modules=r".*language_model.*(q_proj|down_proj)|lm_head")
+    names = {name: name.replace("model.language_model.", "model.") for name in layers}
+    assert len(names) == 5 and names.keys() != {*names.values()}
+    assert same(read(tmp_path / "text", spec), {names[name]: layer for name, layer in layers.items()})
+    write(tmp_path / "both", model, target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match="is of the vision tower"):
+        read(tmp_path / "both", spec)
 
 
 def test_a_tied_head_is_refused_by_name(tmp_path):

@@ -74,7 +74,7 @@ class AdapterConfig:
     def read(cls, folder: Path) -> AdapterConfig:
         """From the file in ``folder``. Raises AdapterError, naming the field."""
         if not (folder / CONFIG).is_file():
-            raise AdapterError(f"{folder} holds no {CONFIG}: it is no adapter of PEFT")
+            raise AdapterError(f"the folder holds no {CONFIG}, so it is no adapter of PEFT")
         try:
             return cls.of(read_json(folder, CONFIG))
         except ModelError as error:

@@ -55,6 +55,10 @@ _NOT_SERVED = {
         ("/v1/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/rerank", "/classify"),
         "hidden states are not given out; only generation is served",
     ),
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        "adapters can be changed with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+    ),
 }
 """Endpoints of the APIs that we speak which are not here, by the beginning of their path, and why."""
 
