@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from preheat.errors import ModelError as ModelError
     from preheat.errors import PreheatError as PreheatError
     from preheat.errors import SettingsError as SettingsError
+    from preheat.frontend.adapters import LoRARequest as LoRARequest
     from preheat.frontend.beams import BeamSearchParams as BeamSearchParams
     from preheat.frontend.embedding import PoolingParams as PoolingParams
     from preheat.frontend.outputs import BeamSearchOutput as BeamSearchOutput
@@ -36,6 +37,7 @@ _HOME = {
     "EngineDead": "preheat.errors",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
+    "LoRARequest": "preheat.frontend.adapters",
     "ModelError": "preheat.errors",
     "PoolingParams": "preheat.frontend.embedding",
     "PreheatError": "preheat.errors",
@@ -55,6 +57,7 @@ __all__ = [
     "EngineDead",
     "InvalidRequest",
     "LLM",
+    "LoRARequest",
     "ModelError",
     "PoolingParams",
     "PreheatError",

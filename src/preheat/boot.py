@@ -25,6 +25,8 @@ from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.grammar.service import Grammars, open_grammars
+from preheat.lora.boot import adapter_parts, check_mode, open_adapters
+from preheat.lora.service import Adapters
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
@@ -101,6 +103,7 @@ def _boot(
         model = load_model(settings, backend, share.collective)
         draft = load_draft(settings, backend, model)
         others_free = share.loaded()
+        adapters = open_adapters(settings, model)
     if draft is not None:  # its cache has the same blocks
         model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
     pools = model.spec.head is None
@@ -110,7 +113,7 @@ def _boot(
     comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
     _log_plan(fitted.plan, steps.level)
     sizes = ModelSizes.of(model.spec, model.dtype.itemsize)
-    plan, record, store = _recorded(settings, model, fitted, sizes, backend=backend, mode=mode)
+    plan, record, store = _recorded(settings, model, fitted, sizes, adapters, backend=backend, mode=mode)
     scheduler, grammars = _scheduler(settings, plan, model), "nothing is generated" if pools else opening.result()
     with steps.log("init_cache_engine", in_total=True):
         with steps("Initializing cache engine"):
@@ -145,7 +148,15 @@ def _boot(
         if (speculates := settings.speculation) is not None:
             proposer, times = make_proposer(speculates, drafter), StepTimes(plan, warm.seconds)
             scheduler.drafting = make_drafting(speculates, plan, proposer, times, backend.facts, waits=overlap)
-        start = partial(Loop, scheduler=scheduler, packer=packer, executor=executor, overlap=overlap, grammars=grammars)
+        start = partial(
+            Loop,
+            scheduler=scheduler,
+            packer=packer,
+            executor=executor,
+            overlap=overlap,
+            grammars=grammars,
+            adapters=adapters,
+        )
         unobserved = start(InlineTransport(), listener=SilentListener())
         _warm_up(settings, warm, unobserved, steps, pools=pools)
     record.steps = steps.done
@@ -169,6 +180,7 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
         logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
     mode = resolve(backend.facts, settings)
     settings = for_ranks(settings, backend, mode)
+    check_mode(settings, mode)
     backend.prepare(settings, cache_root(settings))
     return backend, settings, mode
 
@@ -183,7 +195,14 @@ def _open_grammars(settings: Settings) -> Future[Grammars | str]:
 
 
 def _recorded(
-    settings: Settings, model: LoadedModel, fitted: Fitted, sizes: ModelSizes, *, backend: Backend, mode: Mode
+    settings: Settings,
+    model: LoadedModel,
+    fitted: Fitted,
+    sizes: ModelSizes,
+    adapters: Adapters | str,
+    *,
+    backend: Backend,
+    mode: Mode,
 ) -> tuple[Plan, Record, Store]:
     """The plan, with costs measured by an earlier boot if there was one; its record, all pending; and the store."""
     plan = fitted.plan
@@ -198,13 +217,14 @@ def _recorded(
         overrides=settings.hf_overrides,
         grammars=library_version(settings) if plan.options.grammars else None,
         numerics=model.numerics,
-        more=contract_parts(settings),
+        more={**contract_parts(settings), **adapter_parts(settings)},
     )
     store = Store(cache_root(settings), fingerprint(parts))
     plan = plan.with_costs(Costs(sizes, backend.facts.machine, plan.limits.block_size, store.costs()))
     record = Record.of(plan, model=settings.model, platform=backend.facts.name, dtype=model.dtype_name, mode=mode)
     record.simulated = backend.facts.simulated
-    record.fingerprint, record.proof = store.fingerprint, proof_of(settings.boot_check, parts)
+    record.fingerprint = store.fingerprint
+    record.proof = proof_of(settings.boot_check, {**parts, **adapter_parts(settings, adapters)})
     record.misses, record.memory = fitted.misses, fitted.memory
     return plan, record, store
 
@@ -230,6 +250,7 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
         mixed_tokens=settings.max_num_mixed_tokens,
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
+        max_loras=settings.max_loras if settings.enable_lora else 0,
     )
 
 

@@ -251,10 +251,11 @@ class Request(msgspec.Struct, tag="request"):
     max_tokens: int
     choice: int = 0
     stop_ids: list[int] = []
-    cache_salt: str = ""  # part of every block's hash, as an adapter will be
+    cache_salt: str = ""  # part of every block's hash
     segments: list[Segment] = []
     bad_words: list[list[int]] = []  # token ids of the texts that params.bad_words forbid
     priority: int = 0  # lower ones go first, and are preempted last
+    lora_name: str = ""  # of the adapter; empty: the base model
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -275,6 +276,24 @@ class Ask(msgspec.Struct, tag="ask"):
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Forget all that the prefix cache holds."""
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Read an adapter and serve it as ``name``; AdapterReport answers, with the same ``id``. ``in_place``: if the name
+    is taken, it means this adapter from now on; requests that are here keep theirs.
+    """
+
+    name: str
+    path: str
+    id: int = 0
+    in_place: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """Serve ``name`` no longer; AdapterReport answers, with the same ``id``, when the last request of it has ended."""
+
+    name: str
+    id: int = 0
 
 
 class Finish(msgspec.Struct, array_like=True):
@@ -382,14 +401,22 @@ class Report(msgspec.Struct, tag="report"):
     record: bytes
 
 
+class AdapterReport(msgspec.Struct, tag="adapter_report"):
+    """The answer to LoadAdapter or UnloadAdapter ``id``: done, unless there is an ``error``."""
+
+    name: str
+    id: int = 0
+    error: WireError | None = None
+
+
 class Died(msgspec.Struct, tag="died"):
     """The engine's last message: ``error`` ended it."""
 
     error: WireError
 
 
-ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache
-FromEngine = Delta | Progress | Ready | Report | Died
+ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter
+FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died
 
 
 NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step
@@ -437,6 +464,7 @@ class Schedule:
     persistent_batch: int = NO_PERSISTENT_BATCH
     num_drafted: int = 0  # rows at the end with drafts
     images: StepImages | None = None  # None: no token of the step stands for an image
+    loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters that the step needs, each with its place
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:

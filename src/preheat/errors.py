@@ -92,6 +92,19 @@ class NotFound(InvalidRequest):
     kind = "not_found_error"
 
 
+class AdapterError(InvalidRequest):
+    """An adapter cannot be read, or does not fit the model or the options."""
+
+    code = "invalid_adapter"
+
+
+class AlreadyThere(InvalidRequest):
+    """The name is taken."""
+
+    status = 409
+    kind = "conflict_error"
+
+
 class SlowRequest(InvalidRequest):
     """The headers or the body did not arrive in time."""
 

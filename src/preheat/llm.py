@@ -10,7 +10,8 @@ from tqdm import tqdm
 from preheat.core import SamplingParams
 from preheat.engine.loop import Loop
 from preheat.engine.progress import ProgressBar
-from preheat.errors import InvalidRequest
+from preheat.errors import InvalidRequest, PreheatError
+from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions, cosine, embedding, paired
 from preheat.frontend.frontend import Frontend
@@ -28,6 +29,7 @@ from preheat.frontend.request_state import RequestState
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
 from preheat.transport import InlineTransport
+from preheat.utils.adapters import LoraModule
 from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 
 
@@ -67,14 +69,18 @@ class OfflineClient:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; the results are in the order of the prompts.
 
         ``sampling_params``: one object for all prompts or one for each; None: the checkpoint's recommendations. Raises
         InvalidRequest for the first prompt that cannot be served, before any runs. ``priority``: one for each prompt,
-        with ``scheduling_policy="priority"``; the lowest goes first.
+        with ``scheduling_policy="priority"``; the lowest goes first. ``lora_request``: an adapter for all prompts, or
+        one or None for each; needs ``enable_lora``.
         """
-        return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True, priority=priority)
+        return self._run(
+            _as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True, priority=priority, lora=lora_request
+        )
 
     def beam_search(
         self,
@@ -112,9 +118,10 @@ class OfflineClient:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; the options are those of :meth:`ChatTemplate.render`. Parts of
-        type "image_url" or, with an image of Pillow, "image_pil" are images.
+        type "image_url" or, with an image of Pillow, "image_pil" are images. ``lora_request``: as in :meth:`generate`.
         """
         talks = cast("list[Messages]", [messages] if messages and isinstance(messages[0], dict) else list(messages))
         render = self.frontend.template.render
@@ -133,7 +140,7 @@ class OfflineClient:
             {"prompt": text, "multi_modal_data": {"image": images}} if images else text
             for text, (_, images) in zip(texts, plain, strict=True)
         ]
-        return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+        return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, lora=lora_request)
 
     def encode(
         self,
@@ -213,8 +220,10 @@ class OfflineClient:
         prompts: Sequence[Prompt],
         given: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        *,
         add_special_tokens: bool,
         priority: Sequence[int] | None = None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         self.frontend.check_generates("LLM.generate")
         if priority is not None and len(priority) != len(prompts):
@@ -226,11 +235,16 @@ class OfflineClient:
             raise InvalidRequest(
                 f"{len(prompts)} prompts but {len(params)} sampling_params: give one for all, or one for each"
             )
+        adapters = _adapter_of_each(lora, len(prompts))
         states = []
         for place, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             with naming_prompt(place, len(prompts)):
                 rank = 0 if priority is None else priority[place]
                 states.append(self._prepare(place, prompt, own, add_special_tokens, rank))
+        for adapter in dict.fromkeys(each for each in adapters if each is not None):
+            self._serve(adapter)
+        for state, each in zip(states, adapters, strict=True):
+            state.lora_name = each.lora_name if each else ""
         self._complete(states, use_tqdm)
         return [state.output() for state in states]
 
@@ -262,6 +276,25 @@ class OfflineClient:
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True,
             priority=priority, **more,
         )  # fmt: skip
+
+    def _serve(self, asked: LoRARequest) -> None:
+        """Have an adapter read, unless it is served already. Raises InvalidRequest."""
+        served = self.frontend.adapters.served.get(asked.lora_name)
+        if served is not None and not asked.load_inplace:
+            if served.path != asked.lora_path:
+                raise InvalidRequest(
+                    f"the adapter {asked.lora_name!r} is that in {served.path}: give the one in {asked.lora_path} "
+                    "another name, or set load_inplace",
+                    param="lora_request",
+                )
+            return
+        answers: list[PreheatError | None] = []
+        module = LoraModule(asked.lora_name, asked.lora_path)
+        self.frontend.adapters.load(module, answers.append, in_place=asked.load_inplace)
+        while not answers:
+            self.advance()
+        if error := answers[0]:
+            raise error
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache."""
@@ -316,6 +349,18 @@ def _warm_up(frontend: Frontend) -> None:
             client.generate([request.prompt], request.params, use_tqdm=False)
 
     warm_up_frontend(send, frontend)
+
+
+def _adapter_of_each(given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts. Raises InvalidRequest unless each name stands for one adapter."""
+    found = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+    if len(found) != count:
+        raise InvalidRequest(f"{count} prompts but {len(found)} lora_requests: give one for each")
+    named: dict[str, LoRARequest] = {}
+    for each in found:
+        if each is not None and named.setdefault(each.lora_name, each) != each:
+            raise InvalidRequest(f"two lora_requests are named {each.lora_name!r}: give one of them another name")
+    return found
 
 
 def _images_of(data: dict[str, Any] | None) -> list[Any]:

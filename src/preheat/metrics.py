@@ -68,7 +68,8 @@ class Metrics(Collector):
     """The counts of a frontend for ``model_name``, whose families' names begin with ``prefix``; times in seconds.
 
     ``items`` (by outcome), ``cold`` (by source), ``misses``, ``warmup_seconds`` and ``digest`` come from the
-    engine's last record, ``cache_config`` (settings and limits, by name) from its start.
+    engine's last record, ``cache_config`` (settings and limits, by name) from its start. ``adapters`` are the labels
+    that tell which ones run and wait; empty: none can.
     """
 
     def __init__(self, model_name: str, prefix: str = "preheat") -> None:
@@ -82,6 +83,7 @@ class Metrics(Collector):
         self.warmup_seconds = 0.0
         self.digest: Mapping[str, int] = {}
         self.cache_config: Mapping[str, object] = {}
+        self.adapters: Mapping[str, str] = {}
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
         self.first_token = Histogram(
@@ -180,6 +182,8 @@ class Metrics(Collector):
         yield counter("grammar_wait_seconds", "The part of it that steps waited for.", grammars.wait_seconds)
         yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", grammars.slowest_mask)
         yield self._cache_config()
+        if self.adapters:
+            yield self._adapters()
         yield gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
         yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
         digest = "Always 1; the label is the digest of the logits of the check at boot."
@@ -200,6 +204,12 @@ class Metrics(Collector):
         family = GaugeMetricFamily(f"{self.prefix}:cache_config_info", text, labels=["model_name", *names])
         if names:
             family.add_metric([self.model_name, *map(str, self.cache_config.values())], 1)
+        return family
+
+    def _adapters(self) -> Metric:
+        text = "When this was asked, in seconds since 1970; the labels are the adapters that run and that wait."
+        family = GaugeMetricFamily(f"{self.prefix}:lora_requests_info", text, labels=list(self.adapters))
+        family.add_metric(list(self.adapters.values()), time.time())
         return family
 
     def _family(

@@ -14,6 +14,7 @@ from typing import Any
 
 from preheat.backends.names import DEVICES, HOST
 from preheat.errors import SettingsError
+from preheat.utils.adapters import FULLY_SHARDED, check_lora
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.foreign_flags import instead_of
@@ -40,7 +41,7 @@ _trace = partial(option, group="Diagnostics")
 _gaudi = partial(option, group="Gaudi")
 _quant = partial(option, group="Quantization")
 _spread = partial(option, group="Several devices")
-_lora = partial(option, group="LoRA", later="LoRA adapters come in a later version")
+_lora = partial(option, group="LoRA")
 _spec = partial(option, group="Speculation")
 
 
@@ -436,9 +437,24 @@ class Settings:
     )
 
     enable_lora: bool = _lora(False, "Serve adapters.")
-    max_loras: int = _lora(1, "Most adapters in one step.", low=1)
-    max_lora_rank: int = _lora(16, "Largest rank of an adapter.", low=1)
-    lora_modules: tuple[str, ...] = _lora((), "Adapters, as name=path.")
+    lora_modules: tuple[str, ...] = _lora(
+        (), 'Adapters to read at the start, as `name=path` or `{"name": ..., "path": ..., "base_model_name": ...}`.'
+    )
+    max_loras: int = _lora(1, "Most adapters in one step: the places for them on the device.", low=1, high=64)
+    max_lora_rank: int = _lora(16, "Largest rank of an adapter.", low=1, high=512)
+    max_cpu_loras: int | None = _lora(None, "Most adapters that the host keeps.", low=1, default_text="`max_loras`")
+    lora_dtype: str = _lora(
+        "auto", "Type of the adapters' matrices; `auto` is the model's.", choices=("auto", "bfloat16", "float32")
+    )
+    lora_root: str | None = _lora(
+        None, "Folder below which adapters may be loaded while the server runs; none: only `lora_modules` are served."
+    )
+    allow_runtime_lora_updating: bool = _lora(
+        False,
+        "Adapters can be loaded and unloaded while the server runs, by those who have a key; with `enable_lora`.",
+        env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    )
+    fully_sharded_loras: bool = _lora(False, "Share both matrices of adapters between devices.", later=FULLY_SHARDED)
 
     speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable
         None, "What drafts tokens, as vLLM's JSON object: see docs/speculation.md."
@@ -540,6 +556,7 @@ class Settings:
                 param="num_scheduler_steps",
             )
         _ = self.speculation
+        check_lora(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):

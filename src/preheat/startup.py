@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from preheat.backends.registry import facts_of, wake
 from preheat.core import Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
+from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
@@ -82,6 +83,7 @@ def boot_front(
             images=images,
             priorities=settings.scheduling_policy == "priority",
             pooling=pooling_of(settings, folder, read_config(folder, settings.hf_overrides)),
+            adapters=Adapters(send, settings),
             formats=AnswerFormats(
                 tokenizer,
                 settings.tool_call_parser if settings.enable_auto_tool_choice else None,

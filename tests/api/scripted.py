@@ -1,5 +1,8 @@
 """An engine without a model: it speaks the transport's protocol, and every token that it gives can be told by hand.
 
+It loads adapters from folders that exist, and unloads them after their last request. With one it repeats the prompt
+backwards.
+
 Token k of a sequence is ``prompt[(k + 1) % len(prompt)]``: it repeats its prompt, from the second token on. A prompt
 whose first token is HANG makes the step that starts it last for ever; one with FAIL fails its request. Its record is
 that of a small plan; every step counts as a hit of the first item, every failing request as a cold event.
@@ -7,24 +10,28 @@ that of a small plan; every step counts as a hit of the first item, every failin
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from preheat.core import (
+    AdapterReport,
     Ask,
     Cancel,
     Delta,
     Drain,
     Finish,
+    LoadAdapter,
     Progress,
     Ready,
     Report,
     Request,
     Stats,
     TokenLogprobs,
+    UnloadAdapter,
 )
-from preheat.errors import PreheatError, WireError
+from preheat.errors import AdapterError, PreheatError, WireError
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
 from tests import records
@@ -40,7 +47,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
 
     def next(self) -> int:
-        prompt = self.request.prompt
+        prompt = self.request.prompt[:: -1 if self.request.lora_name else 1]
         return prompt[(len(self.output) + 1) % len(prompt)]
 
 
@@ -55,6 +62,7 @@ class ScriptedEngine:
         self.transport, self.step_seconds, self.max_model_len = transport, step_seconds, max_model_len
         self.running: dict[int, Sequence] = {}
         self.new: list[Request] = []
+        self.unloading: list[UnloadAdapter] = []
         self.draining = False
         self.record = records.warmed(records.make(max_num_seqs=8), hits=False)
         self.record.proof.digest = "d16e57"
@@ -66,6 +74,7 @@ class ScriptedEngine:
             self.take(0 if self.running else None)
             if self.running:
                 self.transport.put(self.step())
+            self.unload()
 
     def take(self, timeout: float | None) -> None:
         for message in self.transport.take(timeout):
@@ -79,10 +88,23 @@ class ScriptedEngine:
                         self.transport.put(Delta(stats=self.stats()))
                 case Ask():
                     self.transport.put(Report(self.record.to_json()))
+                case LoadAdapter():
+                    missing = AdapterError(f"{message.path} holds no adapter", param="lora_path")
+                    error = None if os.path.isdir(message.path) else WireError.of(missing)
+                    self.transport.put(AdapterReport(message.name, message.id, error))
+                case UnloadAdapter():
+                    self.unloading.append(message)
                 case Drain():
                     self.draining = True
                     if message.now:
                         self.running.clear()
+
+    def unload(self) -> None:
+        """Unload the adapters whose last request has ended."""
+        used = {sequence.request.lora_name for sequence in self.running.values()}
+        for message in [message for message in self.unloading if message.name not in used]:
+            self.unloading.remove(message)
+            self.transport.put(AdapterReport(message.name, message.id))
 
     def stats(self) -> Stats:
         return Stats(blocks_used=len(self.running), blocks_total=BLOCKS)

@@ -13,24 +13,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preheat.core import Cancel, Delta, Died, Finish, Ready, Request, SamplingParams, ToEngine, TokenLogprobs
+from preheat.core import (
+    AdapterReport,
+    Cancel,
+    Delta,
+    Died,
+    Finish,
+    LoadAdapter,
+    Ready,
+    Request,
+    SamplingParams,
+    ToEngine,
+    TokenLogprobs,
+    UnloadAdapter,
+)
 from preheat.errors import (
+    AdapterError,
+    AlreadyThere,
     ContextTooLong,
     EngineDead,
     InvalidRequest,
     ModelError,
+    NotFound,
     NotReady,
     PreheatError,
     SettingsError,
     TooManyRequests,
     WireError,
 )
+from preheat.frontend.adapters import Adapters
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.settings import Settings
 from preheat.startup import boot_front
+from preheat.utils.adapters import LoraModule
 from tests.api.conftest import write_model
 
 READY = Ready(max_model_len=64, num_blocks=10, block_size=16, seconds=0.0)
@@ -70,6 +88,39 @@ class Played:
 @pytest.fixture
 def played(tokenizer: Tokenizer) -> Played:
     return Played(tokenizer)
+
+
+def test_adapters_are_asked_for(tokenizer: Tokenizer) -> None:
+    sent: list[ToEngine] = []
+    settings = Settings(enable_lora=True, lora_modules=("first=/a",), max_cpu_loras=3, served_model_name=("tiny",))
+    frontend = Frontend(tokenizer, sent.append, adapters=Adapters(sent.append, settings))
+    frontend.handle(READY)
+    told: list[PreheatError | None] = []
+    frontend.adapters.load(LoraModule("second", "/b"), told.append)
+    assert sent == [LoadAdapter("second", "/b", 1)]
+    for name, error in (("second", "being loaded"), ("first", "served already"), ("tiny", "the model itself")):
+        with pytest.raises(AlreadyThere, match=error):
+            frontend.adapters.load(LoraModule(name, "/c"), told.append)
+    assert not told and list(frontend.adapters.served) == ["first"]
+    frontend.handle(AdapterReport("second", 1))
+    assert told == [None] and list(frontend.adapters.served) == ["first", "second"]
+
+    frontend.adapters.load(LoraModule("first", "/d"), told.append, in_place=True)
+    frontend.handle(AdapterReport("first", 2, WireError.of(AdapterError("no"))))
+    assert isinstance(told[1], AdapterError) and frontend.adapters.served["first"].path == "/a"
+    frontend.adapters.unload("second", told.append)
+    assert sent[-1] == UnloadAdapter("second", 3) and list(frontend.adapters.served) == ["first"]
+    with pytest.raises(AlreadyThere, match="being unloaded"):
+        frontend.adapters.unload("second", told.append)
+    with pytest.raises(NotFound, match="no adapter named 'third'"):
+        frontend.adapters.unload("third", told.append)
+    frontend.handle(Died(WireError.of(EngineDead("gone"))))
+    assert isinstance(told[2], EngineDead) and len(told) == 3
+
+
+def test_without_enable_lora_no_adapter_is_asked_for(played: Played) -> None:
+    with pytest.raises(InvalidRequest, match="enable_lora"):
+        played.frontend.adapters.load(LoraModule("a", "/a"), lambda _: None)
 
 
 def test_requests_are_logged_for_who_asks(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,8 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def short(folder: Path) -> Iterator[Server]:
-    with serving(str(folder), engine="tests.api.scripted:run_short_engine") as server:
+    lora = {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_root": str(folder)}
+    with serving(str(folder), engine="tests.api.scripted:run_short_engine", **lora) as server:
         yield server
 
 

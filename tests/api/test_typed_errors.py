@@ -53,10 +53,10 @@ PLAIN = {"max_tokens": 20, "ignore_eos": True, "skip_special_tokens": False}
 
 
 class TeapotScheduler(Scheduler):
-    def add(self, request: Request, grammar: Any = None) -> None:
+    def add(self, request: Request, *given: Any) -> None:
         if request.prompt[0] == REFUSED:
             raise Teapot("no coffee here", param="prompt")
-        super().add(request, grammar)
+        super().add(request, *given)
 
 
 class TeapotDevice(PaperDevice):

@@ -117,6 +117,7 @@ class ToyBackend:
 
     prepare = synchronize = compiling = settle = nothing
     sharing = None
+    adapters = None
     facts = base.Facts(
         name="toy", split=16, machine=base.Machine(flops=1e9, bandwidth=1e9, step_overhead=1e-2, call_overhead=1e-3),
         modes=base.Modes(default="eager", runs={"eager": "one operation after the other"}, rejected={}),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
+from preheat.utils.adapters import lora_modules
 from preheat.utils.options import add_flags, parse_bool
 
 # An option that can be set today, with two values that differ from the default and from each other.
@@ -241,3 +242,30 @@ def test_help_shows_what_can_be_set():
 def test_settings_do_not_import_torch():
     code = "import sys, preheat.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_adapters_are_named_as_words_or_objects(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("lora_modules:\n- sql=/a\n- {name: chat, path: /b}\nenable_lora: true\nmax_cpu_loras: 2\n")
+    named = Settings.load({}, {}, str(file)).lora_modules
+    assert [(module.name, module.path) for module in lora_modules(named)] == [("sql", "/a"), ("chat", "/b")]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"lora_modules": ("sql",), "enable_lora": True}, "lora_modules"),
+        ({"lora_modules": ('{"name": "a"}',), "enable_lora": True}, "lora_modules"),
+        ({"lora_modules": ("a=/a", "a=/b"), "enable_lora": True, "max_cpu_loras": 2}, "lora_modules"),
+        ({"lora_modules": ("a=/a", "b=/b"), "enable_lora": True}, "max_cpu_loras"),
+        ({"max_loras": 3, "max_cpu_loras": 2, "enable_lora": True}, "max_cpu_loras"),
+        ({"lora_modules": ("a=/a",)}, "lora_modules"),
+        ({"lora_modules": ("bundled=/a",), "enable_lora": True}, "lora_modules"),
+        ({"lora_root": "/a"}, "lora_root"),
+        ({"fully_sharded_loras": True, "enable_lora": True}, "fully_sharded_loras"),
+    ],
+)
+def test_options_of_adapters_that_contradict_each_other(given, param):
+    with pytest.raises(SettingsError) as error:
+        Settings(**given)
+    assert error.value.param == param

@@ -149,6 +149,61 @@ class Collective(Protocol):
         """
 
 
+AdapterStep = Literal["tokens", "sampled"]
+"""What the rows of a linear layer are: all tokens of a step, or those that are sampled."""
+
+
+class AdapterRows(Protocol):
+    """Which adapter each row of a step has: its place on the device, or a negative number for none."""
+
+    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
+        """Let the device know the ``places``, int32 [rows], of a step's rows; those beyond pad. ``turn`` is the host
+        copy of the step.
+        """
+
+    def use(self, step: AdapterStep | None) -> None:
+        """The linear layers that are called next have rows of this kind; None: no row has an adapter."""
+
+
+class AdaptedLinear(Linear, Protocol):
+    """A linear layer with places for adapters, see :mod:`preheat.ops.lora`."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its places."""
+
+    def write(self, place: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
+        """Put an adapter's ``a`` [rank, inputs] and ``b`` [outputs of the part, rank] into ``place``. Steps that were
+        launched before do not see it. It neither allocates on the device nor compiles.
+        """
+
+    def clear(self, place: int) -> None:
+        """The adapter in ``place`` leaves this layer alone."""
+
+
+class AdapterOps(Protocol):
+    """The operations of adapters."""
+
+    def rows(self) -> AdapterRows: ...
+
+    def linear(
+        self,
+        linear: Linear,
+        inputs: int,
+        outputs: Sequence[int],
+        rows: Any,
+        *,
+        places: int,
+        max_rank: int,
+        activation: Activation | None,
+        clip: float | None,
+    ) -> AdaptedLinear:
+        """``linear``, which has no activation, with ``places`` for adapters of ``max_rank`` at most. Its outputs are
+        those of several parts, stacked, to each of which an adapter has matrices of its own. ``rows`` is what
+        :meth:`rows` gave.
+        """
+
+
 class LinearSize(Protocol):
     """What is known of a linear layer without its weights, see :class:`preheat.model.specs.LinearSpec`."""
 
@@ -467,11 +522,14 @@ class Sharing(Protocol):
 
 
 class Backend(Operations, Protocol):
-    """One kind of device. ``sharing`` is None where no ranks can share layers."""
+    """One kind of device. ``sharing`` is None where no ranks can share layers, ``adapters`` where there are no kernels
+    for them.
+    """
 
     facts: Facts
     device: torch.device
     sharing: Sharing | None
+    adapters: AdapterOps | None
 
     @property
     def fingerprint(self) -> str:

@@ -10,6 +10,9 @@ Until a step must be prepared the loop keeps listening, so that requests that ar
 A request with a grammar waits in a place of its own until that is compiled, and joins the queue then. A step with
 grammars is launched as far as its logits; then the previous one's tokens are waited for, which the grammars need, and
 their masks are computed by threads while the device runs the model; only drawing waits for them.
+
+A request with an adapter waits beside the queue too while that is read. The scheduler says which adapters have to be
+put into a place on the device before a step.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.core import (
+    AdapterReport,
     Ask,
     Cancel,
     Delta,
@@ -28,6 +32,7 @@ from preheat.core import (
     Finish,
     FromEngine,
     GrammarStats,
+    LoadAdapter,
     Report,
     Request,
     ResetPrefixCache,
@@ -35,10 +40,12 @@ from preheat.core import (
     Stats,
     Swaps,
     ToEngine,
+    UnloadAdapter,
 )
 from preheat.engine.launch_timer import LaunchTimer
-from preheat.errors import EngineDead, InvalidRequest, PreheatError, WireError
+from preheat.errors import EngineDead, InvalidRequest, ModelNotFound, PreheatError, WireError
 from preheat.grammar.service import Grammars
+from preheat.lora.service import NO_ADAPTERS, Adapters
 from preheat.schedule.grammar import GrammarState
 from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
@@ -96,7 +103,8 @@ class InFlightStep:
 
 class Loop:
     """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
-    step are called through ``call``, by name, for the trace. ``grammars`` serve structured outputs, or say why not.
+    step are called through ``call``, by name, for the trace. ``grammars`` serve structured outputs, ``adapters`` LoRA,
+    or say why not.
     """
 
     def __init__(
@@ -110,21 +118,26 @@ class Loop:
         overlap: bool = False,
         call: Call = untraced,
         grammars: Grammars | str = "structured outputs are off",
+        adapters: Adapters | str = NO_ADAPTERS,
     ) -> None:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
         self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
-        self.grammars, self.draining = grammars, False
+        self.grammars, self.adapters, self.draining = grammars, adapters, False
         self._grammars_told = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to run or to compile, nor anything in flight."""
-        return self.scheduler.idle and not self._compiling
+        """Whether there is nothing to run, to compile or to read, nor anything in flight."""
+        return self.scheduler.idle and not self._compiling and not self._reading
 
     @property
     def _compiling(self) -> bool:
         return not isinstance(self.grammars, str) and self.grammars.pending
+
+    @property
+    def _reading(self) -> bool:
+        return not isinstance(self.adapters, str) and self.adapters.pending
 
     def run(self) -> None:
         """Step until drained; wait in the transport while there is nothing to run."""
@@ -142,8 +155,10 @@ class Loop:
     def step(self) -> bool:
         """Launch a step and process the results of the previous one, or of the same one without ``overlap``.
 
-        False when idle, or when nothing can run before a grammar is compiled.
+        False when idle, or when nothing can run before a grammar is compiled or an adapter read.
         """
+        if self._reading:
+            self._take_adapters(wait=TICK if self.scheduler.idle else 0.0)
         if self._compiling:
             self._admit(wait=TICK if self.scheduler.idle else 0.0)
         if self.scheduler.idle:
@@ -163,6 +178,8 @@ class Loop:
         step = InFlightStep(schedule)
         self._in_flight.append(step)
         try:
+            if schedule.loads:
+                self.call("load_adapters", self.executor.load_adapters, schedule.loads)
             batch = self.call("pack", self.packer.pack, schedule)
             if self.scheduler.slots.grammars and batch.sampling.masked is not None:
                 step.launched = self._launch_masked(step, batch)
@@ -249,6 +266,8 @@ class Loop:
                     self._cancel(message.id)
                 case Ask():
                     self.transport.put(Report(self.listener.report()))
+                case LoadAdapter() | UnloadAdapter():
+                    self._change_adapters(message)
                 case ResetPrefixCache():
                     self._process_results()  # they publish blocks too
                     self.scheduler.reset_prefix_cache()
@@ -258,11 +277,26 @@ class Loop:
                         self.scheduler.cancel_all()
                         if not isinstance(self.grammars, str):
                             self.grammars.cancel_all()
+                        if not isinstance(self.adapters, str):
+                            self.adapters.cancel_all()
         if messages and self.idle:  # no step will report that the last requests are gone
             self.transport.put(Delta(stats=self._stats()))
 
     def add(self, request: Request) -> None:
         """Take a request; one that cannot be served is answered with an error."""
+        if not request.lora_name:
+            self._begin(request)
+        elif isinstance(self.adapters, str):
+            self._reject(request, ModelNotFound(f"there is no adapter {request.lora_name!r}: {self.adapters}"))
+        else:
+            try:
+                if self.adapters.start(request):
+                    self._begin(request)
+            except PreheatError as error:
+                self._reject(request, error)
+
+    def _begin(self, request: Request) -> None:
+        """Take a request whose adapter is there."""
         masked = request.params.masked
         if not masked:
             self._queue(request, None)
@@ -272,7 +306,30 @@ class Loop:
         else:
             self.grammars.start(request)
 
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Begin to read an adapter, or to let one go; the report follows when that is done."""
+        if isinstance(self.adapters, str):
+            error = WireError.of(InvalidRequest(self.adapters))
+            self.transport.put(AdapterReport(message.name, message.id, error))
+        elif isinstance(message, LoadAdapter):
+            self.adapters.load(message)
+        else:
+            self.adapters.unload(message)
+
+    def _take_adapters(self, wait: float) -> None:
+        """Go on with the requests whose adapter has been read, and tell what was loaded and unloaded."""
+        assert not isinstance(self.adapters, str)
+        for request, error in self.adapters.take(wait):
+            if error is None:
+                self._begin(request)
+            else:
+                self._reject(request, error)
+        for report in self.adapters.reports(self.scheduler.serves):
+            self.transport.put(report)
+
     def _cancel(self, request_id: int) -> None:
+        if not isinstance(self.adapters, str) and self.adapters.cancel(request_id):
+            return
         if isinstance(self.grammars, str) or not self.grammars.cancel(request_id):
             self.scheduler.cancel(request_id)
 
@@ -287,11 +344,14 @@ class Loop:
                 self._queue(request, state)
 
     def _queue(self, request: Request, grammar: GrammarState | None) -> None:
+        adapter = None if isinstance(self.adapters, str) else self.adapters.chosen(request)
         try:
-            self.scheduler.add(request, grammar)
+            self.scheduler.add(request, grammar, adapter)
         except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
             self._reject(request, error)
 
     def _reject(self, request: Request, error: PreheatError) -> None:
+        if not isinstance(self.adapters, str):
+            self.adapters.cancel(request.id)
         finish = Finish("error", error=WireError.of(error))
         self.transport.put(Delta(finished={request.id: finish}, stats=self._stats()))

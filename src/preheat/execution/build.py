@@ -91,5 +91,7 @@ def build(
     if spec.vision is not None and model.weights.vision is not None:
         encoder = Encoder(backend, VisionTower(spec.vision, model.weights.vision), limits, spec.hidden_size)
     per_graph = settings.config_hidden_layers if backend.facts.captures else None  # without graphs a step is one piece
-    made = executor(backend, decoder, cache, sampler, buffers, encoder=encoder, layers_per_graph=per_graph)
+    made = executor(
+        backend, decoder, cache, sampler, buffers, encoder=encoder, adapters=model.adapters, layers_per_graph=per_graph
+    )
     return Packer(slots, plan, buffers), made

@@ -66,7 +66,7 @@ class EagleExecutor(Executor):
             residual.copy_(normed)
         return joined
 
-    def _hidden(self, size: int, tap: Tap | None = None) -> Tensor:
+    def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
         """What the residual stream is before the final norm is the feature of the next position."""
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AttentionLayer, Backend, Sampler, StepInputs
+from preheat.backends.base import AdapterStep, AttentionLayer, Backend, GraphDriver, Sampler, StepInputs
 from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
@@ -26,10 +26,12 @@ from preheat.execution.graphs import Part
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
+from preheat.model.adapters import AdapterSeats
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
-from preheat.plan.programs import EncoderProgram, Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, EncoderProgram, Program, SamplerProgram
+from preheat.schedule.adapters import Loads
 from preheat.schedule.defrag import pad_pairs
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
@@ -59,7 +61,7 @@ class LaunchedStep:
 
 class Executor:
     """Runs steps of one model on one device. A graph holds ``layers_per_graph`` layers, or all. ``encoder`` is for
-    models that see images.
+    models that see images, ``adapters`` for those whose rows may have some.
     """
 
     @torch.inference_mode()  # so are all tensors of a step: compiled regions would tell them apart
@@ -72,11 +74,13 @@ class Executor:
         buffers: StepBuffers,
         *,
         encoder: Encoder | None = None,
+        adapters: AdapterSeats | None = None,
         layers_per_graph: int | None = None,
     ) -> None:
         self.backend, self.decoder, self.cache = backend, decoder, cache
         self.sampler, self.buffers, self.attention = sampler, buffers, buffers.attention
         self.encoder, self._images = encoder, encoder.embeddings if encoder else None
+        self.adapters = adapters
         spec, limits, device = decoder.spec, buffers.limits, backend.device
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, backend.facts.min_tokens)
         self._residual = torch.zeros(tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
@@ -94,7 +98,8 @@ class Executor:
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part, self.attention)
         self.samples = backend.programs(self._sample)
-        self._heads = backend.programs(self._head)  # for prompt logprobs, never captured
+        # For prompt logprobs; never captured.
+        self._heads: GraphDriver[tuple[int, bool], Tensor] = backend.programs(lambda program: self._head(*program))
 
     @property
     def states(self) -> Attended:
@@ -160,8 +165,10 @@ class Executor:
             self._run(batch, eager=eager)
         else:
             self._send(batch)
+            adapted = batch.adapters is not None
+            self._use("tokens", adapted)
             self._states = self._forward(batch.bucket, self._layers, tap)
-            self._hidden(batch.sampling_size, tap)
+            self._hidden(batch.sampling_size, tap, adapted=adapted)
         logits = self._sample_rows(batch, eager=eager) if len(batch.sampled_rows) else None
         self._answer(batch, logits).result()
         kept = self._logits[:0] if logits is None else logits[: len(batch.sampled_rows)]
@@ -177,6 +184,13 @@ class Executor:
         self.sampler.sample(sampling.level, logits.to(self._logits))
         self.sampler.fetch(0, tokens=True, reports=False)
         return self.sampler.read(0, len(logits), nothing, nothing)[0]
+
+    @torch.inference_mode()
+    def load_adapters(self, loads: Loads) -> None:
+        """Put adapters into their places, between two steps."""
+        assert self.adapters is not None, "there are no places for adapters"
+        for place, adapter in loads:
+            self.adapters.load(place, adapter.factors)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:
@@ -212,7 +226,8 @@ class Executor:
         """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
         for layer in self._kinds:
-            self.forwards.run(Part(batch.bucket, range(layer, layer + 1)), eager=True)
+            part = Part(batch.bucket, range(layer, layer + 1), batch.adapters is not None)
+            self.forwards.run(part, eager=True)
         if self.features is not None:
             self.features.store(len(self.buffers.inputs(batch.bucket).tokens))
         self._states = Attended(self._attended, self._residual)
@@ -258,10 +273,13 @@ class Executor:
             self.features.place(batch.schedule, len(inputs.tokens))
         if batch.schedule.images is not None and self.encoder is not None:
             self.encoder.encode(batch.turn, batch.schedule.images.encode)
+        if batch.adapters is not None and self.adapters is not None:
+            self.adapters.describe(batch.turn, "tokens", batch.adapters.repeat(batch.schedule.extend))
+            self.adapters.describe(batch.turn, "sampled", batch.adapters[batch.sampled_rows])
 
     def _run(self, batch: InputBatch, *, eager: bool = False) -> None:
         self._send(batch)
-        for part in self._parts_of(batch.bucket):
+        for part in self._parts_of(batch.bucket, adapted=batch.adapters is not None):
             self._states = self.forwards.run(part, eager=eager)
 
     def _draw(self, batch: InputBatch) -> LaunchedStep:
@@ -270,7 +288,8 @@ class Executor:
     def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
         """Draw for the sampling rows; the logits [sampling_size, vocab] that they are drawn from."""
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
-        logits = self.samples.run(SamplerProgram(batch.sampling_size, batch.sampling.level), eager=eager)
+        program = SamplerProgram(batch.sampling_size, batch.sampling.level)
+        logits = self.samples.run(program if batch.adapters is None else AdaptedProgram(program), eager=eager)
         if self._watch is not None:
             self._watch(logits[: len(batch.sampled_rows)].float(), batch)
         return logits
@@ -289,16 +308,25 @@ class Executor:
         for part in batch.prompt_parts:
             size = len(part.before)
             self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
-            entries = self.sampler.logprobs(self._heads.run(size), part.successors, part.alternatives)
+            adapted = batch.adapters is not None
+            if batch.adapters is not None and self.adapters is not None:
+                self.adapters.describe(batch.turn, "sampled", batch.adapters[part.row].repeat(size))
+            entries = self.sampler.logprobs(self._heads.run((size, adapted)), part.successors, part.alternatives)
             found.setdefault(part.row, []).extend(entries)
         return found
 
-    def _parts_of(self, bucket: Bucket) -> list[Part]:
+    def _parts_of(self, bucket: Bucket, *, adapted: bool = False) -> list[Part]:
         program = bucket if self.backend.facts.pads_context else bucket.without_context()
-        return [Part(program, layers) for layers in self._parts]
+        return [Part(program, layers, adapted) for layers in self._parts]
 
     def _forward_part(self, part: Part) -> Attended:
+        self._use("tokens", part.adapted)
         return self._forward(part.bucket, part.layers)
+
+    def _use(self, step: AdapterStep, adapted: bool) -> None:
+        """Linear layers have rows of this kind from now on, some with adapters or none."""
+        if self.adapters is not None:
+            self.adapters.use(step if adapted else None)
 
     def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:
         """Run ``layers`` of a step: from its tokens, or from where the layers before them left it. Where the tokens
@@ -328,18 +356,22 @@ class Executor:
         )
         return None
 
-    def _sample(self, program: SamplerProgram) -> Tensor:
+    def _sample(self, program: SamplerProgram | AdaptedProgram) -> Tensor:
         """Draws, and returns the logits that it drew from."""
-        logits = self._head(program.rows)
-        self.sampler.sample(program.level, logits)
+        adapted = isinstance(program, AdaptedProgram)
+        own = program.program if isinstance(program, AdaptedProgram) else program
+        assert isinstance(own, SamplerProgram)
+        logits = self._head(own.rows, adapted)
+        self.sampler.sample(own.level, logits)
         return logits
 
-    def _head(self, size: int) -> Tensor:
+    def _head(self, size: int, adapted: bool) -> Tensor:
         """Logits of the first ``size`` sampled tokens."""
-        return self.decoder.weights.head(self._hidden(size), out=self._logits[:size])
+        return self.decoder.weights.head(self._hidden(size, adapted=adapted), out=self._logits[:size])
 
-    def _hidden(self, size: int, tap: Tap | None = None) -> Tensor:
+    def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
         """Hidden states of the first ``size`` sampled tokens."""
+        self._use("sampled", adapted)
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)

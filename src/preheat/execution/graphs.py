@@ -9,8 +9,9 @@ from preheat.plan.buckets import Bucket
 
 class Part(NamedTuple):
     """The program of some ``layers`` of a forward step of ``bucket``. The first part begins with the tokens, any other
-    where the one before it ended.
+    where the one before it ended. ``adapted``: some rows have adapters.
     """
 
     bucket: Bucket
     layers: range
+    adapted: bool = False

@@ -56,6 +56,7 @@ class InputBatch:
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
+    adapters: np.ndarray | None = None  # int32 [rows] places, negative for none; None: no row has an adapter
 
     @property
     def padded_tokens(self) -> int:
@@ -82,6 +83,7 @@ class _Rows:
     sampling: SamplingInput
     reporting: np.ndarray
     alternatives: np.ndarray
+    adapters: np.ndarray | None
 
 
 @dataclass(slots=True)
@@ -144,6 +146,7 @@ class Packer:
             reporting=rows.reporting,
             alternatives=rows.alternatives,
             prompt_parts=self._prompt_parts(schedule, rows.ends),
+            adapters=rows.adapters,
         )
 
     def _rows_of(self, schedule: Schedule) -> _Rows:
@@ -153,7 +156,7 @@ class Packer:
         ends = schedule.extend.cumsum()
         sampled_rows, positions = schedule.sampled()
         sampled_slots = schedule.slots[sampled_rows]
-        alternatives = slots.logprobs[sampled_slots]
+        alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         return _Rows(
             persistent_batch=schedule.persistent_batch,
@@ -166,6 +169,7 @@ class Packer:
             sampling=sampling_input(slots, sampled_slots, positions + self.ahead, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
+            adapters=adapters if (adapters >= 0).any() else None,
         )
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:

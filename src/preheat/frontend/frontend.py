@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from preheat.core import Delta, Died, FromEngine, Image, Progress, Ready, ResetPrefixCache, ToEngine
+from preheat.core import AdapterReport, Delta, Died, FromEngine, Image, Progress, Ready, ResetPrefixCache, ToEngine
 from preheat.errors import EngineDead, InvalidRequest, NotInvariant, NotReady, PreheatError, TooManyRequests
+from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.input_processor import InputProcessor, recommended_params
@@ -33,6 +34,7 @@ class Frontend:
     :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
     For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
     if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing.
+    if the model sees them. ``adapters``: those that requests may name.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class Frontend:
         formats: AnswerFormats | None = None,
         priorities: bool = False,
         pooling: Pooling | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.pooling = pooling
         self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
         self.formats = formats or AnswerFormats(tokenizer)
         self.metrics, self.images = metrics or Metrics("preheat"), images
+        self.adapters = adapters or Adapters(send)
         self.input = InputProcessor(
             tokenizer,
             self.limits,
@@ -148,6 +152,20 @@ class Frontend:
         else:
             state.search.abort()
 
+    def adapter_labels(self, most: int) -> dict[str, str]:
+        """The labels of vLLM's metric of adapters, ``most`` of which are in a step: the names of those with requests
+        that run, and with requests that wait for their first step.
+        """
+        running, waiting = set[str](), set[str]()
+        for choice in self.output.choices.values():
+            if name := choice.state.lora_name:
+                (running if choice.times.started else waiting).add(name)
+        return {
+            "max_lora": str(most),
+            "running_lora_adapters": ",".join(sorted(running)),
+            "waiting_lora_adapters": ",".join(sorted(waiting)),
+        }
+
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache before the next request. Raises EngineDead or NotReady."""
         self.limits()
@@ -168,6 +186,8 @@ class Frontend:
                 self.progress = message
             case Ready():
                 self.ready = message
+            case AdapterReport():
+                self.adapters.handle(message)
             case Died():
                 self.die(message.error.message)
 
@@ -176,6 +196,7 @@ class Frontend:
         if self.dead is None:
             self.dead = message
             self.fail_all(EngineDead(message))
+            self.adapters.fail_all(EngineDead(message))
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:

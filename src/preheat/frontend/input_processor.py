@@ -80,10 +80,11 @@ class InputProcessor:
         priority: int = 0,
         cap_length: bool = False,
         images: Sequence[Image] = (),
+        lora_name: str = "",
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
-        ``images`` are those that the prompt's image tokens stand for, in order.
+        ``images`` are those that the prompt's image tokens stand for, in order. ``lora_name``: the adapter, if any.
         ``text``: the prompt's text if ``prompt`` has its token ids. ``cap_length`` shortens ``max_tokens`` to what fits
         the context instead of rejecting the request.
         """
@@ -111,7 +112,7 @@ class InputProcessor:
         max_tokens = _max_tokens(len(ids), params, limits, cap_length)
         return RequestState(
             request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt, segments=segments,
-            priority=priority,
+            priority=priority, lora_name=lora_name,
         )  # fmt: skip
 
     def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
@@ -205,7 +206,7 @@ class InputProcessor:
         return [
             Request(
                 choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,
-                state.cache_salt, state.segments, bad_words, state.priority,
+                state.cache_salt, state.segments, bad_words, state.priority, state.lora_name,
             )
             for choice in state.choices
         ]  # fmt: skip

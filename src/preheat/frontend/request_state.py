@@ -128,6 +128,7 @@ class RequestState:
     cache_salt: str = ""
     segments: list[Segment] = field(default_factory=list)
     priority: int = 0
+    lora_name: str = ""
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0

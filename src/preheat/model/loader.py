@@ -19,6 +19,7 @@ from torch import Tensor
 from preheat.backends.base import Backend, Collective, Linear, Norm, Sharing
 from preheat.backends.names import HOST
 from preheat.errors import ModelError, SettingsError
+from preheat.model.adapters import AdapterSeats, make_seats
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config
@@ -68,6 +69,7 @@ Copy = Callable[[Tensor, Tensor], object]
 class LoadedModel:
     """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache; ``numerics``, plain
     data, are types and scales of cache and linear layers that bits depend on, where they are not the model's own.
+    ``adapters`` are the places for adapters in its layers, if there are to be any.
     """
 
     folder: Path
@@ -77,6 +79,7 @@ class LoadedModel:
     weights: Weights
     bytes_per_block: int
     numerics: Mapping[str, object] = field(default_factory=dict)
+    adapters: AdapterSeats | None = None
 
 
 def load_model(settings: Settings, backend: Backend, collective: Collective | None = None) -> LoadedModel:
@@ -98,17 +101,19 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
     check_backend(spec, backend.facts)
+    seats = make_seats(settings, spec, backend)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []
     weights = load_weights(
         whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
         formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
+        seats=seats,
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
-    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics)
+    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats)
 
 
 def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
@@ -166,27 +171,31 @@ def load_weights(
     on_host: bool = False,
     scales: list[str] | None = None,
     collective: Collective | None = None,
+    seats: AdapterSeats | None = None,
 ) -> Weights:
     """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, with ``load_format``
     dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``. ``on_host``: each is read and
     prepared on the host, and goes to the device as it will stay there. To ``scales`` a digest of the checkpoint's
     scales is added, if it has any. With a ``collective`` they are the shard's of its rank, and only these are read.
+    Linear layers get places for adapters from ``seats``.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
     mine = spec if collective is None else shard(spec, collective.rank, collective.world)
     if load_format == "dummy":
         source, from_host = DummyTensors(seed), on_host and _plain_copy
-        return WeightLoader(source, dtype, backend, formats, from_host=from_host, collective=collective).model(mine)
+        return WeightLoader(
+            source, dtype, backend, formats, from_host=from_host, collective=collective, seats=seats
+        ).model(mine)
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     with backend.uploading() as copy:
         files = SafetensorsFiles(directory, _plain_copy if on_host else copy, spec.renames)
         check_tensors(spec, files.shapes, formats)
-        weights = WeightLoader(files, dtype, backend, formats, from_host=on_host and copy, collective=collective).model(
-            mine
-        )
+        weights = WeightLoader(
+            files, dtype, backend, formats, from_host=on_host and copy, collective=collective, seats=seats
+        ).model(mine)
         files.check_finite()
         if scales is not None and files.scales_digest is not None:
             scales.append(files.scales_digest)
@@ -223,7 +232,7 @@ class FromHost:
 class WeightLoader:
     """Makes the parts of a model from their specs, on the backend's device, filled by ``source``. With ``from_host``,
     which copies, tensors are filled on the host, and the backend gets them from there. With a ``collective`` they are
-    those of a shard.
+    those of a shard. ``seats`` make places for adapters in linear layers.
     """
 
     def __init__(
@@ -235,8 +244,10 @@ class WeightLoader:
         *,
         from_host: Copy | Literal[False] = False,
         collective: Collective | None = None,
+        seats: AdapterSeats | None = None,
     ) -> None:
         self.source, self.dtype, self.backend, self._collective = source, dtype, backend, collective
+        self._seats = seats
         self._formats, self._device = formats, backend.device
         self._place: Callable[[Tensor], Tensor] = _as_it_is
         if from_host:
@@ -293,6 +304,8 @@ class WeightLoader:
             return self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
         if spec.tiles:
             return self.sharing.row_linear(weight, bias, spec.tiles, activation=spec.activation, clip=spec.clip)
+        if self._seats is not None:
+            return self._seats.linear(spec, self.backend.linear(weight, bias))
         return self.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
 
     @property

@@ -20,8 +20,8 @@ from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
 from preheat.model.specs import ModelSpec, Rename
+from preheat.utils.text import some
 
-_NAMES_SHOWN = 8
 SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
 """What the names of tensors end with that say what quantized weights mean."""
 
@@ -115,7 +115,7 @@ class SafetensorsFiles:
                     self.shapes[name] = shape
                     self._places[name] = _Place(file, stored, part)
         if missing := sorted(indexed_names(directory) - found):
-            raise ModelError(f"{directory}: the index names tensors that no file has: {_some(missing)}")
+            raise ModelError(f"{directory}: the index names tensors that no file has: {some(missing)}")
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
         source = self._places[name].read(piece)
@@ -214,16 +214,16 @@ def check_shapes(
     """Raise ModelError unless ``shapes`` are the ``expected`` ones of ``what``, apart from ``harmless`` tensors."""
     problems = []
     if missing := sorted(expected.keys() - shapes.keys()):
-        problems.append(f"missing tensors: {_some(missing)}")
+        problems.append(f"missing tensors: {some(missing)}")
     if unknown := sorted(name for name in shapes.keys() - expected.keys() if not harmless(name)):
-        problems.append(f"unknown tensors: {_some(unknown)}")
+        problems.append(f"unknown tensors: {some(unknown)}")
     wrong = [
         f"{name} has shape {list(shapes[name])}, needs {list(shape)}"
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape and not math.prod(shapes[name]) == 1 == math.prod(shape)
     ]
     if wrong:
-        problems.append(_some(wrong))
+        problems.append(some(wrong))
     if problems:
         raise ModelError(f"the checkpoint does not fit {what}: {'; '.join(problems)}")
 
@@ -235,8 +235,3 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
     if name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight") or STORED.fullmatch(name):
         return True
     return any(re.fullmatch(pattern, name) for pattern in spec.ignored)
-
-
-def _some(items: list[str]) -> str:
-    more = len(items) - _NAMES_SHOWN
-    return ", ".join(items[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -20,6 +20,7 @@ from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
 from preheat.plan.programs import (
     ENCODER_SIZES,
+    AdaptedProgram,
     DraftProgram,
     EncoderProgram,
     Program,
@@ -89,6 +90,9 @@ class ItemRunner(Protocol):
 
     def draft(self, item: Item) -> None:
         """Run an item of the draft model's plan."""
+
+    def adapted(self, item: Item) -> None:
+        """Run a forward or sampler item for rows with adapters."""
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
         """Measure what a step of ``bucket`` takes that has run before, of the draft model's plan with ``draft``."""
@@ -312,6 +316,40 @@ class EncoderItem(Item):
 
     def run(self, warm: ItemRunner) -> None:
         warm.encode(self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterItem(Item):
+    """A forward or sampler program for steps in which some rows have adapters. Which ones they have, in which places,
+    and how many, is no part of a program.
+    """
+
+    KIND = "lora"
+    item: ForwardItem | SamplerItem
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[AdapterItem]:
+        """Each forward program, then each sampler program that has rows, once."""
+        if not plan.options.enable_lora:
+            return
+        yield from (cls(item, fallback=item.fallback) for item in ForwardItem.of_plan(plan))
+        programs = {item.program: item for item in SamplerItem.of_plan(plan) if item.rows}
+        yield from map(cls, programs.values())
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"of": self.item.kind, **self.item.shape}
+
+    @property
+    def program(self) -> AdaptedProgram:
+        return AdaptedProgram(self.item.program)
+
+    def cost(self, costs: Costs) -> Cost:
+        known = costs.measured.get(self.name)
+        return self.item.cost(costs) if known is None else Cost(known, 0)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.adapted(self.item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class PlanOptions:
     measures_drafts: bool = False
     grammars: tuple[str, ...] = ()
     pools: bool = False
+    enable_lora: bool = False
 
     @classmethod
     def of(cls, settings: Any, facts: Facts, *, pools: bool = False) -> PlanOptions:

@@ -21,6 +21,7 @@ from preheat.plan.candidates import Candidates, candidates, coarser
 from preheat.plan.cost import Costs
 from preheat.plan.dispatcher import Dispatcher, OnMiss, build_phase
 from preheat.plan.items import (
+    AdapterItem,
     CheckItem,
     DeterminismItem,
     DraftItem,
@@ -37,12 +38,13 @@ from preheat.plan.items import (
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Policy, policy_named
-from preheat.plan.programs import Program
+from preheat.plan.programs import AdaptedProgram, Program
 
 MAX_PROGRAMS = 2_000
 
 KINDS: tuple[type[Item], ...] = (
-    ForwardItem, EncoderItem, SamplerItem, PoolerItem, SwapItem, GrammarItem, DraftItem, PaceItem, DeterminismItem,
+    ForwardItem, EncoderItem, SamplerItem, PoolerItem, AdapterItem, SwapItem, GrammarItem, DraftItem, PaceItem,
+    DeterminismItem,
     CheckItem,
 )  # fmt: skip
 """The kinds of items, in the order in which they run."""
@@ -118,8 +120,12 @@ class Plan:
 
     def program_of(self, program: Program) -> Program:
         """What runs: buckets that differ in their context alone may be one program."""
-        shared = isinstance(program, Bucket) and not self.options.pads_context
-        return program.without_context() if shared and isinstance(program, Bucket) else program
+        if isinstance(program, AdaptedProgram) and isinstance(program.program, Bucket):
+            return AdaptedProgram(self._shared(program.program))
+        return self._shared(program) if isinstance(program, Bucket) else program
+
+    def _shared(self, bucket: Bucket) -> Bucket:
+        return bucket if self.options.pads_context else bucket.without_context()
 
     @property
     def programs(self) -> int:
@@ -211,7 +217,7 @@ def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on
 
 def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | None) -> Plan:
     """The draft model's plan: the same limits and buckets, without drafts of its own."""
-    alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False)
+    alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False, enable_lora=False)
     return _make_plan(replace(limits, num_speculative_tokens=0), alone, (), on_miss)
 
 

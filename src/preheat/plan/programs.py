@@ -27,6 +27,15 @@ class DraftProgram(NamedTuple):
         return f"(draft, {str(self.program)[1:]}"
 
 
+class AdaptedProgram(NamedTuple):
+    """A program of a step in which some rows have adapters."""
+
+    program: Bucket | SamplerProgram
+
+    def __str__(self) -> str:
+        return f"(lora, {str(self.program)[1:]}"
+
+
 class SwapProgram(NamedTuple):
     """Swaps ``pairs`` pairs of blocks, padding included."""
 
@@ -58,4 +67,4 @@ def encoder_programs(images: int) -> list[EncoderProgram]:
     return found
 
 
-Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram
+Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram | AdaptedProgram

@@ -1,7 +1,8 @@
 """Automatic prefix caching: full blocks of computed tokens are found again by their block hash.
 
 A block's hash covers its parent's hash, its own tokens, and of each image in it the hash and where it begins; the chain
-starts from everything else that decides a sequence's keys and values. Equal hashes therefore mean equal cache contents.
+starts from everything else that decides a sequence's keys and values: a salt, the adapter's numbers. Equal hashes
+therefore mean equal cache contents.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ class PrefixCache:
         for index in range(first, last):
             self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index))
 
+    def _root(self, sequence: Sequence) -> bytes:
+        return chain_root(sequence.request) + self._contents + sequence.adapter_digest.encode()
+
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
         """The hash of logical block ``index``, kept in the sequence."""
         hashes, size = sequence.block_hashes, self.pool.block_size
         while len(hashes) <= index:
             done = len(hashes)
-            parent = hashes[-1] if hashes else chain_root(sequence.request) + self._contents
+            parent = hashes[-1] if hashes else self._root(sequence)
             content = parent + tokens[done * size : (done + 1) * size].tobytes()
             if sequence.request.segments:
                 content += _images(sequence.request, done * size, size)

@@ -1,4 +1,5 @@
-"""The running sequences and the slots and blocks that they own. Every block reference is taken and dropped here.
+"""The running sequences, the slots and blocks that they own, and the adapters whose places they hold. Every block
+reference is taken and dropped here.
 
 A freed block may be reused at once, even while a step in flight still writes a token of its former owner to it: steps
 run in order, so the new owner writes later. Such a block is not in the prefix cache: only blocks whose tokens have all
@@ -7,8 +8,11 @@ been processed are published.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
+from preheat.schedule.adapters import AdapterPlaces
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
@@ -21,8 +25,8 @@ class RunningSequences:
     int64 [slots] are the request ids, FREE for a free slot. ``changes`` counts arrivals and departures.
     """
 
-    def __init__(self, slots: Slots, pool: BlockPool) -> None:
-        self.slots, self.pool = slots, pool
+    def __init__(self, slots: Slots, pool: BlockPool, adapters: AdapterPlaces | None = None) -> None:
+        self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterPlaces()
         self.order = np.zeros(0, np.int64)
         self.ids = np.full(slots.num_slots, FREE, np.int64)
         self.sequences: list[Sequence | None] = [None] * slots.num_slots
@@ -54,6 +58,8 @@ class RunningSequences:
             slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence has reported them
         if sequence.grammar is not None:
             slots.grammars[slot] = sequence.grammar
+        if sequence.adapter is not None:
+            slots.adapter[slot] = self.adapters.begin(sequence.adapter)
         self.sequences[slot] = sequence
         self.ids[slot] = sequence.request.id
         self._slot_of[sequence.request.id] = slot
@@ -97,6 +103,8 @@ class RunningSequences:
         for slot in stopped:
             self.pool.release(self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist())
             self.slots.give_back(slot)
+            if (adapter := self.sequence(slot).adapter) is not None:
+                self.adapters.end(adapter)
             del self._slot_of[int(self.ids[slot])]
             self.ids[slot] = FREE
             self.sequences[slot] = None
@@ -131,3 +139,6 @@ class RunningSequences:
             raise RuntimeError("running order and slots disagree")
         if slots.num_free + len(self) != slots.num_slots:
             raise RuntimeError("a slot was lost")
+        running = (self.sequence(slot) for slot in self.order.tolist())
+        if self.adapters.held != Counter(each.adapter_digest for each in running if each.adapter is not None):
+            raise RuntimeError("an adapter's place is held by others than those that run")

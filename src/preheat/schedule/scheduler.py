@@ -27,6 +27,7 @@ from preheat.core import NO_PERSISTENT_BATCH, Delta, Request, Schedule, Stats, S
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
+from preheat.schedule.adapters import Adapter, AdapterPlaces
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.grammar import GrammarState
@@ -56,8 +57,8 @@ class Scheduler:
     ``padded`` is the cost of a step (see :data:`Padded`), ``defrag_threshold`` that of :func:`defrag.is_due` (None:
     never compact). A step with decoding rows has at most ``mixed_tokens``, so that they do not wait for long; without
     ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
-    ``cache_contents`` is the prefix cache's, ``drafting`` gives decoding rows draft tokens. Raises SettingsError for
-    limits under which some sequence could never run.
+    ``cache_contents`` is the prefix cache's, ``drafting`` gives decoding rows draft tokens, ``max_loras`` adapters
+    have a place on the device. Raises SettingsError for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Scheduler:
         padded: Padded = unpadded,
         defrag_threshold: int | None = None,
         drafting: Drafting | None = None,
+        max_loras: int = 0,
     ) -> None:
         check_limits(limits, padded)
         self.drafting = drafting if drafting is not None and drafting.proposer.num_speculative_tokens else None
@@ -82,7 +84,8 @@ class Scheduler:
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents)
-        self.running = RunningSequences(self.slots, self.pool)
+        self.adapters = AdapterPlaces(max_loras)
+        self.running = RunningSequences(self.slots, self.pool, self.adapters)
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
         self.waiting = WaitingQueue()
         self._defrag_threshold = defrag_threshold
@@ -102,9 +105,9 @@ class Scheduler:
         """Whether there is nothing to run, nor anything in flight."""
         return not self.running and not self.waiting and not self._in_flight
 
-    def add(self, request: Request, grammar: GrammarState | None = None) -> None:
-        """Queue a request, with the state at the beginning of its grammar if it has one. Raises InvalidRequest for one
-        that could never run; the frontend rejects those already.
+    def add(self, request: Request, grammar: GrammarState | None = None, adapter: Adapter | None = None) -> None:
+        """Queue a request, with the state at the beginning of its grammar and its adapter, if it has them. Raises
+        InvalidRequest for one that could never run; the frontend rejects those already.
         """
         length = len(request.prompt)
         if request.id in self.waiting or self.running.slot_of(request.id) is not None:
@@ -123,7 +126,9 @@ class Scheduler:
             self.images.share(request)
         elif request.segments:
             raise InvalidRequest("the model sees no images")
-        self.waiting.arrive(Sequence(request, grammar))
+        if bool(request.lora_name) != (adapter is not None) or (adapter is not None and not self.adapters.count):
+            raise InvalidRequest(f"there is no adapter {request.lora_name!r}", param="model")
+        self.waiting.arrive(Sequence(request, grammar, adapter))
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request and free its slot and blocks at once; False if it is not here (any more)."""
@@ -182,6 +187,7 @@ class Scheduler:
         if not len(step.decode) + len(step.prefill):
             return None
         schedule = self._book(step)
+        schedule.loads = self.adapters.take_loads()
         self._in_flight.append(schedule)
         self._totals.steps += 1
         return schedule
@@ -203,6 +209,7 @@ class Scheduler:
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
         delta = results.fail(self.running, schedule, error)
+        self.adapters.lose(schedule.loads)
         if self.images is not None and schedule.images is not None:
             for later, rows in self.images.lose(schedule.images, self._in_flight):
                 delta.finished |= results.fail(self.running, later, error, rows).finished
@@ -217,6 +224,11 @@ class Scheduler:
         places = self.drafting.proposer.num_speculative_tokens if self.drafting else 0
         totals.accepted_per_pos += [0] * (places - len(totals.accepted_per_pos))
         return replace(totals, accepted_per_pos=totals.accepted_per_pos.copy())
+
+    def serves(self, lora_name: str) -> bool:
+        """Whether a request with the adapter of this name waits or runs."""
+        running = map(self.running.sequence, self.running.order.tolist())
+        return any(each.request.lora_name == lora_name for each in (*self.waiting.values(), *running))
 
     def check(self) -> None:
         """Raise RuntimeError unless the blocks and slots in use are exactly those of the running sequences."""
@@ -335,9 +347,19 @@ class Scheduler:
             self._add_prefill(step, slot, chunk)
 
     def _admit(self, step: NextStep) -> None:
-        """Start waiting sequences, in order, as far as slots, budget and blocks go."""
+        """Start waiting sequences, in order, as far as slots, budget and blocks go. One whose adapter has no place is
+        passed over, see :mod:`preheat.schedule.adapters`.
+        """
+        passed_over = set[str]()
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
-            sequence = self.waiting.first()
+            sequence = self.waiting.first(passed_over)
+            if sequence is None:
+                return
+            if not self.adapters.has_room_for(sequence.adapter):
+                passed_over.add(sequence.adapter_digest)
+                if (claimed := self.adapters.claimed(passed_over)) is not None:
+                    passed_over.add(claimed)
+                continue
             cached = self.prefix.lookup(sequence)
             extend = len(sequence.tokens) - len(cached) * self.pool.block_size
             first = len(cached) * self.pool.block_size

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from preheat.core import Request, TokenLogprobs
+from preheat.schedule.adapters import BASE, Adapter
 from preheat.schedule.grammar import GrammarState
 
 
@@ -36,11 +37,12 @@ class Sequence:
 
     ``tokens`` int32 are those known when it was last queued: the prompt and, after a preemption, the output. While it
     runs, the slots' arrays are ahead. ``block_hashes`` are those of its leading full blocks. ``grammar`` is behind the
-    tokens that were processed.
+    tokens that were processed. ``adapter`` stays the same, whatever its name comes to mean.
     """
 
-    def __init__(self, request: Request, grammar: GrammarState | None = None) -> None:
-        self.request, self.grammar = request, grammar
+    def __init__(self, request: Request, grammar: GrammarState | None = None, adapter: Adapter | None = None) -> None:
+        self.request, self.grammar, self.adapter = request, grammar, adapter
+        self.adapter_digest = BASE if adapter is None else adapter.digest
         self.rank = request.priority, 0  # priority and arrival: the lower one goes first
         self.started = False  # stays True after a preemption
         self.block_hashes: list[bytes] = []

@@ -24,6 +24,7 @@ NO_LOGPROBS = -1
 UNSEEN = -1
 FEW_STOP_IDS = 4
 NO_ID = -1
+NO_ADAPTER = -1
 
 Index = int | slice | np.ndarray
 
@@ -106,6 +107,7 @@ class Slots(SamplingFields):
         self.prompt_len = np.zeros(n, np.int32)
         self.max_len = np.zeros(n, np.int32)  # prompt_len + max_tokens
         self.image_end = np.zeros(n, np.int32)  # where the prompt's last image ends
+        self.adapter = np.full(n, NO_ADAPTER, np.int32)  # the adapter's place on the device
         self.min_len = np.zeros(n, np.int32)  # prompt_len + min_tokens: no stop id before
         self.seed = np.zeros(n, np.uint64)
         self.stop_ids = np.full((FEW_STOP_IDS, n), NO_ID, np.int32)
@@ -150,6 +152,7 @@ class Slots(SamplingFields):
     def _describe(self, slot: int | np.ndarray, request: Request) -> None:
         """Set everything that follows from the request's parameters and ``prompt_len``."""
         self.num_blocks[slot] = self.cached_len[slot] = 0
+        self.adapter[slot] = NO_ADAPTER
         self.max_len[slot] = self.prompt_len[slot] + request.max_tokens
         self.image_end[slot] = request.segments[-1].end if request.segments else 0
         # A grammar's masks keep to min_tokens themselves, because a text that is complete must end.

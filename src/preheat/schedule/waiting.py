@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 
 from preheat.schedule.sequence import Sequence
+
+_Entry = tuple[tuple[int, int], int]
+"""A rank and a request id."""
 
 
 class WaitingQueue(dict[int, Sequence]):
@@ -12,7 +16,7 @@ class WaitingQueue(dict[int, Sequence]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[tuple[tuple[int, int], int]] = []  # rank and id; entries of those that left are dropped late
+        self._heaps: dict[str, list[_Entry]] = {}  # by adapter; entries of those that left are dropped late
         self._arrivals = 0
 
     def arrive(self, sequence: Sequence) -> None:
@@ -24,19 +28,26 @@ class WaitingQueue(dict[int, Sequence]):
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence at its rank."""
         if not self:
-            self._heap.clear()
+            self._heaps.clear()
         self[sequence.request.id] = sequence
-        heapq.heappush(self._heap, (sequence.rank, sequence.request.id))
+        heapq.heappush(self._heaps.setdefault(sequence.adapter_digest, []), (sequence.rank, sequence.request.id))
 
-    def first(self) -> Sequence:
-        """The sequence whose turn is next; there must be one."""
-        while True:
-            rank, id = self._heap[0]
+    def first(self, passed_over: Collection[str] = ()) -> Sequence | None:
+        """The sequence whose turn is next, those with the adapters ``passed_over`` left out; None: no other waits."""
+        found = (self._head(adapter) for adapter in [*self._heaps] if adapter not in passed_over)
+        return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
+
+    def _head(self, adapter: str) -> Sequence | None:
+        heap = self._heaps[adapter]
+        while heap:
+            rank, id = heap[0]
             sequence = self.get(id)
             if sequence is not None and sequence.rank == rank:
                 return sequence
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
+        del self._heaps[adapter]
+        return None
 
     def clear(self) -> None:
         super().clear()
-        self._heap.clear()
+        self._heaps.clear()

@@ -158,7 +158,9 @@ class ChatChunkChoice(Struct):
 
 
 class ModelCard(Struct):
-    """``max_model_len`` is null until the engine is ready."""
+    """``max_model_len`` is null until the engine is ready. ``root`` is where it was loaded from, ``parent`` the model
+    that an adapter is for.
+    """
 
     id: str
     created: int
@@ -166,7 +168,7 @@ class ModelCard(Struct):
     root: str
     object: Literal["model"] = "model"
     owned_by: str = "preheat"
-    parent: None = None
+    parent: str | None = None
 
 
 class ModelList(Struct):

@@ -79,13 +79,14 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
 def build_app(service: Service) -> ASGIApp:
     """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
-    routes = [Route(op.path, op.endpoint, methods=op.methods) for op in openapi.OPERATIONS]
+    operations = openapi.served(adapters=service.loads_adapters)
+    routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
     routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
     limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
-    paths = {op.endpoint: op.path for op in openapi.OPERATIONS}
+    paths = {op.endpoint: op.path for op in operations}
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
     origins, every = settings.allowed_origins, ["*"]
@@ -97,8 +98,9 @@ def build_app(service: Service) -> ASGIApp:
 
 
 async def _openapi(request: Request) -> Response:
-    root_path = request.app.state.service.settings.root_path.rstrip("/")
-    return Response(openapi.document(root_path), media_type="application/json")
+    service: Service = request.app.state.service
+    document = openapi.document(service.settings.root_path.rstrip("/"), adapters=service.loads_adapters)
+    return Response(document, media_type="application/json")
 
 
 async def _serve(

@@ -35,7 +35,7 @@ async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Bo
     body = await service.turns.run(request, len(data), reading) if len(data) >= LONG_CHARS else reading()
     if body.request_id is not None:
         name_request(request, body.request_id)
-    service.check_model(body.model)
+    request.state.lora_name = service.adapter_of(body.model)
     return service.frontend, body
 
 

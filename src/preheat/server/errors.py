@@ -52,6 +52,10 @@ _NOT_SERVED = {
     "/v1/audio": "preheat runs models of text; it neither hears nor speaks",
     "/v1/images": "preheat runs models of text; it draws no images",
     "/classify": "preheat runs no classifiers; it generates, or makes embeddings",
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        "adapters can be changed with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+    ),
 }
 """Endpoints of the APIs that we speak which are not here, by the beginning of their path, and why."""
 

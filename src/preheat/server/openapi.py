@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 import preheat
 from preheat.core import SAMPLING_FIELDS
 from preheat.server import answers, chat, completions, embeddings, messages, responses, schema, status
+from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.embeddings_schema import (
     EmbeddingList,
     EmbeddingRequest,
@@ -42,6 +43,7 @@ _ERRORS = {
     400: "The request cannot be served; the message says what to change.",
     401: "A valid API key is required.",
     404: "There is nothing of that name.",
+    409: "The name is taken.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests; try again later.",
@@ -56,7 +58,8 @@ class Operation:
     """A route: its endpoint, whose docstring is the summary, and its bodies.
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
-    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for.
+    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for. ``of_adapters``: it is only
+    there where clients may load them.
     """
 
     path: str
@@ -68,6 +71,7 @@ class Operation:
     instead: Mapping[int, Kind] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ("get",)
+    of_adapters: bool = False
 
     @property
     def needs_key(self) -> bool:
@@ -97,6 +101,14 @@ OPERATIONS = (
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
     _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(500, 503)),
+    _posted(
+        "/v1/load_lora_adapter", load_lora_adapter, None, schema.LoadLoraAdapterRequest, (409,),
+        of_adapters=True,
+    ),
+    _posted(
+        "/v1/unload_lora_adapter", unload_lora_adapter, None, schema.UnloadLoraAdapterRequest, (409,),
+        of_adapters=True,
+    ),
     Operation("/version", status.version, answers.Version),
     Operation("/health", status.health, answers.Status, None, (500, 504)),
     Operation("/ping", status.ping, answers.Status, None, (500, 504), methods=("get", "post")),
@@ -111,11 +123,16 @@ OPERATIONS = (
 """Every route but that of the document itself."""
 
 
+def served(*, adapters: bool) -> list[Operation]:
+    """The routes of a server, with those for loading ``adapters`` or without."""
+    return [operation for operation in OPERATIONS if adapters or not operation.of_adapters]
+
+
 @functools.cache
-def document(root_path: str = "") -> bytes:
-    """The OpenAPI document of a server that clients find under ``root_path``, as JSON."""
+def document(root_path: str = "", *, adapters: bool = True) -> bytes:
+    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`."""
     kinds: set[Kind] = {ErrorResponse}
-    for operation in OPERATIONS:
+    for operation in served(adapters=adapters):
         for kind in (operation.answer, operation.body, *operation.instead.values()):
             kinds |= set(_each(kind))
     _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -124,7 +141,7 @@ def document(root_path: str = "") -> bytes:
         if component.get("additionalProperties") is False:
             component["additionalProperties"] = {"type": "null"}  # see schema.decode
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in served(adapters=adapters):
         path = operation.path.replace(":path}", "}")
         paths.setdefault(path, {}).update(dict.fromkeys(operation.methods, _described(operation)))
     servers = {"servers": [{"url": root_path}]} if root_path else {}

@@ -71,6 +71,7 @@ async def prepared(
         priority=priority,
         cap_length=cap_length,
         images=images,
+        lora_name=request.state.lora_name,
     )
     total, states = sum(map(len, prompts)), []
     for place, prompt in enumerate(prompts):

@@ -49,6 +49,22 @@ class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: Annotated[str, Meta(pattern=f"^{REQUEST_ID}$")] | None = None
 
 
+class LoadLoraAdapterRequest(ForModel, kw_only=True):
+    """``lora_path`` is a folder below ``--lora-root``, which it may be relative to. ``load_inplace``: in place of the
+    adapter of that name, if there is one.
+    """
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: bool | None = None
+    is_3d_lora_weight: Annotated[Any, only(False)] = None
+
+
+class UnloadLoraAdapterRequest(ForModel, kw_only=True):
+    lora_name: str
+    lora_int_id: _INERT = None
+
+
 class StreamOptions(Struct, forbid_unknown_fields=True):
     """``include_usage``: the usage in a last event; ``continuous_usage_stats``: in every event, and in a last
     one unless ``include_usage`` is false.

@@ -17,6 +17,7 @@ from preheat.server.live import LiveRecord
 from preheat.server.responses_store import ResponseStore
 from preheat.server.turns import Turns
 from preheat.settings import Settings
+from preheat.utils.adapters import LoraModule, lora_modules, model_names
 
 
 class Service:
@@ -24,13 +25,14 @@ class Service:
 
     def __init__(self, settings: Settings, send: Callable[[ToEngine], None]) -> None:
         self.settings = settings
-        self.names = settings.served_model_name or (settings.model,)
+        self.names = model_names(settings)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], settings.metrics_prefix)
         self.live = LiveRecord(send)
         self.load = 0  # requests for completions that are being answered
         self.turns = Turns()
         self.responses = ResponseStore() if settings.enable_responses_store else None
+        self.loads_adapters = settings.enable_lora and settings.allow_runtime_lora_updating
         self.draining = False
         self.silent: str | None = None
         self.stalled: str | None = None
@@ -66,6 +68,13 @@ class Service:
         return self._frontend.ready.max_model_len if self._frontend and self._frontend.ready else None
 
     @property
+    def adapters(self) -> list[LoraModule]:
+        """Those that are served; while the engine starts, those that will be."""
+        if self._frontend is None:
+            return list(lora_modules(self.settings.lora_modules))
+        return list(self._frontend.adapters.served.values())
+
+    @property
     def busy(self) -> bool:
         return self._frontend is not None and self._frontend.busy
 
@@ -86,6 +95,8 @@ class Service:
             return
         if self.dead is None:
             await self.live.refresh(patience)
+        if self.settings.enable_lora and self._frontend is not None:
+            self.metrics.adapters = self._frontend.adapter_labels(self.settings.max_loras)
         record, ready = self.live.record, self._frontend.ready if self._frontend else None
         if ready is not None and not self.metrics.cache_config:
             self.metrics.cache_config = {
@@ -98,10 +109,17 @@ class Service:
         self.metrics.cold, self.metrics.misses = record.cold, sum(record.misses.values())
         self.metrics.digest = {record.proof.digest: 1} if record.proof.digest else {}
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if ``name`` is given and not served here."""
-        if name is not None and name not in self.names:
-            raise ModelNotFound(f"The model {name!r} is not served here, but {', '.join(self.names)} is", param="model")
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that the model's ``name`` means; empty: none. Raises ModelNotFound if it is not served here, and
+        as :attr:`frontend` does.
+        """
+        adapters = self.frontend.adapters.served
+        if name is None or name in self.names:
+            return ""
+        if name not in adapters:
+            known = ", ".join((*self.names, *adapters))
+            raise ModelNotFound(f"The model {name!r} is not served here, but {known} is", param="model")
+        return name
 
     def check_health(self) -> None:
         """Raise EngineDead or StepTimeout; starting and draining are healthy."""

@@ -113,14 +113,16 @@ async def metrics(request: Request) -> Response:
 
 
 def _models(service: Service) -> list[answers.ModelCard]:
+    card = partial(answers.ModelCard, created=service.created, max_model_len=service.max_model_len)
+    base, root = service.names[0], service.settings.model
     return [
-        answers.ModelCard(name, service.created, service.max_model_len, service.settings.model)
-        for name in service.names
+        *(card(name, root=root) for name in service.names),
+        *(card(each.name, root=each.path, parent=each.base_model_name or base) for each in service.adapters),
     ]
 
 
 async def models(request: Request) -> Response:
-    """The names of the model."""
+    """The names of the model, and its adapters."""
     return _json(answers.ModelList(_models(_service(request))))
 
 

@@ -60,7 +60,7 @@ class Option:
         if isinstance(value, str):
             value = self._from_text(value, source)
         elif isinstance(value, list | tuple) and tuple in self.kinds:
-            value = tuple(str(item) for item in value)
+            value = tuple(map(_word, value))
         elif type(value) is int and float in self.kinds and int not in self.kinds:
             value = float(value)
         self.check(value, source)
@@ -143,7 +143,12 @@ def parse_bool(text: str) -> bool:
 def _parse_list(text: str) -> tuple[str, ...]:
     """Parse ``a,b`` or a JSON list of strings."""
     items = json.loads(text) if text.startswith("[") else text.split(",")
-    return tuple(str(item).strip() for item in items if str(item).strip())
+    return tuple(word for item in items if (word := _word(item).strip()))
+
+
+def _word(item: object) -> str:
+    """An item of a list as its flag takes it: an object as JSON."""
+    return json.dumps(item) if isinstance(item, dict) else str(item)
 
 
 def _parse_object(text: str) -> dict[str, Any]:

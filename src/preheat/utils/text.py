@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_NAMES_SHOWN = 8
 
 
 def plain_number(value: float) -> str:
     """``value`` in digits, without an exponent where it is whole: 2147483647, 0.01."""
     return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first ``names``, and how many more there are."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

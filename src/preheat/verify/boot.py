@@ -20,6 +20,7 @@ from preheat.errors import CheckFailed, NotInvariant
 from preheat.grammar.service import Grammars
 from preheat.plan.buckets import Bucket
 from preheat.plan.items import NothingToRun
+from preheat.verify.adapter_check import AdapterCheck
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.draws import check_drafted_draws, check_draws
 from preheat.verify.grammar import GrammarCheck
@@ -40,6 +41,9 @@ LONG = "long context"
 IMAGES = "images"
 """The check of models that see images."""
 
+ADAPTERS = "adapters"
+"""The check of engines with adapters."""
+
 
 class BootCheck:
     """Runs the plan's checks. What they compare with is computed once, by :meth:`begin`."""
@@ -58,6 +62,7 @@ class BootCheck:
         else:
             self._long = []
         self._images = ImageCheck(runner) if IMAGES in runner.plan.checks else None
+        self._adapters = AdapterCheck(runner) if ADAPTERS in runner.plan.checks else None
 
     def _lengths(self, facts: Facts) -> list[int]:
         """The lengths of the contexts, each halved until there is a bucket for it."""
@@ -79,6 +84,8 @@ class BootCheck:
             bits.update(logits.numpy().tobytes())
         if self._images is not None:
             bits.update(self._images.first().numpy().tobytes())
+        if self._adapters is not None:
+            bits.update(self._adapters.first().numpy().tobytes())
         self._record.proof.digest = SIMULATED * self._facts.simulated + bits.hexdigest()
         return found
 
@@ -99,6 +106,8 @@ class BootCheck:
             check_draws(self._runner)
         elif name == IMAGES and self._images is not None:
             self._record.proof.compared += self._images.run()
+        elif name == ADAPTERS and self._adapters is not None:
+            self._record.proof.compared += self._adapters.run()
         elif name == "grammar":
             self._check_grammars()
         elif name == "pooled":

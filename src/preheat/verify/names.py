@@ -41,6 +41,7 @@ def check_names(
         "sampler": not pools,
         "pooled": pools and longest > 1,
         "images": bool(limits.image_tokens) and image_context(limits) <= _room(limits),
+        "adapters": settings.enable_lora,
         "grammar": not pools and bool(preloads_of(settings)),
         "compaction": compacts and longest > 1 and limits.num_blocks > 2,
         "eager": mode != "eager",

@@ -40,13 +40,14 @@ do not use the prefix cache."""
 @dataclass(frozen=True)
 class Prompt:
     """``tokens`` and how to continue them; ``params`` have a seed and a length. ``salt`` is the prefix cache's,
-    ``segments`` are where images are.
+    ``segments`` are where images are, ``lora_name`` is the adapter's.
     """
 
     tokens: list[int]
     params: SamplingParams
     salt: str = ""
     segments: tuple[Segment, ...] = ()
+    lora_name: str = ""
 
     def request(self, id: int) -> Request:
         """The prompt as a request."""
@@ -56,7 +57,7 @@ class Prompt:
         stop_ids = params.stop_token_ids or []
         return Request(
             id, self.tokens, params, params.seed, params.max_tokens, stop_ids=stop_ids, cache_salt=self.salt,
-            segments=list(self.segments),
+            segments=list(self.segments), lora_name=self.lora_name,
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
+from preheat.verify.adapter_paths import AdapterPaths
 from preheat.verify.boot import SIMULATED
 from preheat.verify.compare import PathResult, Seen, Verdict, compare
 from preheat.verify.drive import Boot, Engine, in_groups, trickling
@@ -46,6 +47,7 @@ class Verification:
     features: Features | None = field(default=None, init=False)
     drafts: tuple[int, int] = field(default=(0, 0), init=False)  # of the first run, and those accepted
     images: ImagePaths | None = field(default=None, init=False)
+    adapters: AdapterPaths | None = field(default=None, init=False)
 
     def results(self) -> Iterator[PathResult]:
         """Each path's result as soon as it is known. Raises PreheatError if an engine fails."""
@@ -93,22 +95,26 @@ class Verification:
         yield from self.features.as_asked(engine)
         self.images = ImagePaths.of(engine, self.size.outputs)
         yield from self.images.as_asked(engine)
+        self.adapters = AdapterPaths.of(engine, self.size.outputs)
+        yield from self.adapters.as_asked(engine)
 
     def _without_drafts(self) -> Iterator[PathResult]:
         """An engine in which nothing drafts: what was drafted must not have changed a bit."""
         drafted = f"{self.drafts[1]:,} of {self.drafts[0]:,} drafts were accepted"
         engine = Engine(self.boot, replace(self.settings, **WITHOUT, boot_check="off", require_invariance=False))
         yield compare("without speculation", self.first, [engine.run(self.asked)], drafted)
-        yield from self.features.without_drafts(engine)
+        if self.features is not None:
+            yield from self.features.without_drafts(engine)
 
     def _tight(self) -> Iterator[PathResult]:
         """An engine with small steps and few blocks, so that chunks, preemption and compaction are frequent."""
         pictured = self.images.prompts if self.images else []
-        engine = Engine(self.boot, tight(self.settings, [*self.asked, *pictured]))
+        adapted = self.adapters.prompts if self.adapters else []
+        engine = Engine(self.boot, tight(self.settings, [*self.asked, *pictured, *adapted]))
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
         yield compare("chunks, few blocks", self.first, [seen], note)
-        for paths in (self.features, self.images):
+        for paths in (self.features, self.images, self.adapters):
             if paths is not None:
                 yield from paths.tight(engine)
 

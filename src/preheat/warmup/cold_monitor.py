@@ -13,7 +13,7 @@ from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import DraftProgram, Program, SamplerProgram, SwapProgram, encoder_programs
+from preheat.plan.programs import AdaptedProgram, DraftProgram, Program, SamplerProgram, SwapProgram, encoder_programs
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
@@ -144,6 +144,8 @@ def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
     programs: tuple[Program, ...] = (event.bucket,)
     if len(event.sampled_rows):
         programs = event.bucket, SamplerProgram(event.sampling_size, event.sampling.level)
+    if event.adapters is not None:
+        programs = tuple(AdaptedProgram(each) for each in programs if isinstance(each, Bucket | SamplerProgram))
     if event.schedule.images is not None:
         programs = *programs, *dict.fromkeys(encoder_programs(len(event.schedule.images.encode)))
     return programs

@@ -66,10 +66,10 @@ def _shares(total: int, parts: int) -> list[int]:
 
 
 class DummyBatches:
-    """Lends slots to dummy rows, whose tokens are below ``vocab_size``."""
+    """Lends slots to dummy rows, whose tokens are below ``vocab_size``. They have adapters in so many ``places``."""
 
     def __init__(self, slots: Slots, limits: Limits, vocab_size: int) -> None:
-        self._slots, self._limits = slots, limits
+        self._slots, self._limits, self.places = slots, limits, 0
         self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
@@ -84,6 +84,8 @@ class DummyBatches:
         requests = [self._request(number, row, known[number], params, room) for number, row in enumerate(rows)]
         taken = slots.take_alike(requests, known)
         slots.cached_len[taken] = first
+        if self.places:
+            slots.adapter[taken] = np.arange(len(taken)) % self.places
         slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +31,17 @@ class DummySteps:
         self.plan, self.packer, self.executor = plan, packer, executor
         self._batches = DummyBatches(packer.slots, plan.limits, executor.decoder.spec.vocab_size)
         self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
+
+    @contextmanager
+    def adapted(self) -> Iterator[None]:
+        """Meanwhile all rows of dummy steps have adapters, in every place in turn."""
+        seats = self.executor.adapters
+        assert seats is not None, "there are no places for adapters"
+        self._batches.places = seats.places
+        try:
+            yield
+        finally:
+            self._batches.places = 0
 
     def run(self, bucket: Bucket, run: Callable[[InputBatch], T]) -> T:
         """The result of ``run``, such as the executor's `execute`, on a batch padded to ``bucket``."""

@@ -20,7 +20,7 @@ from preheat.plan import lines
 from preheat.plan.buckets import Bucket
 from preheat.plan.items import ForwardItem, Item, NothingToRun, SamplerItem, Stage
 from preheat.plan.plan import Plan
-from preheat.plan.programs import Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, Program, SamplerProgram
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
@@ -215,6 +215,21 @@ class WarmUp:
         if self.draft_steps is None:
             raise NothingToRun("there is no draft model")
         return self.draft_steps
+
+    def adapted(self, item: Item) -> None:
+        with self.steps.adapted():
+            if isinstance(item, ForwardItem):
+                self._adapted_forward(item.bucket)
+            elif isinstance(item, SamplerItem):
+                self.steps.sample(item.rows, SAMPLER_SETTINGS[item.setting], 1)
+
+    def _adapted_forward(self, bucket: Bucket) -> None:
+        program = AdaptedProgram(bucket)
+        shared = self.plan.program_of(program)
+        if shared in self._ran:
+            raise NothingToRun(f"the same program as {self._ran[shared]}")
+        self.steps.run(bucket, self.steps.executor.execute)
+        self._ran[shared] = bucket
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
         steps = self._drafting().steps if draft else self.steps

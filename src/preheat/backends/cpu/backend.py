@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    AdapterOps,
     Attention,
     AttentionLayer,
     Experts,
@@ -34,6 +35,7 @@ from preheat.backends.cpu.cold import COLD_SOURCES
 from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import OneDnnLinear, finished
+from preheat.backends.cpu.lora import CpuAdapters
 from preheat.backends.cpu.moe import CpuExperts
 from preheat.backends.cpu.quantized import Fp8Experts, Fp8Linear
 from preheat.backends.cpu.sampler import CpuSampler
@@ -58,6 +60,7 @@ class CpuBackend:
     facts = FACTS
     device = torch.device("cpu")
     sharing: Sharing | None = CpuSharing()
+    adapters: AdapterOps | None = CpuAdapters()
 
     @property
     def fingerprint(self) -> str:

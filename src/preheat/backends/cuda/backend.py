@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    AdapterOps,
     Attention,
     AttentionLayer,
     Experts,
@@ -59,6 +60,7 @@ class CudaBackend:
 
     facts = FACTS
     sharing: Sharing | None = None
+    adapters: AdapterOps | None = None
 
     def __init__(self) -> None:
         if reason := obstacle():

@@ -29,6 +29,7 @@ FACTS = Facts(
     },
     ignored=NO_BRIDGE,
     rejected={
+        "enable_lora": "it has no kernels for adapters yet",
         "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "contiguous_pa": "attention reads every block where it lies",
         "defrag_with_graphs": "blocks are swapped operation by operation",

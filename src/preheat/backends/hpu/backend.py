@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    AdapterOps,
     Attention,
     AttentionLayer,
     Experts,
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 class HpuBackend:
     """torch on one Gaudi. SettingsError, saying what to change, where there is none that can be used."""
+
+    adapters: AdapterOps | None = None
 
     def __init__(self) -> None:
         if reason := obstacle():

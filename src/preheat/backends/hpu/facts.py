@@ -30,6 +30,7 @@ FACTS = Facts(
     quantized=DEQUANTIZED,
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
+        "enable_lora": "it has no kernels for adapters yet",
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
         "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
     },

@@ -1,0 +1,190 @@
+"""Linear layers with places for adapters on a CPU, see :mod:`preheat.ops.lora`.
+
+The rows of one adapter are gathered and multiplied so many at a time, filled up with zeros: by a number of rows whose
+bits are proven, on this machine, to be those of ``ROWS`` rows at any place among them. Every product therefore has one
+of a few shapes, which depend on the layer alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from preheat.backends.base import AdapterStep, Linear
+from preheat.backends.cpu.linear import finished
+from preheat.errors import NotInvariant
+from preheat.ops.kinds import Activation
+from preheat.ops.lora import PART, TILE, add_delta
+from preheat.ops.proof import noise, signed_pairs
+
+ROWS = 8
+MORE_ROWS = (64, 32, 16)
+"""What a product may have in place of ``ROWS``, largest first."""
+
+
+class Group(NamedTuple):
+    """The rows, int64 [n], that have the adapter in ``place``."""
+
+    place: int
+    rows: Tensor
+
+
+class CpuAdapterRows:
+    """Which adapter each row of a step has, see :class:`preheat.backends.base.AdapterRows`."""
+
+    def __init__(self) -> None:
+        self._described: dict[AdapterStep, list[Group]] = {}
+        self.groups: Sequence[Group] = ()
+
+    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
+        found = np.unique(places[places >= 0]).tolist()
+        self._described[step] = [Group(place, torch.from_numpy(np.flatnonzero(places == place))) for place in found]
+
+    def use(self, step: AdapterStep | None) -> None:
+        self.groups = self._described.get(step, ()) if step else ()
+
+
+class CpuAdapters:
+    """See :class:`preheat.backends.base.AdapterOps`."""
+
+    def rows(self) -> CpuAdapterRows:
+        return CpuAdapterRows()
+
+    def linear(
+        self,
+        linear: Linear,
+        inputs: int,
+        outputs: Sequence[int],
+        rows: CpuAdapterRows,
+        *,
+        places: int,
+        max_rank: int,
+        activation: Activation | None,
+        clip: float | None,
+    ) -> AdaptedLinear:
+        parts = [Factors(inputs, size, places, max_rank) for size in outputs]
+        return AdaptedLinear(linear, parts, rows, activation, clip)
+
+
+class AdaptedLinear:
+    """``linear``, then what the adapters of its rows add to each of its ``parts``, then its activation."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        parts: Sequence[Factors],
+        rows: CpuAdapterRows,
+        activation: Activation | None,
+        clip: float | None,
+    ) -> None:
+        self.inner, self._parts, self._rows = linear, parts, rows
+        self._finished = finished(self._adapted, activation, clip)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
+        return self._finished(x)
+
+    def write(self, place: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
+        self._parts[part].write(place, a, b, scale)
+
+    def clear(self, place: int) -> None:
+        for part in self._parts:
+            part.clear(place)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self._parts)
+
+    def _adapted(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = self.inner(x)
+        for place, rows in self._rows.groups:
+            self._add(y, x, place, rows)
+        return y
+
+    def _add(self, y: Tensor, x: Tensor, place: int, rows: Tensor) -> None:
+        mine, first = x.index_select(0, rows).float(), 0
+        for part in self._parts:
+            last = first + part.outputs
+            if (more := part.delta(mine, place)) is not None:
+                y[rows, first:last] = add_delta(y[rows, first:last], more)
+            first = last
+
+
+class Factors:
+    """Both matrices of the adapters in all ``places``, for one part of a layer: fp32, ranks in tiles, inputs in parts,
+    each of which is one piece of memory. ``_tiles`` of them are in use.
+    """
+
+    def __init__(self, inputs: int, outputs: int, places: int, max_rank: int) -> None:
+        self.outputs, self._width = outputs, min(inputs, PART)
+        tiles, parts = -(-max_rank // TILE), -(-inputs // self._width)
+        self._a = torch.zeros(places, tiles, parts, TILE, self._width)
+        self._b = torch.zeros(places, tiles, outputs, TILE)
+        self._scale, self._tiles = [0.0] * places, [0] * places
+        threads = torch.get_num_threads()
+        self._shrunk = rows_at_once(self._width, TILE, threads)
+        self._expanded = rows_at_once(TILE, outputs, threads)
+
+    @property
+    def bytes(self) -> int:
+        return self._a.nbytes + self._b.nbytes
+
+    def write(self, place: int, a: Tensor, b: Tensor, scale: float) -> None:
+        """Put ``a`` [rank, inputs] and ``b`` [outputs, rank] into ``place``."""
+        rank, (_, parts, _, width) = len(a), self._a.shape[1:]
+        for first in range(0, rank, TILE):
+            tile, last = first // TILE, min(first + TILE, rank)
+            down = F.pad(a[first:last].float(), (0, parts * width - a.shape[1]))
+            self._a[place, tile] = 0
+            self._b[place, tile] = 0
+            self._a[place, tile, :, : last - first] = down.view(last - first, parts, width).transpose(0, 1)
+            self._b[place, tile, :, : last - first] = b[:, first:last]
+        self._scale[place], self._tiles[place] = scale, -(-rank // TILE)
+
+    def clear(self, place: int) -> None:
+        """Leave the layer alone for rows of ``place``."""
+        self._tiles[place] = 0
+
+    def delta(self, x: Tensor, place: int) -> Tensor | None:
+        """What is added to fp32 ``x`` [rows, inputs]; None: nothing is."""
+        total: Tensor | None = None
+        a, b, scale = self._a[place], self._b[place], self._scale[place]
+        inputs = torch.split(F.pad(x, (0, a.shape[1] * self._width - x.shape[1])), self._width, 1)
+        for tile in range(self._tiles[place]):
+            shrunk = product(inputs[0], a[tile, 0], self._shrunk)
+            for part, more in enumerate(inputs[1:], 1):
+                shrunk += product(more, a[tile, part], self._shrunk)
+            expanded = product(shrunk * scale, b[tile], self._expanded)
+            total = expanded if total is None else total.add_(expanded)
+        return total
+
+
+def product(x: Tensor, weight: Tensor, most: int) -> Tensor:
+    """``x`` [rows, inputs] times ``weight`` [outputs, inputs], fp32, at most ``most`` rows at a time."""
+    count = len(x)
+    size = most if count > ROWS else ROWS
+    return _in_parts(F.pad(x, (0, 0, 0, -count % size)), weight, size)[:count]
+
+
+@functools.cache
+def rows_at_once(inputs: int, outputs: int, threads: int) -> int:
+    """The most rows of a product that have the bits of ``ROWS`` rows. ``threads`` are torch's. Raises NotInvariant if
+    even those depend on their place.
+    """
+    rows = signed_pairs(noise(max(MORE_ROWS), inputs, seed=1), -1.0)
+    weight = signed_pairs(noise(outputs, inputs), 1.0)
+    expected = _in_parts(rows.flip(0), weight, ROWS).flip(0)
+    for size in (*MORE_ROWS, ROWS):
+        if torch.equal(_in_parts(rows, weight, size), expected):
+            return size
+    raise NotInvariant(f"a product of {ROWS} rows with [{outputs}, {inputs}] depends on the place of a row")
+
+
+def _in_parts(rows: Tensor, weight: Tensor, size: int) -> Tensor:
+    return torch.cat([part.contiguous() @ weight.T for part in torch.split(rows, size)])

@@ -1,0 +1,114 @@
+"""The adapters that clients may name, and what is asked of the engine about them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from preheat.core import AdapterReport, LoadAdapter, ToEngine, UnloadAdapter
+from preheat.errors import AlreadyThere, InvalidRequest, NotFound, PreheatError
+from preheat.settings import Settings
+from preheat.utils.adapters import LoraModule, lora_modules, model_names
+
+OnDone = Callable[[PreheatError | None], None]
+"""Called once, when the engine has done what was asked, or with the reason why it has not."""
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for the prompts of ``LLM.generate`` or ``LLM.chat``, as in vLLM.
+
+    ``lora_name`` tells adapters apart; ``lora_int_id``, which vLLM numbers them by, must be above 0 and says nothing
+    else. ``lora_path`` is the folder that PEFT saved. It is read when the name is used first, and again with
+    ``load_inplace``. Raises ValueError for a value that cannot be meant.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id must be above 0, got {self.lora_int_id}")
+        for name in ("lora_name", "lora_path"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the engine was asked: to serve ``module``, or no longer to serve ``name``."""
+
+    name: str
+    module: LoraModule | None
+    on_done: OnDone
+
+
+class Adapters:
+    """The adapters that are ``served``, by name: those of ``settings``, and those that are loaded while the engine
+    runs. ``send`` hands a message to the engine.
+
+    One is served from the engine's report on, until the engine is asked to unload it, which then finishes what runs.
+    """
+
+    def __init__(self, send: Callable[[ToEngine], None], settings: Settings | None = None) -> None:
+        self.served = {module.name: module for module in lora_modules(settings.lora_modules)} if settings else {}
+        self._taken = model_names(settings) if settings else ()
+        self._enabled = settings is not None and settings.enable_lora
+        self._send = send
+        self._asked: dict[int, _Asked] = {}
+        self._ids = itertools.count(1)
+
+    def load(self, module: LoraModule, on_done: OnDone, *, in_place: bool = False) -> None:
+        """Ask the engine to read an adapter; ``in_place``: also if its name is served already, in place of that one.
+
+        Raises AlreadyThere, and InvalidRequest if no adapters are served.
+        """
+        name = module.name
+        if not self._enabled:
+            raise InvalidRequest("no adapters are served: start with enable_lora", param="lora_name")
+        if name in self._taken:
+            raise AlreadyThere(f"{name!r} is a name of the model itself", param="lora_name")
+        if name in self.served and not in_place:
+            raise AlreadyThere(
+                f"an adapter named {name!r} is served already: unload it first, or set load_inplace", param="lora_name"
+            )
+        self._check_idle(name)
+        self._ask(_Asked(name, module, on_done), lambda id: LoadAdapter(name, module.path, id, in_place))
+
+    def unload(self, name: str, on_done: OnDone) -> None:
+        """Take no more requests for an adapter, and ask the engine to forget it when the last one has ended.
+
+        Raises NotFound, or AlreadyThere while something is done with it.
+        """
+        self._check_idle(name)
+        if name not in self.served:
+            raise NotFound(f"no adapter named {name!r} is served here", param="lora_name")
+        del self.served[name]
+        self._ask(_Asked(name, None, on_done), lambda id: UnloadAdapter(name, id))
+
+    def handle(self, report: AdapterReport) -> None:
+        """The engine's answer."""
+        asked = self._asked.pop(report.id)
+        if report.error is None and asked.module is not None:
+            self.served[asked.name] = asked.module
+        asked.on_done(report.error.restore() if report.error else None)
+
+    def fail_all(self, error: PreheatError) -> None:
+        """The engine will answer nothing any more."""
+        asked, self._asked = list(self._asked.values()), {}
+        for each in asked:
+            each.on_done(error)
+
+    def _check_idle(self, name: str) -> None:
+        asked = next((asked for asked in self._asked.values() if asked.name == name), None)
+        if asked is not None:
+            doing = "loaded" if asked.module else "unloaded"
+            raise AlreadyThere(f"the adapter {name!r} is just being {doing}; try again later", param="lora_name")
+
+    def _ask(self, asked: _Asked, message: Callable[[int], ToEngine]) -> None:
+        id = next(self._ids)
+        self._asked[id] = asked
+        self._send(message(id))

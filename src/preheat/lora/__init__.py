@@ -1,0 +1,1 @@
+"""Adapters (LoRA): reading them, and serving them while the engine runs."""

@@ -1,0 +1,218 @@
+"""Reads an adapter of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Strict: config and tensors must agree with each other and with the model, because what is left out or misread answers
+all the same, only worse. Every error names the adapter and says what to change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from preheat.errors import AdapterError
+from preheat.lora.config import AdapterConfig
+from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
+from preheat.utils.text import some
+
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B)\.weight")
+_DTYPES = ("F32", "BF16", "F16")
+
+_OTHERS = {
+    "lora_magnitude_vector": "is of DoRA, which is not supported",
+    "lora_embedding_": "adapts the embedding, which is not supported: train without it in target_modules",
+    "lora_A.": "is not named as PEFT names it: save the adapter with save_pretrained",
+    "lora_B.": "is a bias or not named as PEFT names it; neither is supported",
+    "lora_": "is of a variant of LoRA that is not supported",
+    "": "is a whole weight, as those of modules_to_save, of biases or of a resized vocabulary: only the base model's "
+    "own are served",
+}
+"""Why a tensor that is no factor is refused, by a part of its name."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to one module of the checkpoint: ``scale * b @ a @ x``.
+
+    ``a`` is [rank, inputs], ``b`` [outputs, rank], both on the host and in the adapters' dtype. ``scale`` is applied in
+    float32 to the product with ``a``.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that was read. ``factors`` are by the checkpoint's module, ``rank`` is the largest one. Equal
+    ``digest``, equal factors and scales as they are stored, whatever the name.
+    """
+
+    name: str
+    path: str
+    rank: int
+    factors: Mapping[str, Factors]
+    digest: str
+
+
+def read_adapter(name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> Adapter:
+    """The adapter in the folder ``path``, in ``dtype``, for the model of ``spec``. ``max_rank``: ``--max-lora-rank``.
+
+    No tensor is read before all names and shapes are known to fit. Raises AdapterError.
+    """
+    try:
+        config = AdapterConfig.read(Path(path))
+        with _opened(Path(path)) as file:
+            found = _checked(file, config, spec, max_rank)
+            factors, digest = _read(file, config, found, dtype)
+    except (AdapterError, OSError, SafetensorError) as error:
+        raise AdapterError(f"adapter {name!r} in {path}: {error}", param="lora_path") from error
+    return Adapter(name, path, max(map(config.rank_of, found.values())), factors, digest)
+
+
+def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """The outputs and inputs of every module that an adapter may adapt: the linear layers of the decoder, as the
+    checkpoint stores them, and the output head unless it is the embedding.
+    """
+    return {
+        module: (outputs, linear.stored_inputs or linear.inputs)
+        for _, linear in spec.linears()
+        for module, outputs in linear.parts
+        if module != spec.embedding.name
+    }
+
+
+def _opened(folder: Path) -> Any:
+    """The file of tensors. Raises AdapterError if there is none."""
+    if (folder / TENSORS).is_file():
+        return safe_open(folder / TENSORS, framework="pt")
+    if pickle := next((name for name in _PICKLES if (folder / name).exists()), None):
+        raise AdapterError(f"{pickle} is a pickle, which may run code: save the adapter as {TENSORS}")
+    raise AdapterError(f"the folder holds no {TENSORS}")
+
+
+def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> dict[str, str]:
+    """The modules as the adapter names them, by their names in the checkpoint, if names, shapes and dtypes of all
+    tensors are those that ``config`` and ``spec`` ask for.
+    """
+    expected = adapted_modules(spec)
+    raws, found = _modules(file, spec), dict[str, str]()
+    for raw in raws:
+        module = _stored_name(raw, spec)
+        if module not in expected:
+            raise AdapterError(f"module {raw} {_why_not(module, spec, expected)}")
+        if module in found:
+            raise AdapterError(f"{raw} and {found[module]} are the same module")
+        if not config.names(raw):
+            raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
+        _check_shapes(file, raw, config.rank_of(raw), expected[module], max_rank)
+        found[module] = raw
+    if not found:
+        raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
+    missing = sorted(module for module in expected.keys() - found if config.names(module) and not config.all_linear)
+    if missing:
+        raise AdapterError(f"target_modules names modules that have no tensors: {some(missing)}")
+    return found
+
+
+def _modules(file: Any, spec: ModelSpec) -> list[str]:
+    """The modules that have both factors, as the adapter names them."""
+    halves: dict[str, set[str]] = {}
+    for tensor in sorted(file.keys()):
+        if match := _FACTOR.fullmatch(tensor):
+            halves.setdefault(match[1], set()).add(match[2])
+        elif not _is_copy_of_head(file, tensor, spec):
+            why = next(why for part, why in _OTHERS.items() if part in tensor)
+            raise AdapterError(f"tensor {tensor} {why}")
+    for module, there in halves.items():
+        if missing := {"lora_A", "lora_B"} - there:
+            raise AdapterError(f"module {module} has no {missing.pop()}.weight: both halves are needed")
+    return list(halves)
+
+
+def _is_copy_of_head(file: Any, tensor: str, spec: ModelSpec) -> bool:
+    """Whether ``tensor`` repeats the output head, as PEFT saves it beside the factors of one that is adapted, and the
+    vocabulary is the base model's.
+    """
+    module = tensor.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
+    if tensor != f"{_PREFIX}{module}.base_layer.weight" or _stored_name(module, spec) != "lm_head":
+        return False
+    return tuple(file.get_slice(tensor).get_shape()) == (spec.vocab_size, spec.hidden_size)
+
+
+def _stored_name(module: str, spec: ModelSpec) -> str:
+    """What the checkpoint calls ``module``, which has the name that it has in the model's code."""
+    for rename in spec.renames:
+        if match := re.fullmatch(rename.stored, f"{module}.weight"):
+            return match.expand(rename.names[0]).removesuffix(".weight") if len(rename.names) == 1 else module
+    return module
+
+
+def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> str:
+    """Why ``module`` cannot be adapted."""
+    experts = (layer.mlp.experts for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
+    if any(module in each.modules for each in experts):
+        return "is of an expert: adapters of experts are not supported"
+    tower = (leaf for _, leaf in leaves(spec.vision) if isinstance(leaf, LinearSpec)) if spec.vision else ()
+    if any(module == name for linear in tower for name, _ in linear.parts):
+        return "is of the vision tower: adapters of what reads images are not supported"
+    if spec.tied and module.endswith("lm_head"):
+        return "is the output head, which is the table of embeddings in this model: adapters of it are not supported"
+    ends = sorted({name.rpartition(".")[2] for name in expected})
+    return f"is not one that can be adapted in this model, whose are {', '.join(ends)} of its layers"
+
+
+def _check_shapes(file: Any, module: str, rank: int, weight: tuple[int, int], max_rank: int) -> None:
+    """Raise AdapterError unless both tensors fit the config's ``rank`` and the shape of the ``weight``."""
+    outputs, inputs = weight
+    if rank > max_rank:
+        raise AdapterError(f"module {module} has rank {rank}, but at most {max_rank} is served (--max-lora-rank)")
+    for name, wanted in ((_tensor(module, "lora_A"), [rank, inputs]), (_tensor(module, "lora_B"), [outputs, rank])):
+        stored = file.get_slice(name)
+        shape, dtype = list(stored.get_shape()), stored.get_dtype()
+        if shape != wanted:
+            raise AdapterError(
+                f"tensor {name} has shape {shape}, but the model and rank {rank} of the config make it {wanted}"
+            )
+        if dtype not in _DTYPES:
+            raise AdapterError(f"tensor {name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
+
+
+def _tensor(module: str, half: str) -> str:
+    return f"{_PREFIX}{module}.{half}.weight"
+
+
+def _read(
+    file: Any, config: AdapterConfig, found: Mapping[str, str], dtype: torch.dtype
+) -> tuple[dict[str, Factors], str]:
+    """The factors of the modules that were ``found``, and their digest."""
+    digest, factors = hashlib.sha256(), dict[str, Factors]()
+    for module, raw in sorted(found.items()):
+        scale = config.scale_of(raw)
+        digest.update(f"{module} {scale.hex()}".encode())
+        halves = []
+        for name in (_tensor(raw, "lora_A"), _tensor(raw, "lora_B")):
+            # A copy: the file is mapped, and may be written to while the adapter is served.
+            stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
+            digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
+            digest.update(stored.view(torch.uint8).numpy().data)
+            halves.append(_finite(stored.to(dtype), name))
+        factors[module] = Factors(halves[0], halves[1], scale)
+    return factors, digest.hexdigest()
+
+
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise AdapterError(f"tensor {name} is not finite in {tensor.dtype}: save the adapter again")
+    return tensor

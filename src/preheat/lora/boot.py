@@ -1,0 +1,57 @@
+"""What a boot does for adapters."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from preheat.backends.base import Mode
+from preheat.errors import SettingsError
+from preheat.lora.adapter import Adapter, read_adapter
+from preheat.lora.service import NO_ADAPTERS, Adapters
+from preheat.model.loader import LoadedModel
+from preheat.settings import Settings
+from preheat.utils.adapters import lora_modules
+
+logger = logging.getLogger(__name__)
+
+
+def check_mode(settings: Settings, mode: Mode) -> None:
+    """Raise SettingsError for an execution mode that does not go with adapters."""
+    if settings.enable_lora and mode == "compile":
+        raise SettingsError(
+            "enable_lora does not go with execution mode compile yet: a region is compiled without adapters; use eager",
+            param="execution_mode",
+        )
+
+
+def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
+    """The adapters that are served from the start, or why there are none. Raises what reading one raises."""
+    seats = model.adapters
+    if seats is None:
+        return NO_ADAPTERS
+    dtype = model.dtype if settings.lora_dtype == "auto" else getattr(torch, settings.lora_dtype)
+
+    def read(name: str, path: str) -> Adapter:
+        adapter = read_adapter(name, path, model.spec, seats.max_rank, dtype)
+        seats.check(adapter.factors)
+        return adapter
+
+    adapters = Adapters(read, settings.max_cpu_loras or settings.max_loras)
+    for module in lora_modules(settings.lora_modules):
+        adapter = adapters.serve(module.name, module.path)
+        logger.info("Adapter %s from %s: %s", module.name, module.path, adapter.digest)
+    logger.info(
+        "%d places for adapters of rank %d at most: %.1f MiB", seats.places, seats.max_rank, seats.bytes / 2**20
+    )
+    return adapters
+
+
+def adapter_parts(settings: Settings, adapters: Adapters | str = NO_ADAPTERS) -> dict[str, object]:
+    """What a boot's caches depend on; with ``adapters``, for its proof, their digests too."""
+    if not settings.enable_lora:
+        return {}
+    served = {} if isinstance(adapters, str) else {"adapters": adapters.digests}
+    sizes = {"places": settings.max_loras, "max_rank": settings.max_lora_rank, "dtype": settings.lora_dtype}
+    return {"lora": {**sizes, **served}}

@@ -1,0 +1,158 @@
+"""Places for adapters on the device: which linear layers have them, and how an adapter is put into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import AdaptedLinear, AdapterOps, AdapterStep, Backend, Linear
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.model.shard import sums_leaves
+from preheat.model.specs import ExpertsSpec, LinearSpec, ModelSpec, leaves
+from preheat.settings import Settings
+
+
+class Factors(Protocol):
+    """What an adapter has for one module: ``a`` [rank, inputs], ``b`` [outputs, rank], and what multiplies x a^T."""
+
+    @property
+    def a(self) -> Tensor: ...
+    @property
+    def b(self) -> Tensor: ...
+    @property
+    def scale(self) -> float: ...
+
+
+class Seat(NamedTuple):
+    """A module of the checkpoint in the layer that has it: as which part, and in which order it has the rows."""
+
+    layer: AdaptedLinear
+    part: int
+    order: Tensor | None
+    inputs: int
+    outputs: int
+
+
+class AdapterSeats:
+    """All places of a model: ``places`` adapters of rank ``max_rank`` at most. The loader asks :meth:`linear` for each
+    layer.
+    """
+
+    def __init__(self, ops: AdapterOps, places: int, max_rank: int) -> None:
+        self._ops, self.places, self.max_rank = ops, places, max_rank
+        self._rows, self._seats = ops.rows(), dict[str, Seat]()
+        self._layers: list[AdaptedLinear] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all places on the device."""
+        return sum(layer.bytes for layer in self._layers)
+
+    @property
+    def modules(self) -> Mapping[str, tuple[int, int]]:
+        """Outputs and inputs of each module that an adapter may change, by its name in the checkpoint."""
+        return {name: (seat.outputs, seat.inputs) for name, seat in self._seats.items()}
+
+    def linear(self, spec: LinearSpec, linear: Linear) -> Linear:
+        """``linear``, the layer of ``spec`` without its activation, with places for adapters and the activation."""
+        outputs = [size for _, size in spec.parts]
+        layer = self._ops.linear(
+            linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
+            activation=spec.activation, clip=spec.clip,
+        )  # fmt: skip
+        self._layers.append(layer)
+        orders = _orders(spec)
+        for part, (name, size) in enumerate(spec.parts):
+            self._seats[name] = Seat(layer, part, orders[part], spec.inputs, size)
+        return layer
+
+    def load(self, place: int, factors: Mapping[str, Factors]) -> None:
+        """Put an adapter into ``place``, by module. Raises InvalidRequest, changing nothing, for modules that have no
+        place, or matrices that do not fit.
+        """
+        self.check(factors)
+        self.clear(place)
+        for name, each in factors.items():
+            seat = self._seats[name]
+            b = each.b if seat.order is None else each.b[seat.order]
+            seat.layer.write(place, seat.part, each.a, b, each.scale)
+
+    def check(self, factors: Mapping[str, Factors]) -> None:
+        """Raise InvalidRequest unless an adapter fits."""
+        for name, each in factors.items():
+            seat = self._seats.get(name)
+            if seat is None:
+                raise InvalidRequest(f"the model has no module {name!r} that an adapter may change")
+            rank = len(each.a)
+            if each.a.shape != (rank, seat.inputs) or each.b.shape != (seat.outputs, rank) or rank > self.max_rank:
+                raise InvalidRequest(
+                    f"the adapter's matrices of {name} are {list(each.a.shape)} and {list(each.b.shape)}: they must be "
+                    f"[r, {seat.inputs}] and [{seat.outputs}, r] with r at most {self.max_rank}"
+                )
+
+    def clear(self, place: int) -> None:
+        """Nothing is added to rows of ``place``."""
+        for layer in self._layers:
+            layer.clear(place)
+
+    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
+        """See :class:`preheat.backends.base.AdapterRows`."""
+        self._rows.describe(turn, step, places)
+
+    def use(self, step: AdapterStep | None) -> None:
+        """See :class:`preheat.backends.base.AdapterRows`."""
+        self._rows.use(step)
+
+
+def _orders(spec: LinearSpec) -> list[Tensor | None]:
+    """For each part the order in which the layer has its rows; None: as they are stored."""
+    if not spec.order:
+        return [None] * len(spec.parts)
+    rows, found, first = torch.cat([torch.arange(*span) for span in spec.order]), list[Tensor | None](), 0
+    for name, size in spec.parts:
+        mine = rows[first : first + size] - first
+        if len(mine) != size or mine.min() < 0 or mine.max() >= size:
+            raise SettingsError(f"enable_lora: rows of {name} are among those of another module", param="enable_lora")
+        found.append(mine)
+        first += size
+    return found
+
+
+def check_adapters(settings: Settings, spec: ModelSpec) -> None:
+    """Raise SettingsError, naming the option, for what does not go with ``enable_lora``."""
+    if not settings.enable_lora:
+        return
+    speculates = settings.speculation
+    reasons: Iterable[tuple[bool, str, str]] = (
+        (sums_leaves(settings), "tensor_parallel_size", "layers that several devices share have no places for them"),
+        (
+            any(isinstance(leaf, LinearSpec | ExpertsSpec) and (leaf.scheme or leaf.format != "plain")
+                for _, leaf in leaves(spec)) or settings.quantization is not None,
+            "quantization", "quantized layers have no places for them",
+        ),
+        (any(isinstance(leaf, ExpertsSpec) for _, leaf in leaves(spec)), "model", "experts have no places for them"),
+        (spec.vision is not None, "model", "models that see images have no places for them"),
+        (
+            speculates is not None and speculates.method == "draft_model",
+            "speculative_config", "a draft model knows nothing of them; n-grams and suffixes draft for them too",
+        ),
+    )  # fmt: skip
+    for given, name, reason in reasons:
+        if given:
+            raise SettingsError(f"enable_lora does not go with this {name} yet: {reason}", param=name)
+
+
+def make_seats(settings: Settings, spec: ModelSpec, backend: Backend) -> AdapterSeats | None:
+    """Places for the adapters that the settings ask for, none yet; None: adapters are off. Raises SettingsError where
+    they cannot be served.
+    """
+    check_adapters(settings, spec)
+    if not settings.enable_lora:
+        return None
+    if backend.adapters is None:
+        raise SettingsError(f"enable_lora: {backend.facts.name} has no kernels for adapters yet", param="enable_lora")
+    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank)

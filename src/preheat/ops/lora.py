@@ -1,0 +1,48 @@
+"""Adapters (LoRA): what a row with an adapter adds to what a linear layer gives.
+
+Contract. A row without an adapter, or whose adapter leaves the layer alone, is skipped: nothing is added to it, not
+even zero, which would turn -0.0 into 0.0. To any other row ``(x A^T * scale) B^T`` is added, in float32:
+
+1. shrink: the inputs are cut into parts of ``PART`` from the first one on; a part's dot products are accumulated in
+   float32, and the parts' partial sums are added from the first to the last. The sum is multiplied by ``scale``.
+2. expand: the ranks are cut into tiles of ``TILE`` from the first one on; the tiles' dot products, each over the ranks
+   of the tile, are added from the first to the last. Ranks that fill up a tile are zeros.
+3. The layer's own output is rounded to the dtype first, as without adapters; the sum of that and of what is expanded is
+   rounded once. Then comes the layer's activation.
+
+So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
+adapter, on the place that it has on the device, or on the largest rank that there is room for.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PART = 512
+"""Inputs whose products are one sum."""
+
+TILE = 16
+"""Ranks that are expanded at once."""
+
+
+def delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """What is added to rows ``x`` [rows, inputs] of one adapter, ``a`` [rank, inputs] and ``b`` [outputs, rank]: fp32
+    [rows, outputs], a new tensor.
+    """
+    more = -len(a) % TILE
+    downs, ups = F.pad(a.float(), (0, 0, 0, more)), F.pad(b.float(), (0, more))
+    inputs, expanded = torch.split(x.float(), PART, 1), list[Tensor]()
+    for down, up in zip(torch.split(downs, TILE), torch.split(ups, TILE, 1), strict=True):
+        shrunk = reduce(add, (one @ other.T for one, other in zip(inputs, torch.split(down, PART, 1), strict=True)))
+        expanded.append((shrunk * scale) @ up.T)
+    return reduce(add, expanded)
+
+
+def add_delta(y: Tensor, more: Tensor) -> Tensor:
+    """``y`` [rows, outputs], rounded to its dtype already, plus fp32 ``more``, rounded once."""
+    return (y.float() + more).to(y.dtype)

@@ -1,0 +1,105 @@
+"""Adapters in the settings: ``--lora-modules`` and the options that go with it, and where adapters may lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from preheat.errors import AdapterError, SettingsError
+
+if TYPE_CHECKING:
+    from preheat.settings import Settings
+
+FULLY_SHARDED = "the layers of adapters are not shared by several devices"
+
+
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""The files that an adapter is read from."""
+
+
+class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that is served from the start: the ``name`` that clients use, and the folder ``path``.
+    ``base_model_name`` is what ``/v1/models`` gives as its parent.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
+    """``name=path`` or a JSON object, each. Raises SettingsError for what is neither, and for a name given twice."""
+    modules = tuple(map(_module, given))
+    names = [module.name for module in modules]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"lora_modules: two adapters have the name {name!r}", param="lora_modules")
+    return modules
+
+
+def model_names(settings: Settings) -> tuple[str, ...]:
+    """The names under which clients find the model itself, and no adapter."""
+    return settings.served_model_name or (settings.model,)
+
+
+def _module(text: str) -> LoraModule:
+    if text.lstrip().startswith("{"):
+        try:
+            module = msgspec.json.decode(text, type=LoraModule)
+        except msgspec.MsgspecError as error:
+            raise SettingsError(f"lora_modules: {text}: {error}", param="lora_modules") from None
+    else:
+        name, _, path = text.partition("=")
+        module = LoraModule(name.strip(), path.strip())
+    if not module.name or not module.path:
+        raise SettingsError(
+            f"lora_modules: {text!r} is neither name=path nor {json.dumps({'name': 'sql', 'path': 'adapters/sql'})}",
+            param="lora_modules",
+        )
+    return module
+
+
+def check_lora(settings: Settings) -> None:
+    """Raise SettingsError, naming the option, for options of adapters that contradict each other."""
+    for module in lora_modules(settings.lora_modules):
+        if module.name in model_names(settings):
+            raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
+    if not settings.enable_lora:
+        for name in ("lora_modules", "lora_root"):
+            if getattr(settings, name):
+                raise SettingsError(f"{name} needs enable_lora: set it, or drop {name}", param=name)
+        return
+    if settings.max_cpu_loras is not None and settings.max_cpu_loras < settings.max_loras:
+        raise SettingsError(
+            f"max_cpu_loras ({settings.max_cpu_loras}) must be at least max_loras ({settings.max_loras}): the host "
+            "keeps what the device has",
+            param="max_cpu_loras",
+        )
+    host = settings.max_cpu_loras or settings.max_loras
+    if len(settings.lora_modules) > host:
+        raise SettingsError(
+            f"lora_modules names {len(settings.lora_modules)} adapters and the host keeps {host}: raise max_cpu_loras",
+            param="max_cpu_loras",
+        )
+
+
+def path_below(root: str | None, path: str) -> str:
+    """The folder ``path`` of an adapter, which a client names: absolute, or below ``root``, without symbolic links.
+
+    Raises AdapterError unless the folder and the files that are read lie below ``root`` (``--lora-root``).
+    """
+    if root is None:
+        raise AdapterError("no folder is set that adapters may be loaded from (--lora-root)", param="lora_path")
+    try:
+        top = Path(root).expanduser().resolve()
+        folder = (top / path).resolve()
+        found = [folder, *((folder / name).resolve() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS))]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise AdapterError(f"lora_path cannot be a path: {error}", param="lora_path") from None
+    if not all(each.is_relative_to(top) for each in found):
+        raise AdapterError(f"{path} is not below the folder that adapters may be loaded from", param="lora_path")
+    return str(folder)

@@ -1,0 +1,163 @@
+"""The check at boot for adapters: a context has the same logits with an adapter alone and in any company, in any place
+and after others were there; and without one, the same beside those that have some. The adapters are random ones, the
+same at every boot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.errors import CheckFailed, NotInvariant
+from preheat.model.adapters import AdapterSeats
+from preheat.schedule.slots import NO_ADAPTER
+from preheat.verify.check_runner import CheckRunner, Row
+
+LONGEST = 37
+"""Tokens of the context, at most."""
+
+SMALL_RANK = 5
+
+
+@dataclass(frozen=True)
+class RandomFactors:
+    """See :class:`preheat.model.adapters.Factors`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class RandomAdapter:
+    """See :class:`preheat.schedule.adapters.Adapter`."""
+
+    name: str
+    digest: str
+    factors: dict[str, RandomFactors]
+
+
+def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
+    """Random matrices for every module: those of adapter 0 have the largest rank, others a small one."""
+    generator = torch.Generator().manual_seed(number)
+    rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
+    factors = {
+        name: RandomFactors(
+            torch.randn(rank, inputs, generator=generator) * inputs**-0.5,
+            torch.randn(outputs, rank, generator=generator) * rank**-0.5,
+            1.0 + number,
+        )
+        for name, (outputs, inputs) in seats.modules.items()
+    }
+    return RandomAdapter(f"random {number}", f"random {number}", factors)
+
+
+class _Beside(NamedTuple):
+    """A neighbour in a step, and the place of its adapter."""
+
+    row: Row
+    place: int
+
+
+class AdapterCheck:
+    """Compares with the first run of the process, see :meth:`first`."""
+
+    def __init__(self, runner: CheckRunner) -> None:
+        seats = runner.executor.adapters
+        assert seats is not None, "there are no places for adapters"
+        self._runner, self._seats, limits = runner, seats, runner.plan.limits
+        length = max(min(LONGEST, limits.max_model_len - 1, limits.max_num_batched_tokens // 2), 1)
+        while length > 1 and not runner.bucket_of([Row(0, length)]):
+            length //= 2
+        self._tokens = np.random.default_rng(2).integers(runner.vocab_size, size=length, dtype=np.int32)
+        self._adapters = [random_adapter(seats, number) for number in range(2)]
+        self._expected: list[Tensor] = []
+
+    def first(self) -> Tensor:
+        """The context's logits alone, with each adapter and without: fp32 [3, vocab] on the host; the first call
+        computes them. The adapter of a small rank comes first, into a place that is empty.
+        """
+        if not self._expected:
+            for number in (1, 0):
+                self._load(0, number)
+                self._expected.insert(0, self._logits(0))
+            self._expected.append(self._logits(NO_ADAPTER))
+            self._seats.clear(0)
+        return torch.stack(self._expected)
+
+    def run(self) -> int:
+        """Compare; how often that was possible. Raises NotInvariant, and CheckFailed if an adapter changes nothing."""
+        first, second, base = self.first()
+        if any(torch.equal(one, other) for one, other in ((first, second), (first, base), (second, base))):
+            raise CheckFailed("adapters: a context has the same logits with different adapters, or without one")
+        count = 0
+        try:
+            for way, expected, logits in self._ways(first, second, base):
+                if not torch.equal(logits.view(torch.int32), expected.view(torch.int32)):
+                    gap = (logits - expected).abs().max().item()
+                    raise NotInvariant(f"adapters: a context has other logits {way} than alone, by up to {gap:.3g}")
+                count += 1
+        finally:
+            for place in range(self._seats.places):
+                self._seats.clear(place)
+        return count
+
+    def _ways(self, first: Tensor, second: Tensor, base: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """What is computed, what it should be, and what it is."""
+        last = self._seats.places - 1
+        self._load(0, 1)
+        self._load(last, 0)
+        yield "in another place", first, self._logits(last)
+        yield "with its last token alone", first, self._decoded(last)
+        for company in self._companies(last):
+            for before in (False, True):
+                yield "beside rows of adapters and of none", first, self._logits(last, company, before=before)
+                yield (
+                    "without an adapter beside rows of adapters",
+                    base,
+                    self._logits(NO_ADAPTER, company, before=before),
+                )
+        yield "without an adapter, with its last token alone", base, self._decoded(NO_ADAPTER)
+        self._load(last, 1)
+        yield "in a place in which another was", second, self._logits(last)
+        self._load(last, 0)
+        yield "after it was loaded again", first, self._logits(last)
+
+    def _companies(self, last: int) -> Iterator[list[_Beside]]:
+        """Neighbours with the same adapter, with another one, if there is a place for it, and with none."""
+        mixes, length = self._runner.plan.policy.mixed_steps, len(self._tokens)
+        some = [Row(9, 1), Row(0, 17), Row(0, 3)] if mixes else [Row(0, 17), Row(0, 3)]
+        for places in ([last, 0, NO_ADAPTER], [last] * 3):
+            company = [_Beside(*each) for each in zip(some, places, strict=False)]
+            while company and not self._runner.bucket_of([Row(0, length), *(each.row for each in company)]):
+                company.pop()
+            if company:
+                yield company
+
+    def _load(self, place: int, number: int) -> None:
+        with torch.inference_mode():
+            self._seats.load(place, self._adapters[number].factors)
+
+    def _logits(self, place: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
+        """Of the context in one step, with the adapter in ``place``."""
+        runner = self._runner
+        with runner.neighbours([each.row for each in company]) as others, runner.sequence(self._tokens) as slot:
+            runner.slots.adapter[slot] = place
+            runner.slots.adapter[others] = [each.place for each in company]
+            return runner.step(slot, before=others) if before else runner.step(slot, behind=others)
+
+    def _decoded(self, place: int) -> Tensor:
+        """The same, its last token in a step of its own."""
+        runner, length = self._runner, len(self._tokens)
+        with runner.sequence(self._tokens) as slot:
+            runner.slots.adapter[slot] = place
+            if length > 1:
+                runner.lengthen(slot, length - 1)
+                runner.step(slot)
+            runner.lengthen(slot, length)
+            return runner.step(slot)

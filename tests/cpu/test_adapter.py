@@ -1,0 +1,326 @@
+"""Adapters that PEFT writes are read back with PEFT's factors and scales; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import count
+
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
+
+from preheat.errors import AdapterError
+from preheat.lora.adapter import adapted_modules, read_adapter
+from preheat.lora.config import AdapterConfig
+from preheat.model.families import read_spec
+from tests.cpu.checkpoints import MODELS, SMALL
+from tests.llava import save_llava
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of PEFT
+
+MAX_RANK = 16
+
+
+def model_of(name):
+    """A small model, and its spec."""
+    family, changes = MODELS[name]
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = kind.config_class(**SMALL | changes | {"num_hidden_layers": 2, "layer_types": None, "vocab_size": 40})
+    torch.manual_seed(0)
+    return kind(config), read_spec({**config.to_dict(), "architectures": [f"{family}ForCausalLM"]})
+
+
+def write(folder, model, *, seed=0, **fields):
+    """Save an adapter whose matrices are all random; returns PEFT's layers of it by module, as PEFT reads them back: it
+    sorts the patterns of a config when it saves them.
+    """
+    torch.manual_seed(seed)
+    made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, **fields}))
+    made.save_pretrained(folder)
+    wrapped = peft.PeftModel.from_pretrained(made.unload(), folder)
+    layers = {
+        name.removeprefix("base_model.model."): (
+            layer.lora_A["default"].weight.detach(),
+            layer.lora_B["default"].weight.detach(),
+            layer.scaling["default"],
+        )
+        for name, layer in wrapped.named_modules()
+        if isinstance(layer, peft.tuners.lora.LoraLayer)
+    }
+    wrapped.unload()
+    return layers
+
+
+def read(folder, spec, *, max_rank=MAX_RANK, dtype=torch.float32):
+    return read_adapter("tuned", str(folder), spec, max_rank, dtype)
+
+
+def same(adapter, layers):
+    return adapter.factors.keys() == layers.keys() and all(
+        torch.equal(factors.a, a) and torch.equal(factors.b, b) and factors.scale == scale
+        for factors, (a, b, scale) in ((adapter.factors[name], layers[name]) for name in layers)
+    )
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+CASES = {
+    "llama": ("llama", {"target_modules": ALL}),
+    "alpha": ("llama", {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 24}),
+    "rslora": ("llama", {"target_modules": ["up_proj"], "use_rslora": True, "r": 8}),
+    "all linear": ("llama", {"target_modules": "all-linear"}),
+    "output head": ("llama", {"target_modules": ["lm_head", "o_proj"]}),
+    "one layer": ("llama", {"target_modules": ["k_proj"], "layers_to_transform": [1]}),
+    "regex": ("llama", {"target_modules": r".*\.1\.(mlp|self_attn)\..*(gate|o)_proj"}),
+    "excluded": ("llama", {"target_modules": ATTENTION, "exclude_modules": ["model.layers.0.self_attn.q_proj"]}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": ALL,
+            "rank_pattern": {r"layers\.1\..*": 2, "q_proj": 16, "^model.layers.0.mlp.up_proj": 1},
+            "alpha_pattern": {"self_attn.q_proj": 3, r"layers\.0\..*": 64, "q_proj": 99},
+        },
+    ),
+    "patterns with rslora": (
+        "llama", {"target_modules": ALL, "rank_pattern": {"v_proj": 9}, "alpha_pattern": {"v_proj": 5},
+                  "use_rslora": True},
+    ),
+    "gaussian": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"}),
+    "orthogonal": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}),
+    "tied": ("llama tied", {"target_modules": "all-linear"}),
+    "fused": ("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+    "fused with rows in another order": ("gpt bigcode with a key head each", {"target_modules": ["c_attn", "c_proj"]}),
+    "starcoder2": ("starcoder2", {"target_modules": [*ATTENTION, "c_fc", "c_proj"]}),
+    "qwen3": ("qwen3", {"target_modules": "all-linear"}),
+    "gemma 3": ("gemma 3 with one key head", {"target_modules": ALL}),
+    "mpt": ("mpt", {"target_modules": ["Wqkv", "out_proj", "up_proj", "down_proj"]}),
+    "experts' attention": ("mixtral", {"target_modules": ATTENTION}),
+    "shared expert": ("qwen2 moe", {"target_modules": [*ATTENTION, "shared_expert.up_proj"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_what_peft_saved(case, tmp_path):
+    name, fields = CASES[case]
+    model, spec = model_of(name)
+    layers = write(tmp_path, model, **fields)
+    adapter = read(tmp_path, spec)
+    assert same(adapter, layers)
+    assert adapter.rank == max(len(a) for a, _, _ in layers.values())
+    assert (adapter.name, adapter.path) == ("tuned", str(tmp_path))
+
+
+PARTS = ["q_proj", "up_proj", "self_attn.v_proj", "layers.1", "1", "model.layers.0.mlp.up_proj", "lm_head", "mlp"]
+PATTERNS = [*PARTS, r"layers\.[12]\..*", ".*", "^model.*v_proj", ".*_proj", r"(q|v)_proj", "mlp..*"]
+MODULES = [f"model.layers.{at}.{name}" for at in (0, 1, 12) for name in ("self_attn.q_proj", "self_attn.v_proj",
+           "mlp.up_proj", "mlp.experts.1.up_proj")] + ["lm_head"]  # fmt: skip
+NAMES = st.lists(st.sampled_from(PARTS), max_size=3) | st.sampled_from(PATTERNS)
+FIELDS = st.fixed_dictionaries(
+    {
+        "target_modules": st.lists(st.sampled_from(PARTS), min_size=1, max_size=3) | st.sampled_from(PATTERNS),
+        "exclude_modules": NAMES,
+        "rank_pattern": st.dictionaries(st.sampled_from(PATTERNS), st.integers(1, 64), max_size=4),
+        "alpha_pattern": st.dictionaries(st.sampled_from(PATTERNS), st.integers(0, 64), max_size=4),
+        "layers_to_transform": st.sampled_from([None, 0, 1, [], [1], [0, 12]]),
+        "layers_pattern": st.none() | st.sampled_from(["layers", ["layers"], ["experts", "layers"], [], ["h"]]),
+    }
+)
+
+
+@given(FIELDS)
+@settings(max_examples=300)
+def test_configs_say_what_peft_says(fields):
+    if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
+        fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
+    theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
+    ours = AdapterConfig.of({"r": 8, "lora_alpha": 4, **fields})
+    for module in MODULES:
+        rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern, module), 8)
+        alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern, module), 4)
+        assert (ours.rank_of(module), ours.scale_of(module)) == (rank, alpha / rank)
+        found = check_target_module_exists(theirs, module)
+        assert ours.names(module) == (bool(found) and not isinstance(found, _ExcludedModule))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return model_of("llama")
+
+
+@pytest.fixture(scope="module")
+def saved(llama, tmp_path_factory):
+    """An adapter of all layers but the head, with PEFT's layers of it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    return folder, write(folder, llama[0], target_modules=ALL)
+
+
+def test_a_patterned_rank_is_no_other(llama, saved):
+    """The comparison can fail: it notices one scale and one number."""
+    adapter, (_, layers) = read(saved[0], llama[1]), saved
+    name, (a, b, scale) = next(iter(layers.items()))
+    assert same(adapter, layers)
+    assert not same(adapter, layers | {name: (a, b, scale * 2)})
+    assert not same(adapter, layers | {name: (a, b * 1.0001, scale)})
+    assert not same(adapter, layers | {f"{name}2": (a, b, scale)})
+
+
+def test_factors_are_in_the_dtype_of_the_adapters(llama, saved):
+    adapter, (_, layers) = read(saved[0], llama[1], dtype=torch.bfloat16), saved
+    assert same(adapter, {name: (a.bfloat16(), b.bfloat16(), scale) for name, (a, b, scale) in layers.items()})
+
+
+@pytest.fixture
+def edit(llama, saved, tmp_path):
+    """Reads a changed copy of ``saved``: ``fields`` of the config, ``tensors`` (None: dropped)."""
+    places = (tmp_path / str(number) for number in count())
+
+    def edited(fields=None, tensors=None, **options):
+        folder = shutil.copytree(saved[0], next(places))
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **(fields or {})}))
+        changed = {**load_file(folder / "adapter_model.safetensors"), **(tensors or {})}
+        kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+        save_file(kept, folder / "adapter_model.safetensors")
+        return read(folder, llama[1], **options)
+
+    return edited
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+
+
+def test_the_digest_is_that_of_what_is_computed(edit, saved):
+    own = edit().digest
+    tensor = load_file(saved[0] / "adapter_model.safetensors")[B]
+    nudged = tensor.clone()
+    nudged[-1, -1] *= 1 + 2.0**-20
+    assert edit({"lora_dropout": 0.5}).digest == own == edit(tensors={B: tensor.clone()}).digest
+    others = [
+        edit({"lora_alpha": 9}), edit({"use_rslora": True}), edit({"alpha_pattern": {"q_proj": 4}}),
+        edit(tensors={B: nudged}), edit({"exclude_modules": [Q[17:]]}, {A: None, B: None}),
+    ]  # fmt: skip
+    assert len({own, *(each.digest for each in others)}) == 6
+    assert edit(dtype=torch.bfloat16).digest == own
+
+
+WRONG = {
+    "half missing": ({}, {B: None}, "q_proj has no lora_B.weight"),
+    "no tensors": ({}, {A: None, B: None}, "target_modules names modules that have no tensors: model.layers.0.self_a"),
+    "not named": ({"target_modules": ["k_proj"]}, {}, "target_modules does not name it"),
+    "not in this layer": ({"layers_to_transform": [0]}, {}, "layers.1.*target_modules does not name it"),
+    "unknown module": (
+        {}, {f"{Q}x.lora_A.weight": torch.ones(4, 96), f"{Q}x.lora_B.weight": torch.ones(128, 4)},
+        "q_projx is not one.*down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
+    ),
+    "unknown layer": (
+        {}, {A.replace("0", "7"): torch.ones(4, 96), B.replace("0", "7"): torch.ones(128, 4)}, "layers.7.*is not one",
+    ),
+    "rank of the config": ({"r": 8}, {}, r"has shape \[4, 160\], but .* rank 8 of the config make it \[8, 160\]"),
+    "rank of a pattern": ({"rank_pattern": {"q_proj": 3}}, {}, "rank 3 of the config"),
+    "rank of one half": ({}, {B: torch.ones(128, 5)}, r"q_proj.lora_B.weight has shape \[128, 5\]"),
+    "inputs": ({}, {A: torch.ones(4, 95)}, r"make it \[4, 96\]"),
+    "outputs": ({}, {B: torch.ones(127, 4)}, r"make it \[128, 4\]"),
+    "transposed": ({}, {A: torch.ones(96, 4)}, r"make it \[4, 96\]"),
+    "one dimension": ({}, {A: torch.ones(0)}, r"has shape \[0\]"),
+    "NaN": ({}, {B: torch.full((128, 4), torch.nan)}, "lora_B.weight is not finite"),
+    "infinity": ({}, {A: torch.full((4, 96), torch.inf)}, "lora_A.weight is not finite"),
+    "whole numbers": ({}, {A: torch.ones(4, 96, dtype=torch.int8)}, "is of type I8"),
+    "DoRA": ({}, {f"{Q}.lora_magnitude_vector": torch.ones(128)}, "is of DoRA"),
+    "bias of B": ({}, {f"{Q}.lora_B.bias": torch.ones(128)}, "lora_B.bias is a bias"),
+    "bias of the base": ({}, {f"{Q}.base_layer.bias": torch.ones(128)}, "is a whole weight"),
+    "whole weight": ({}, {"base_model.model.lm_head.weight": torch.ones(40, 96)}, "is a whole weight"),
+    "larger vocabulary": (
+        {}, {"base_model.model.lm_head.base_layer.weight": torch.ones(48, 96)}, "resized vocabulary",
+    ),
+    "embedding": (
+        {}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 40)}, "adapts the embedding",
+    ),
+    "adapter's name in names": ({}, {f"{Q}.lora_A.default.weight": torch.ones(4, 96)}, "not named as PEFT names it"),
+    "without the prefix": ({}, {A.replace("base_model.model.", ""): torch.ones(4, 96)}, "lora_A.weight is not named"),
+    "DoRA in the config": ({"use_dora": True}, {}, "adapter_config.json: use_dora is set: DoRA"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused(case, edit):
+    fields, tensors, message = WRONG[case]
+    with pytest.raises(AdapterError, match=f"adapter 'tuned' in .*{message}") as error:
+        edit(fields, tensors)
+    assert (error.value.status, error.value.param) == (400, "lora_path")
+
+
+def test_the_largest_rank(edit):
+    assert edit(max_rank=4).rank == 4
+    with pytest.raises(AdapterError, match=r"rank 4, but at most 3 is served \(--max-lora-rank\)"):
+        edit(max_rank=3)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
+def test_pickles_are_not_opened(name, llama, saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    (folder / "adapter_model.safetensors").rename(folder / name)
+    with pytest.raises(AdapterError, match=f"{name} is a pickle"):
+        read(folder, llama[1])
+
+
+def test_folders_that_hold_no_adapter(llama, saved, tmp_path):
+    with pytest.raises(AdapterError, match=r"holds no adapter_config\.json"):
+        read(tmp_path, llama[1])
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    (folder / "adapter_model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(AdapterError, match="adapter 'tuned' in"):
+        read(folder, llama[1])
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match=r"holds no adapter_model\.safetensors"):
+        read(folder, llama[1])
+
+
+def test_a_file_written_to_later_changes_nothing(llama, saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    adapter = read(folder, llama[1])
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(-4096, 2)
+        file.write(bytes(4096))
+    assert same(adapter, saved[1])
+
+
+def test_experts_are_refused_by_name(tmp_path):
+    _, spec = model_of("mixtral")
+    module = "model.layers.0.block_sparse_moe.experts.1.w1"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 1, "target_modules": ["w1"]}))
+    halves = {"lora_A": torch.ones(1, 96), "lora_B": torch.ones(160, 1)}
+    save_file(
+        {f"base_model.model.{module}.{half}.weight": tensor for half, tensor in halves.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    with pytest.raises(AdapterError, match="experts are not supported"):
+        read(tmp_path, spec)
+
+
+def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
+    save_llava(tmp_path / "base")
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))
+    layers = write(tmp_path / "text", model, target_modules=r".*language_model.*(q_proj|down_proj)|lm_head")
+    names = {name: name.replace("model.language_model.", "model.") for name in layers}
+    assert len(names) == 5 and names.keys() != {*names.values()}
+    assert same(read(tmp_path / "text", spec), {names[name]: layer for name, layer in layers.items()})
+    write(tmp_path / "both", model, target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match="is of the vision tower"):
+        read(tmp_path / "both", spec)
+
+
+def test_a_tied_head_is_refused_by_name(tmp_path):
+    model, spec = model_of("llama tied")
+    write(tmp_path, model, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(AdapterError, match="lm_head is the output head, which is the table of embeddings"):
+        read(tmp_path, spec)
+    assert "lm_head" not in adapted_modules(spec)

@@ -1,0 +1,314 @@
+"""Adapters against PEFT, and bit for bit against themselves: alone, together, in any place, and beside none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from preheat.core import AdapterReport, Delta, LoadAdapter, SamplingParams, UnloadAdapter
+from preheat.errors import SettingsError
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.verify.drive import Engine, in_groups
+from preheat.verify.prompts import Prompt
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "qv": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+    "patterns": {
+        "r": 8, "lora_alpha": 12, "target_modules": ALL,
+        "rank_pattern": {"o_proj": 3, "layers.1.mlp.down_proj": 21}, "alpha_pattern": {"up_proj": 40},
+    },
+    "rslora": {"r": 20, "lora_alpha": 5, "target_modules": ["k_proj", "gate_proj"], "use_rslora": True},
+    "head": {"r": 5, "lora_alpha": 9, "target_modules": ["lm_head", "o_proj"]},
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 160, "block_size": 16,
+    "kv_cache_memory_bytes": 1 << 23, "skip_warmup": True, "contiguous_pa": False, "enable_lora": True,
+    "max_lora_rank": 24, "max_loras": 3,
+}  # fmt: skip
+OUTPUTS = 5
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("lora")
+    save_checkpoint(MODELS["llama"], made / "base")
+    for number, (name, config) in enumerate(ADAPTERS.items()):
+        save_adapter(made / "base", made / name, config, seed=number)
+    return made
+
+
+def save_adapter(base: Path, folder: Path, config: dict[str, Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(task_type="CAUSAL_LM", **config)
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=weight.shape[1] ** -0.5)
+    model.save_pretrained(folder, save_embedding_layers=False)
+
+
+@cache
+def reference(base: Path, adapter: Path | None, merged: bool = False) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    if adapter is None:
+        return model.eval()
+    adapted = peft.PeftModel.from_pretrained(model, adapter)
+    return (adapted.merge_and_unload() if merged else adapted).eval()
+
+
+def engine(folder: Path, names: list[str] | None = None, **changes: Any) -> Engine:
+    names = list(ADAPTERS) if names is None else names
+    given = {"model": str(folder / "base"), "max_cpu_loras": 8} if changes.get("enable_lora", True) else {
+        "model": str(folder / "base")}  # fmt: skip
+    named = {"lora_modules": tuple(f"{name}={folder / name}" for name in names)} if names else {}
+    return Engine(boot_engine, Settings.load({**SETTINGS, **given, **named, **changes}, {}))
+
+
+def prompts(*names: str, length: int = 21) -> list[Prompt]:
+    draw = torch.Generator().manual_seed(3)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=OUTPUTS, ignore_eos=True)
+    return [
+        Prompt(torch.randint(199, (length + 5 * number,), generator=draw).tolist(), params, lora_name=name)
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.fixture(scope="module")
+def shared(folder) -> Engine:
+    return engine(folder)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("merged", [False, True], ids=["peft", "merged"])
+def test_logits_are_those_of_peft(shared, folder, name, merged):
+    (prompt,) = prompts(name)
+    with shared.keeping_logits() as kept:
+        shared.run([prompt])
+    (answer,) = shared.answers
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt.tokens + answer.tokens[:-1]])
+        expected = reference(folder / "base", folder / name, merged)(tokens).logits[0, len(prompt.tokens) - 1 :]
+        plain = reference(folder / "base", None)(tokens).logits[0, len(prompt.tokens) - 1 :]
+    found = torch.stack(kept[0])
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert (found - plain).abs().max() > 0.05
+
+
+NAMES = ("all", "", "patterns", "qv", "", "all", "rslora", "head")
+
+
+def alone(engine: Engine, asked: list[Prompt]) -> list[Any]:
+    """What is seen of each by itself, without the blocks of others."""
+    seen = []
+    for prompt in asked:
+        engine.forget_prefixes()
+        seen += engine.run([prompt])
+    engine.forget_prefixes()
+    return seen
+
+
+def test_rows_of_several_adapters_and_of_none_are_what_they_are_alone(shared):
+    asked = prompts(*NAMES)
+    seen = alone(shared, asked)
+    assert shared.run(asked) == seen
+    shared.forget_prefixes()
+    assert shared.run(asked, in_groups([3, 1, 4])) == seen
+    assert shared.run(asked) == seen  # from the prefix cache
+
+
+def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(shared, folder):
+    asked = prompts(*NAMES)
+    plain = [replace(prompt, lora_name="") for prompt in asked]
+    expected = engine(folder, [], enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
+    beside = shared.run([*asked[::2], *plain[1::2], *asked[1::2]])
+    assert beside[4:8] == expected[1::2]
+    assert shared.run(plain) == expected
+
+
+def test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction(shared, folder):
+    asked = prompts("all", "qv", "rslora", "all", "qv")
+    expected = alone(shared, asked)
+    other = engine(folder, ["rslora", "qv", "all"], max_loras=1, max_lora_rank=70, max_cpu_loras=3)
+    loaded = counted_loads(other)
+    assert other.run(asked) == expected
+    other.forget_prefixes()
+    assert other.run(asked[::-1], in_groups([1] * 5))[::-1] == expected
+    assert len(loaded) >= 8 and {place for place, _ in loaded} == {0}
+    assert other.loop.scheduler.adapters.held == {}
+
+
+def counted_loads(engine: Engine) -> list[tuple[int, str]]:
+    seats, found = engine.loop.executor.adapters, list[tuple[int, str]]()
+    right = engine.loop.executor.load_adapters
+
+    def load(loads):
+        found.extend((place, adapter.name) for place, adapter in loads)
+        right(loads)
+
+    assert seats is not None
+    engine.loop.executor.load_adapters = load
+    return found
+
+
+def test_a_preempted_sequence_finds_its_adapter_again(folder, shared):
+    longer = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
+    asked = [replace(prompt, params=longer) for prompt in prompts("all", "qv", "rslora", "", "all", length=40)]
+    expected = alone(shared, asked)
+    tight = engine(folder, ["all", "qv", "rslora"], max_loras=2, max_cpu_loras=3, num_gpu_blocks_override=12,
+                   max_num_batched_tokens=48)  # fmt: skip
+    assert tight.run(asked) == expected
+    assert tight.stats.preemptions
+
+
+def test_equal_prompts_of_different_adapters_share_no_blocks_and_equal_adapters_do(shared, folder):
+    (prompt,) = prompts("all", length=60)
+    shared.forget_prefixes()
+    cached = []
+    for name in ("all", "", "qv", "all", ""):
+        shared.run([replace(prompt, lora_name=name)])
+        cached.append(shared.answers[0].cached)
+    assert cached == [0, 0, 0, 48, 48]
+    send(shared, LoadAdapter("twin", str(folder / "all"), 1))
+    shared.run([replace(prompt, lora_name="twin")])
+    assert shared.answers[0].cached == 48
+    send(shared, UnloadAdapter("twin", 2))
+
+
+def send(engine: Engine, *messages: Any) -> list[AdapterReport]:
+    """Send messages and step until each has its report."""
+    transport, reports = engine.loop.transport, list[AdapterReport]()
+    for message in messages:
+        transport.send(message)
+    for _ in range(10_000):
+        engine.loop.take(0)
+        engine.loop.step()
+        reports += [each for each in transport.receive() if isinstance(each, AdapterReport)]
+        if len(reports) == len(messages):
+            return reports
+    raise AssertionError(f"{len(messages)} messages have {reports}")
+
+
+def said(report: AdapterReport) -> tuple[str, str] | None:
+    return report.error and (report.error.name, report.error.message)
+
+
+def test_adapters_come_and_go(folder, shared):
+    own = engine(folder, [], max_loras=1, max_cpu_loras=1)
+    asked = prompts("qv", "all")
+    seen = alone(shared, asked)
+    (loaded,) = send(own, LoadAdapter("qv", str(folder / "qv"), 7))
+    assert loaded == AdapterReport("qv", 7)
+    (again,) = send(own, LoadAdapter("qv", str(folder / "all"), 8))
+    assert said(again) == ("AlreadyThere", "there is an adapter 'qv' already: unload it, or replace it in place")
+    (missing,) = send(own, LoadAdapter("x", str(folder / "nothing")))
+    assert missing.error and missing.error.name == "AdapterError"
+    assert own.run(asked[:1]) == seen[:1]
+    assert said(send(own, LoadAdapter("all", str(folder / "all")))[0]) is None
+    assert own.run(asked) == seen  # the host keeps one: the other is read again
+    (replaced,) = send(own, LoadAdapter("qv", str(folder / "all"), 9, in_place=True))
+    assert replaced.error is None
+    assert own.run([replace(asked[1], lora_name="qv")]) == seen[1:]
+    assert said(send(own, UnloadAdapter("qv"))[0]) is None
+    assert said(send(own, UnloadAdapter("qv"))[0]) == ("NotFound", "there is no adapter 'qv'")
+    own.loop.transport.send(asked[0].request(99))
+    own.loop.take(0)
+    (delta,) = [each for each in own.loop.transport.receive() if isinstance(each, Delta) and each.finished]
+    error = delta.finished[99].error
+    assert error is not None and (error.name, error.param) == ("ModelNotFound", "model")
+
+
+def test_unloading_waits_for_the_requests_of_the_adapter_and_others_go_on(folder, shared):
+    own = engine(folder, ["qv"], max_loras=1)
+    transport, loop = own.loop.transport, own.loop
+    asked = prompts("qv", "")
+    for number, prompt in enumerate(asked):
+        transport.send(prompt.request(number + 1))
+    loop.take(0)
+    loop.step()
+    transport.send(UnloadAdapter("qv", 5))
+    messages = []
+    while not any(isinstance(each, AdapterReport) for each in messages):
+        loop.take(0)
+        loop.step()
+        messages += transport.receive()
+    ended = [each for each in messages if isinstance(each, Delta) and 1 in each.finished]
+    assert ended and messages.index(ended[0]) < next(
+        place for place, each in enumerate(messages) if isinstance(each, AdapterReport)
+    )
+    assert ended[0].finished[1].reason == "length"
+
+
+def test_every_step_with_adapters_is_planned_and_loading_is_not_cold(folder):
+    own = engine(folder, ["qv"], skip_warmup=False, on_cold="raise", max_num_seqs=4, max_num_batched_tokens=32,
+                 boot_check="off", max_loras=2)  # fmt: skip
+    send(own, LoadAdapter("all", str(folder / "all")), LoadAdapter("head", str(folder / "head")))
+    asked = prompts("qv", "", "all", "head", "all", "")
+    params = SamplingParams(temperature=1.0, seed=4, prompt_logprobs=1, logprobs=2, max_tokens=OUTPUTS)
+    asked += [replace(prompt, params=params) for prompt in asked]
+    own.run(asked)
+    own.run(asked, in_groups([1, 2, 4, 3, 2]))
+
+
+def test_prompt_logprobs_are_those_of_the_adapter(shared):
+    params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0, max_tokens=1)
+    asked = [replace(prompt, params=params) for prompt in prompts("head", "", "all", length=30)]
+    alone(shared, [])
+    expected = []
+    for prompt in asked:
+        shared.run([prompt])
+        expected.append(shared.answers[0].prompt_logprobs)
+    shared.run(asked)
+    assert [answer.prompt_logprobs for answer in shared.answers] == expected
+    shared.run([replace(asked[0], lora_name="")])
+    assert shared.answers[0].prompt_logprobs != expected[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"execution_mode": "compile"}, "execution_mode"),
+        ({"speculative_config": {"model": "bundled", "num_speculative_tokens": 2}}, "speculative_config"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
+    with pytest.raises(SettingsError) as error:
+        engine(folder, [], **changes)
+    assert error.value.param == param
+
+
+FAMILIES = {
+    "phi4 mini": {"r": 6, "lora_alpha": 9, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]},
+    "qwen2": {"r": 6, "lora_alpha": 9, "target_modules": ALL},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_projections_that_are_stored_fused_or_in_another_order(family, tmp_path):
+    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order."""
+    save_checkpoint(MODELS[family], tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "own", FAMILIES[family], seed=1)
+    own = engine(tmp_path, ["own"])
+    (prompt,) = prompts("own")
+    with own.keeping_logits() as kept:
+        own.run([prompt])
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt.tokens])
+        expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
+    torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)

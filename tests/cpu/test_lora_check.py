@@ -1,0 +1,174 @@
+"""The check at boot sees what adapters get wrong, and so does ``preheat verify``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preheat.backends.cpu import lora
+from preheat.backends.cpu.lora import AdaptedLinear, CpuAdapterRows, Factors, Group
+from preheat.errors import CheckFailed, NotInvariant
+from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.prefix import PrefixCache, chain_root
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.transport import InlineTransport
+from preheat.verify.adapter_paths import AdapterPaths
+from preheat.verify.boot import BootCheck
+from preheat.verify.check_runner import CheckRunner
+from preheat.verify.compare import PathResult
+from preheat.verify.drive import Engine
+from preheat.verify.verification import tight
+from preheat.warmup.record import Record
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+
+SETTINGS = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 160, "block_size": 16, "skip_warmup": True,
+    "dtype": "float32", "kv_cache_memory_bytes": 1 << 26, "contiguous_pa": False, "enable_lora": True, "max_loras": 2,
+    "max_lora_rank": 24,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loop():
+    return boot_engine(Settings.load(SETTINGS, {}), InlineTransport())
+
+
+@pytest.fixture
+def check(loop):
+    plan, backend = loop.packer.plan, loop.executor.backend
+    record = Record.of(plan, model="bundled", platform="cpu", dtype="float32", mode="eager")
+    yield BootCheck(CheckRunner(loop.scheduler.pool, loop.packer, loop.executor), record, backend.facts, loop.grammars)
+    loop.scheduler.check()
+    assert loop.scheduler.slots.num_free == SETTINGS["max_num_seqs"]
+
+
+def test_all_is_well(check, loop):
+    assert "adapters" in loop.packer.plan.checks
+    check.run("adapters")
+    assert check._record.proof.compared >= 8
+
+
+def touches_all_rows(patch):
+    """Rows without an adapter are rounded once more where others have some."""
+    right = AdaptedLinear._add
+
+    def add(self, y, *more):
+        right(self, y, *more)
+        y.mul_(3).div_(3)
+
+    patch.setattr(AdaptedLinear, "_add", add)
+
+
+def split_by_rows(patch):
+    """The inputs of a product are cut in two where many rows share an adapter."""
+    right = lora.product
+
+    def product(x, weight, most):
+        if len(x) < 38:
+            return right(x, weight, most)
+        half = x.clone()
+        half[:, x.shape[1] // 2 :] = 0
+        return right(half, weight, most) + right(x - half, weight, most)
+
+    patch.setattr(lora, "product", product)
+
+
+def by_place(patch):
+    """A place whose matrices end up a little off."""
+    right = Factors.write
+
+    def write(self, place, a, b, scale):
+        right(self, place, a, b, scale * (1 + 2**-20 * place))
+
+    patch.setattr(Factors, "write", write)
+
+
+def left_behind(patch):
+    """What the adapter before had beyond the rank of the next one is still added."""
+
+    def write(self, place, a, b, scale):
+        before = self._tiles[place]
+        right(self, place, a, b, scale)
+        self._tiles[place] = max(before, self._tiles[place])
+
+    right = Factors.write
+    patch.setattr(Factors, "write", write)
+    patch.setattr(Factors, "clear", lambda self, place: None)
+
+
+def neighbours_adapter(patch):
+    """All rows of a step have the adapter of the first row that has one."""
+    right = CpuAdapterRows.describe
+
+    def describe(self, turn, step, places):
+        right(self, turn, step, places)
+        found = self._described[step]
+        if len(found) > 1:
+            self._described[step] = [Group(found[0].place, torch.cat([each.rows for each in found]))]
+
+    patch.setattr(CpuAdapterRows, "describe", describe)
+
+
+@pytest.mark.parametrize("plant", [touches_all_rows, split_by_rows, by_place, left_behind, neighbours_adapter])
+def test_what_is_planted_is_seen_by_this_row_and_no_other(check, monkeypatch, plant):
+    plant(monkeypatch)
+    for usual in ("later run", "co-batched", "chunked", "decode"):
+        check.run(usual)
+    with pytest.raises(NotInvariant, match="adapters: a context has other logits"):
+        check.run("adapters")
+
+
+def test_adapters_that_change_nothing_are_seen(check, monkeypatch):
+    monkeypatch.setattr(Factors, "delta", lambda *_: None)
+    with pytest.raises(CheckFailed, match="the same logits with different adapters"):
+        check.run("adapters")
+
+
+PATHS = ("adapters, together", "adapters, prefix cache", "adapters, chunks, few blocks")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    save_checkpoint(MODELS["llama"], folder)
+    return {**SETTINGS, "model": str(folder), "boot_check": "off"}
+
+
+def verified(settings) -> dict[str, PathResult]:
+    engine = Engine(boot_engine, Settings.load(settings, {}))
+    paths = AdapterPaths.of(engine, outputs=4)
+    results = [*paths.as_asked(engine)]
+    results += paths.tight(Engine(boot_engine, tight(Settings.load(settings, {}), paths.prompts)))
+    return {result.path: result for result in results}
+
+
+def test_verify_takes_paths_with_adapters(small):
+    results = verified(small)
+    assert all(result.first is None for result in results.values())
+    assert list(results) == list(PATHS)
+    assert int(results["adapters, prefix cache"].note.split()[0].replace(",", "")) > 0
+
+
+def one_prefix_cache(patch):
+    """Blocks of one adapter that another one finds."""
+    patch.setattr(PrefixCache, "_root", lambda self, sequence: chain_root(sequence.request))
+
+
+def test_verify_sees_a_prefix_cache_that_knows_no_adapters(monkeypatch, small):
+    one_prefix_cache(monkeypatch)
+    found = {path for path, result in verified(small).items() if result.first is not None}
+    assert found and found <= set(PATHS) and "adapters, prefix cache" in found
+
+
+def test_verify_sees_a_place_that_keeps_what_it_had(monkeypatch, small):
+    right, seen = AdapterPlaces.take_loads, dict[int, set[int]]()
+
+    def only_the_first(self):
+        """What is loaded into each place of these ``places`` for the first time."""
+        known = seen.setdefault(id(self), set())
+        return [(place, adapter) for place, adapter in right(self) if place not in known and not known.add(place)]
+
+    monkeypatch.setattr(AdapterPlaces, "take_loads", only_the_first)
+    found = {path for path, result in verified(small).items() if result.first is not None}
+    assert found and found <= set(PATHS)

@@ -1,0 +1,120 @@
+"""What adapters add on a CPU: the contract's numbers, and bits that depend on the row and its adapter alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.backends.cpu import lora
+from preheat.backends.cpu.linear import OneDnnLinear
+from preheat.backends.cpu.lora import CpuAdapters
+from preheat.errors import NotInvariant
+from preheat.ops.lora import add_delta, delta
+from preheat.ops.proof import noise, signed_pairs
+
+INPUTS, OUTPUTS = 1100, (72, 40)
+
+
+def layer(places: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
+    rows = CpuAdapters().rows()
+    base = OneDnnLinear(noise(sum(OUTPUTS), INPUTS).to(dtype) / 30)
+    made = CpuAdapters().linear(
+        base, INPUTS, OUTPUTS, rows, places=places, max_rank=max_rank, activation=None, clip=None
+    )
+    return made, rows
+
+
+def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, float]:
+    return noise(rank, INPUTS, seed=seed) / 30, noise(OUTPUTS[part], rank, seed=seed + 1), 0.37
+
+
+def run(made, rows, x: torch.Tensor, places: list[int]) -> torch.Tensor:
+    rows.describe(0, "tokens", np.array(places, np.int32))
+    rows.use("tokens")
+    return made(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 16, 23, 40])
+def test_what_is_added_is_the_references(rank, dtype):
+    made, rows = layer(dtype=dtype)
+    x = noise(19, INPUTS, seed=5).to(dtype)
+    given = [factors(rank, part, seed=10 * part) for part in range(2)]
+    for part, each in enumerate(given):
+        made.write(1, part, *each)
+    base = run(made, rows, x, [-1] * 19)
+    found = run(made, rows, x, [1] * 19)
+    more = torch.cat([delta(x, *each) for each in given], 1)
+    torch.testing.assert_close(found, add_delta(base, more), atol=1e-4 if dtype == torch.float32 else 0.06, rtol=1e-5)
+    exact = torch.cat([(x.double() @ a.double().T) * scale @ b.double().T for a, b, scale in given], 1)
+    torch.testing.assert_close(more.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
+    made, rows = layer()
+    made.write(0, 0, *factors(8, 0))
+    x = noise(9, INPUTS, seed=5)
+    plain = made.inner(x)
+    found = run(made, rows, x, [0, -1, 1] * 3)
+    assert torch.equal(found[1::3], plain[1::3])
+    assert torch.equal(found[2::3], plain[2::3])  # a place in which nothing is
+    assert torch.equal(found[:, OUTPUTS[0] :], plain[:, OUTPUTS[0] :])  # a part that the adapter leaves alone
+    assert not torch.equal(found[::3, : OUTPUTS[0]], plain[::3, : OUTPUTS[0]])
+    zero = torch.zeros(1, INPUTS)
+    made.inner = lambda x: torch.full((len(x), sum(OUTPUTS)), -0.0)
+    assert torch.signbit(run(made, rows, zero, [-1])).all()
+    assert torch.signbit(run(made, rows, zero, [0])[:, OUTPUTS[0] :]).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 64, 65, 200])
+def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
+    """On the number of rows, on theirs places, on the adapter's place, and on the largest rank."""
+    x = signed_pairs(noise(count, INPUTS, seed=7), 1.0) + noise(count, INPUTS, seed=8)
+    wanted = [factors(20, part, seed=part) for part in range(2)]
+    results = []
+    for places, max_rank, place in ((1, 20, 0), (5, 128, 3)):
+        made, rows = layer(places, max_rank)
+        for other in range(places):
+            for part in range(2):
+                made.write(other, part, *factors(20, part, seed=90 + other))
+        for part, each in enumerate(wanted):
+            made.write(place, part, *each)
+        results.append(run(made, rows, x, [place] * count))
+        results.append(torch.cat([run(made, rows, row[None], [place]) for row in x]))
+        results.append(run(made, rows, x.flip(0), [place] * count).flip(0))
+        mixed = run(made, rows, x.repeat_interleave(2, 0), [place, -1] * count)
+        results.append(mixed[::2])
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_a_product_whose_bits_depend_on_the_rows_is_seen(monkeypatch):
+    """The control: the proof chooses another number of rows, and with the wrong one the test above fails."""
+    right = lora._in_parts
+
+    def by_rows(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+        half = rows.clone()
+        half[:, rows.shape[1] // 2 :] = 0
+        return right(half, weight, size) + right(rows - half, weight, size) if size > 8 else right(rows, weight, size)
+
+    lora.rows_at_once.cache_clear()
+    monkeypatch.setattr(lora, "_in_parts", by_rows)
+    assert lora.rows_at_once(512, 16, 1) == lora.ROWS
+    monkeypatch.setattr(lora, "rows_at_once", lambda *_: 64)
+    with pytest.raises(AssertionError):
+        test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(65)
+
+
+def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
+    right = lora._in_parts
+
+    def by_place(rows: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+        found = right(rows, weight, size)
+        found[::8] += 1e-6
+        return found
+
+    lora.rows_at_once.cache_clear()
+    monkeypatch.setattr(lora, "_in_parts", by_place)
+    with pytest.raises(NotInvariant, match="place of a row"):
+        lora.rows_at_once(512, 16, 1)
+    lora.rows_at_once.cache_clear()

@@ -1,0 +1,132 @@
+"""Which sequences begin when there are fewer places than adapters: in order, passing over, but not for ever."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.hpu.facts import FACTS as HPU
+from preheat.core import Schedule, StepResult
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.plan.modes import check_options
+from preheat.schedule.adapters import AdapterPlaces
+from preheat.schedule.scheduler import Scheduler
+from preheat.settings import Settings
+from tests.pure.paper import limits, request
+
+
+class Adapter(NamedTuple):
+    digest: str
+    factors: Any = None
+
+
+def scheduler(max_loras: int = 1, **changes: Any) -> Scheduler:
+    return Scheduler(limits(**changes), max_loras=max_loras)
+
+
+def ask(made: Scheduler, number: int, name: str = "", tokens: int = 2) -> None:
+    asked = request(number, [1, 2, 3], tokens)
+    asked.lora_name = name
+    made.add(asked, None, Adapter(name) if name else None)
+
+
+def step(made: Scheduler) -> Schedule | None:
+    schedule = made.schedule()
+    if schedule is not None:
+        made.process_results(schedule, StepResult(np.zeros(schedule.total_sampled, np.int32)))
+        made.check()
+    return schedule
+
+
+def steps(made: Scheduler, most: int = 1_000) -> list[list[int]]:
+    """The requests of each step until all have ended."""
+    found = []
+    while (schedule := step(made)) is not None:
+        found.append(sorted(schedule.ids.tolist()))
+        assert len(found) < most
+    assert made.idle
+    return found
+
+
+def test_rows_without_a_place_are_passed_over():
+    made = scheduler(max_loras=1)
+    for number, name in enumerate(("a", "b", "", "a")):
+        ask(made, number, name)
+    # 3 has the adapter of 0, but would keep 1 waiting.
+    assert steps(made) == [[0, 2], [0, 2], [1], [1], [3], [3]]
+
+
+def test_a_waiting_adapter_claims_the_place_of_the_one_begun_least_recently():
+    made = scheduler(max_loras=2)
+    for number, name in enumerate(("a", "b", "c", "b", "a")):
+        ask(made, number, name, tokens=2)
+    assert steps(made) == [[0, 1, 3], [0, 1, 3], [2, 4], [2, 4]]
+    made = scheduler(max_loras=2)
+    ask(made, 0, "a", 4)
+    ask(made, 1, "b", 9)
+    ask(made, 2, "c", 2)
+    ran = [step(made)]
+    for number in range(3, 9):
+        ask(made, number, "ab"[number % 2], 2)
+        ran.append(step(made))
+    ids = [sorted(each.ids.tolist()) for each in ran if each is not None]
+    begun = [each for each in ids if 2 in each]
+    assert begun and ids.index(begun[0]) == 4  # as soon as 0 has ended, though more of a and b came
+    assert all(4 not in each for each in ids[: ids.index(begun[0])])
+
+
+def test_loads_name_what_is_new_and_are_done_again_after_a_failure():
+    made = scheduler(max_loras=1)
+    ask(made, 0, "a")
+    schedule = made.schedule()
+    assert schedule is not None and schedule.loads == [(0, Adapter("a"))]
+    made.fail(schedule, ValueError("no"))
+    ask(made, 1)
+    assert (other := step(made)) is not None and other.loads == []
+    ask(made, 2, "a")
+    schedule = made.schedule()
+    assert schedule is not None and schedule.loads == [(0, Adapter("a"))]
+    made.process_results(schedule, StepResult(np.zeros(schedule.total_sampled, np.int32)))
+    assert [each.loads for each in [made.schedule()] if each] == [[]]
+
+
+def test_an_adapter_that_is_not_known_is_refused():
+    made = scheduler(max_loras=0)
+    with pytest.raises(InvalidRequest, match="no adapter 'a'"):
+        ask(made, 0, "a")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["", *"abcd"]), st.integers(1, 6)), max_size=25))
+def test_everybody_is_served_and_a_step_has_no_more_adapters_than_places(places, asked):
+    made = scheduler(max_loras=places, max_model_len=32, num_blocks=9)
+    for number, (name, tokens) in enumerate(asked):
+        ask(made, number, name, tokens)
+    names = dict(enumerate(name for name, _ in asked))
+    ran = steps(made)
+    for ids in ran:
+        assert len({names[number] for number in ids} - {""}) <= places
+    assert {number for ids in ran for number in ids} == set(names)
+    assert not made.adapters.held
+
+
+def test_places_are_reused_least_recently_begun_first():
+    places = AdapterPlaces(2)
+    a, b, c = map(Adapter, "abc")
+    assert [places.begin(a), places.begin(b), places.begin(a)] == [0, 1, 0]
+    assert not places.has_room_for(c) and places.has_room_for(a) and places.has_room_for(None)
+    places.end(b)
+    assert places.begin(c) == 1
+    assert [place for place, _ in places.take_loads()] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("facts", [CUDA, HPU], ids=lambda facts: facts.name)
+def test_devices_without_kernels_for_adapters_refuse_them(facts):
+    with pytest.raises(SettingsError, match=f"turned on on {facts.name}: it has no kernels for adapters") as error:
+        check_options(Settings(enable_lora=True), facts)
+    assert error.value.param == "enable_lora"
