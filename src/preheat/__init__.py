@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from preheat import reference as reference
     from preheat.core import SamplingParams as SamplingParams
     from preheat.core import StructuredOutputsParams as StructuredOutputsParams
     from preheat.errors import EngineDead as EngineDead
@@ -47,6 +48,7 @@ _HOME = {
     "StructuredOutputsParams": "preheat.core",
     "TextPrompt": "preheat.llm",
     "TokensPrompt": "preheat.llm",
+    "reference": "preheat.reference",
 }
 
 __all__ = [
@@ -68,13 +70,15 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "reference",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'preheat' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    home = importlib.import_module(_HOME[name])
+    value = home if _HOME[name] == f"{__name__}.{name}" else getattr(home, name)
     globals()[name] = value
     return value
 

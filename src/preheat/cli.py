@@ -32,6 +32,7 @@ from preheat.plan.modes import with_defaults
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
+from preheat.utils.completion import SHELLS, script
 from preheat.utils.foreign_flags import instead_of
 from preheat.utils.options import Option, add_flags
 from preheat.verify import command as verify_command
@@ -185,11 +186,19 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     doctor = _command(commands, "doctor", _doctor, OPTIONS.values(), "look whether preheat will run here")
     doctor.add_argument("--json", action="store_true", help="print a list of findings as JSON")
     _command(commands, "collect-env", _collect_env, OPTIONS.values(), "print, as JSON, what a report should name")
+    _add_without_model(commands)
+    return parser, commands.choices
+
+
+def _add_without_model(commands: Any) -> None:
+    """Add the commands that are about no model."""
+    completion = commands.add_parser("completion", help="print a script for completion in a shell", allow_abbrev=False)
+    completion.set_defaults(run=_completion)
+    completion.add_argument("shell", choices=SHELLS)
     commands.add_parser("bench", help="run the benchmarks, compared with vLLM's figures")  # its arguments: see _bench
     buckets = commands.add_parser("buckets", help="print the bucket sizes of one dimension", allow_abbrev=False)
     buckets.set_defaults(run=_buckets)
     plan_commands.add_bucket_flags(buckets)
-    return parser, commands.choices
 
 
 def _command(
@@ -214,6 +223,12 @@ def _add_client(commands: Any, name: str, run: Callable[[dict[str, Any]], int], 
     parser.add_argument("--api-key", metavar="KEY", help="the key [PREHEAT_API_KEY or OPENAI_API_KEY]")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and leave")
     return parser
+
+
+def _completion(values: dict[str, Any]) -> int:
+    parser, commands = _parser()
+    print(script(parser, commands.values(), values["shell"]))
+    return 0
 
 
 def _chat(values: dict[str, Any]) -> int:

@@ -249,6 +249,18 @@ class Settings:
     metrics_prefix: str = _server(
         "preheat", "Prefix of the metrics' names; with `vllm` they are those of vLLM.", choices=("preheat", "vllm")
     )
+    otlp_traces_endpoint: str | None = _server(
+        None, "Where a span of each request is sent, as OpenTelemetry's collectors take it: see docs/metrics.md."
+    )
+    otlp_traces_protocol: str = _server(
+        "grpc", "How spans are sent: `grpc` or `http/protobuf`.", env="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    )  # checked where spans are sent: the variable may be meant for other programs
+    collect_detailed_traces: str | None = _server(
+        None,
+        "Times of parts of the engine in the spans.",
+        choices=("model", "worker", "all"),
+        later="a step computes many requests, and measuring its parts would hold it up",
+    )
 
     allowed_media_domains: tuple[str, ...] = _images(
         (), "Hosts, or `host:port`, from which images are fetched by their URL; none: only data URLs are read."

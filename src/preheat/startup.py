@@ -23,6 +23,7 @@ from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import override_params, recommended_params
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
+from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics, explain, set_up_logging
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
@@ -84,12 +85,20 @@ def boot_front(
             priorities=settings.scheduling_policy == "priority",
             pooling=pooling_of(settings, folder, read_config(folder, settings.hf_overrides)),
             adapters=Adapters(send, settings),
+            traces=_traces(settings),
             formats=AnswerFormats(
                 tokenizer,
                 settings.tool_call_parser if settings.enable_auto_tool_choice else None,
                 settings.reasoning_parser,
             ),
         )
+
+
+def _traces(settings: Settings) -> RequestTraces | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    model = settings.served_model_name[0] if settings.served_model_name else settings.model
+    return RequestTraces(settings.otlp_traces_endpoint, settings.otlp_traces_protocol, model)
 
 
 def _images(settings: Settings, folder: Path) -> Images | None:

@@ -41,10 +41,11 @@ RULE = {
     "server": "startup engine frontend transport warmup",
     "llm": "startup engine frontend transport warmup",
     "client": "",
+    "reference": "model execution ops backends backends.base",
     "calibration": "llm model schedule execution backends.base",
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
-    "__init__": "llm frontend",
+    "__init__": "llm frontend reference",
     "__main__": "cli",
 }
 
@@ -175,9 +176,8 @@ def test_imported_packages_are_declared_and_nothing_else():
     assert declared - {_normal(name) for name in third_party} == {"httptools"}  # uvicorn's parser, where it is present
 
 
-# transformers and xgrammar are imported where they are needed, with an error that says so; Triton comes with torch's
-# CUDA build.
-OPTIONAL = {"transformers", "triton", "xgrammar"}
+# Imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
+OPTIONAL = {"transformers", "opentelemetry", "shtab", "triton", "xgrammar"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 

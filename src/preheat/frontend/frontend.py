@@ -18,6 +18,7 @@ from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
 from preheat.utils.pooling import Pooling
 
@@ -33,8 +34,8 @@ class Frontend:
     ``max_queued``: most sequences that may wait for their first step. ``log_requests``: see
     :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
     For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
-    if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing.
-    if the model sees them. ``adapters``: those that requests may name.
+    if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing. ``adapters``:
+    those that requests may name. ``traces``: where spans of requests go.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Frontend:
         priorities: bool = False,
         pooling: Pooling | None = None,
         adapters: Adapters | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.pooling = pooling
         self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
         self.formats = formats or AnswerFormats(tokenizer)
-        self.metrics, self.images = metrics or Metrics("preheat"), images
+        self.metrics, self.images, self.traces = metrics or Metrics("preheat"), images, traces
         self.adapters = adapters or Adapters(send)
         self.input = InputProcessor(
             tokenizer,
@@ -69,7 +71,7 @@ class Frontend:
             images=images,
             priorities=priorities,
         )
-        self.output = OutputProcessor(send, self.metrics, log=log_requests)
+        self.output = OutputProcessor(send, self.metrics, log=log_requests, traces=traces)
         self.prepare, self.fail_all = self.input.prepare, self.output.fail_all
         self.ready: Ready | None = None
         self.progress: Progress | None = None

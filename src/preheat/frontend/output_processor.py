@@ -10,18 +10,26 @@ from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
 from preheat.frontend import request_log
 from preheat.frontend.request_state import Choice, RequestState
+from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
 
 
 class OutputProcessor:
     """Keeps the unfinished choices, by request id. ``send`` hands a message to the engine; ``log``: requests are
-    logged.
+    logged. ``traces`` hear of each request's end.
     """
 
-    def __init__(self, send: Callable[[ToEngine], None], metrics: Metrics, *, log: bool = False) -> None:
+    def __init__(
+        self,
+        send: Callable[[ToEngine], None],
+        metrics: Metrics,
+        *,
+        log: bool = False,
+        traces: RequestTraces | None = None,
+    ) -> None:
         self.choices: dict[int, Choice] = {}
         self.metrics = metrics
-        self._send, self._log = send, log
+        self._send, self._log, self._traces = send, log, traces
 
     def add(self, state: RequestState) -> None:
         """Register ``state``; its requests are about to be sent."""
@@ -124,6 +132,8 @@ class OutputProcessor:
         state.unfinished -= 1
         if self._log and not state.unfinished:
             request_log.ended(state)
+        if self._traces is not None and not state.unfinished:
+            self._traces.ended(state)
         if state.stream or state.finished:
             _notify(state)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -139,6 +139,7 @@ class RequestState:
     search: BeamSearch | None = None  # what the choices come from, if they are not sampled
     first_token_at: float = 0.0  # 0: there is none yet
     arrived_at: float = field(default_factory=time.monotonic)
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # of its parent, see preheat.frontend.tracing
 
     @property
     def finished(self) -> bool:

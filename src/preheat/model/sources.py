@@ -129,6 +129,15 @@ class SafetensorsFiles:
                 total = total + self._sums[name][0]
             self._sums[name] = total, out.dtype
 
+    def place(self, name: str) -> tuple[str, Part]:
+        """The stored tensor that has tensor ``name``, and where in it; an empty part is all of it."""
+        return self._places[name].stored, self._places[name].part
+
+    def read_stored(self, name: str) -> Tensor:
+        """All of the stored tensor that has tensor ``name``."""
+        place = self._places[name]
+        return cast(Tensor, place.file.get_tensor(place.stored))
+
     @property
     def scales_digest(self) -> str | None:
         """A digest of all scales and zero points that were read; None if there were none."""

@@ -14,6 +14,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.frontend.tracing import parent_of
 from preheat.server import answers
 from preheat.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from preheat.server.beam_search import search_params
@@ -77,6 +78,10 @@ async def prepared(
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             states.append(await in_turn(request, len(prompt), partial(prepare, prompt), total=total))
+    if frontend.traces is not None:
+        parent = parent_of(request.headers)
+        for state in states:
+            state.trace_headers = parent
     return states
 
 

@@ -1,0 +1,164 @@
+"""The engine's operations with gradients: forward they are the engine's own, bit for bit, backward plain formulas.
+
+The engine's operations cut sums, pad rows and write in place, which autograd cannot follow. So each is a function of
+its own to autograd: its value is what the engine gives, and its gradient that of a plain formula for the same thing,
+which the backward pass computes again from the inputs, as gradient checkpointing does. A gradient is as exact as
+autograd's of the formula, but its bits are no contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from preheat.backends.base import Backend, Experts, Linear, Norm
+from preheat.ops.kinds import Activation, NormKind
+from preheat.ops.moe import Routing, route, routed
+from preheat.ops.quantization import QuantizedWeight
+
+Operation = Callable[..., Tensor]
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, engine: Operation, plain: Operation, *inputs: Tensor | None) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return engine(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [
+            None if each is None else each.detach().requires_grad_(need)
+            for each, need in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            out = ctx.plain(*inputs)
+        needed = [each for each in inputs if each is not None and each.requires_grad]
+        found = iter(torch.autograd.grad(out, needed, gradient.to(out.dtype)))
+        return None, None, *(next(found) if need else None for need in wanted)
+
+
+def exact(engine: Operation, plain: Operation, *inputs: Tensor | None) -> Tensor:
+    """``engine(*inputs)``, whose gradient is that of ``plain(*inputs)``; both give a new tensor of one shape, and
+    neither changes its inputs.
+    """
+    return cast(Tensor, _Exact.apply(engine, plain, *inputs))  # type: ignore[no-untyped-call]
+
+
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def multiply(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return multiply
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu_and_mul": _gated(F.silu),
+    "gelu_tanh_and_mul": _gated(_gelu_tanh),
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+"""The plain formulas of :data:`preheat.ops.activation.ACTIVATIONS`."""
+
+
+class DifferentiableNorm:
+    """A :class:`~preheat.backends.base.Norm` whose input, weight and bias have gradients."""
+
+    def __init__(self, engine: Norm, weight: Tensor, bias: Tensor | None, eps: float, kind: NormKind) -> None:
+        self.weight, self.eps, self.kind = weight, eps, kind
+        self._bias, self._engine = bias, engine
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return exact(lambda x, *_: self._engine(x), self.plain, x.clone(), self.weight, self._bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place, rounded, then the norm of the sum."""
+        return self(residual.add_(x))
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The norm of the rows of ``x``, as a formula."""
+        wide, scale = x.float(), weight.float()
+        if self.kind == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+        if self.kind == "rms_plus_one":
+            scale = scale + 1
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * scale
+        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+
+class DifferentiableOperations:
+    """What :class:`~preheat.model.loader.WeightLoader` makes the parts of a model of, on the device of ``backend``. The
+    weights that it is given have gradients.
+    """
+
+    sharing = None
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.device = backend, backend.device
+
+    def linear(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> Linear:
+        assert isinstance(weight, Tensor)
+        engine = self._backend.linear(weight.detach(), _detached(bias), activation=activation, clip=clip)
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = F.linear(x, weight, bias)
+            if activation is not None:
+                return ACTIVATIONS[activation](y)
+            return y if clip is None else y.clamp(-clip, clip)
+
+        def call(x: Tensor, out: Tensor | None = None) -> Tensor:
+            return exact(lambda x, *_: engine(x), plain, x, weight, bias)
+
+        return call
+
+    def experts(self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing) -> Experts:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        engine = self._backend.experts(gate_up.detach(), down.detach(), routing)
+
+        def plain(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            def expert(number: int, rows: Tensor) -> Tensor:
+                return F.linear(ACTIVATIONS["silu_and_mul"](F.linear(rows, gate_up[number])), down[number])
+
+            return routed(x, *route(logits, routing), len(down), expert)
+
+        def call(x: Tensor, logits: Tensor) -> Tensor:
+            return exact(lambda x, logits, *_: engine(x, logits), plain, x, logits, gate_up, down)
+
+        return call
+
+    def norm(
+        self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None
+    ) -> DifferentiableNorm:
+        engine = self._backend.norm(weight.detach(), eps, kind, _detached(bias))
+        return DifferentiableNorm(engine, weight, bias, eps, kind)
+
+    def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+        def plain(routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:
+            return routed + torch.sigmoid(F.linear(x, gate)) * shared
+
+        return exact(self._backend.add_shared, plain, routed, x, gate, shared)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
