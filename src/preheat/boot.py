@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from preheat.backends.base import Backend, Mode
 from preheat.backends.registry import pick_backend
 from preheat.core import Ready
+from preheat.elastic import Elastic, cache_contents
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
@@ -152,8 +152,10 @@ def _boot(
     share.agree(executor, plan)
     monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), taken)
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
-    loop = start(transport, listener=listener, call=call)
     _judge(settings, record)
+    check = partial(BootCheck, CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars)
+    operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)
+    loop = start(transport, listener=listener, call=call, operator=operator)
     before_ready()
     transport.put(_ready(record, scheduler, model, time.monotonic() - started))
     return loop
@@ -221,7 +223,7 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
     return Scheduler(
         plan.limits,
         enable_prefix_caching=settings.enable_prefix_caching,
-        cache_contents=json.dumps(model.numerics) if model.numerics else "",
+        cache_contents=cache_contents(model),
         enable_chunked_prefill=settings.enable_chunked_prefill,
         mixed_steps=plan.policy.mixed_steps,
         mixed_tokens=settings.max_num_mixed_tokens,
@@ -286,5 +288,5 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
         logger.error("No request is taken: %s", blocked)
     return Ready(
         limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
-        scheduler.max_prompt_len,
+        scheduler.max_prompt_len, record.proof.digest,
     )  # fmt: skip

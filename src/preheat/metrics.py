@@ -75,6 +75,7 @@ class Metrics(Collector):
         self.model_name, self.prefix = model_name, prefix
         self.running = self.waiting = 0
         self.stats, self.grammars = Stats(), GrammarStats()
+        self.sleeping: int | None = None  # the level of the engine's sleep
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.items: Mapping[str, int] = {}
         self.cold: Mapping[str, int] = {}
@@ -180,6 +181,7 @@ class Metrics(Collector):
         yield counter("grammar_wait_seconds", "The part of it that steps waited for.", grammars.wait_seconds)
         yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", grammars.slowest_mask)
         yield self._cache_config()
+        yield gauge("engine_sleep_state", "The state that is 1 is the engine's.", self._sleep_state(), "sleep_state")
         yield gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
         yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
         digest = "Always 1; the label is the digest of the logits of the check at boot."
@@ -193,6 +195,10 @@ class Metrics(Collector):
         for labels, count in self.http.items():
             answers.add_metric(labels, count)
         yield answers
+
+    def _sleep_state(self) -> dict[str, int]:
+        asleep = {"weights_offloaded": 1, "discard_all": 2}
+        return {"awake": int(self.sleeping is None)} | {name: int(self.sleeping == at) for name, at in asleep.items()}
 
     def _cache_config(self) -> Metric:
         names = list(self.cache_config)

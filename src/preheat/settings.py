@@ -130,6 +130,8 @@ class Settings:
     kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, in place of a measured number.", low=1)
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
 
+    enable_sleep_mode: bool = _memory(False, "Let an operator send the engine to sleep: see docs/sleep.md.")
+
     max_num_seqs: int | None = _schedule(None, "Most sequences in one step.", low=1, default_text="256, on a CPU 64")
     max_num_batched_tokens: int | None = _schedule(
         None, "Most tokens in one step, padding included.", low=1, default_text="2048, on a CPU 1024"
@@ -247,6 +249,14 @@ class Settings:
     )
     max_image_bytes: int = _images(20 * 2**20, "Most bytes in an image's file.", low=1)
     max_image_pixels: int = _images(2**25, "Most pixels of an image, as it is sent and as it is resized.", low=1)
+
+    server_dev_mode: bool = _server(
+        False,
+        "Serve the endpoints of an operator, such as `/pause` and `/update_weights`: see docs/weight-updates.md. Needs "
+        "`api_key`.",
+        env="VLLM_SERVER_DEV_MODE",
+    )
+    weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
 
     config: str | None = _general(None, "A YAML file of options; flags and environment win over it.")
     log_level: str = _general(
@@ -526,6 +536,11 @@ class Settings:
                 param="num_scheduler_steps",
             )
         _ = self.speculation
+        if self.enable_sleep_mode and (self.tensor_parallel_size > 1 or self.tp_invariant):
+            raise SettingsError(
+                "enable_sleep_mode is for one device that shares no layers yet: drop it, or the others",
+                param="enable_sleep_mode",
+            )
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):

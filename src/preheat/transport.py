@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from preheat.core import Delta, Died, FromEngine, Progress, Ready, Report, Request, ToEngine
+from preheat.core import Delta, Died, FromEngine, Outcome, Progress, Ready, Report, Request, ToEngine
 from preheat.errors import PreheatError, WireError
 from preheat.utils.heartbeat import Heartbeat
 
@@ -132,7 +132,7 @@ class FrontendTransport(_End):
     def __init__(self) -> None:
         self.address = f"{_SCHEME}{_private_folder()}/"
         super().__init__(self.address + _DELTAS, self.address + _REQUESTS)
-        self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Taken | Beat)
+        self._decoder = msgspec.msgpack.Decoder(Delta | Progress | Ready | Report | Died | Outcome | Taken | Beat)
         self.untaken: deque[tuple[int, float]] = deque()
         self.beat_at: float | None = None
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from preheat.core import (
     Ask,
     Cancel,
+    Command,
     Delta,
     Drain,
     Finish,
@@ -36,6 +37,7 @@ from preheat.core import (
     Swaps,
     ToEngine,
 )
+from preheat.engine.control import Control, Operator
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.errors import EngineDead, InvalidRequest, PreheatError, WireError
 from preheat.grammar.service import Grammars
@@ -97,6 +99,7 @@ class InFlightStep:
 class Loop:
     """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
     step are called through ``call``, by name, for the trace. ``grammars`` serve structured outputs, or say why not.
+    ``operator`` does what commands ask of the device.
     """
 
     def __init__(
@@ -110,12 +113,14 @@ class Loop:
         overlap: bool = False,
         call: Call = untraced,
         grammars: Grammars | str = "structured outputs are off",
+        operator: Operator | None = None,
     ) -> None:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
         self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
         self.grammars, self.draining = grammars, False
         self._grammars_told = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
+        self.control = Control(self, operator)
 
     @property
     def idle(self) -> bool:
@@ -129,26 +134,29 @@ class Loop:
     def run(self) -> None:
         """Step until drained; wait in the transport while there is nothing to run."""
         while not (self.draining and self.idle):
-            self.take(None if self.idle else TICK if self.scheduler.idle else 0)
+            self.take(None if self.idle or self.control.paused else TICK if self.scheduler.idle else 0)
             while (spare := self.launch_timer.spare()) >= TICK:
                 self.take(spare)
             self.step()
 
     def finish(self) -> None:
-        """Step until idle, whatever arrives meanwhile."""
-        while not self.idle:
+        """Step until idle or paused, whatever arrives meanwhile."""
+        while not (self.idle or self.control.paused):
             self.step()
 
     def step(self) -> bool:
         """Launch a step and process the results of the previous one, or of the same one without ``overlap``.
 
-        False when idle, or when nothing can run before a grammar is compiled.
+        False when idle or paused, or when nothing can run before a grammar is compiled.
         """
+        if self.control.paused:
+            return False
         if self._compiling:
             self._admit(wait=TICK if self.scheduler.idle else 0.0)
         if self.scheduler.idle:
             return False
         self.call("step", self._step)
+        self.control.proceed()
         return True
 
     def _step(self) -> None:
@@ -244,22 +252,40 @@ class Loop:
         for message in messages:
             match message:
                 case Request():
-                    self.add(message)
+                    self.control.arrive(message)
                 case Cancel():
                     self._cancel(message.id)
+                case Command():
+                    self.control.take(message)
                 case Ask():
                     self.transport.put(Report(self.listener.report()))
                 case ResetPrefixCache():
-                    self._process_results()  # they publish blocks too
+                    self.settle()  # they publish blocks too
                     self.scheduler.reset_prefix_cache()
                 case Drain():
                     self.draining = True
+                    self.control.drain()
                     if message.now:
                         self.scheduler.cancel_all()
                         if not isinstance(self.grammars, str):
                             self.grammars.cancel_all()
+        if messages:
+            self.control.proceed()
         if messages and self.idle:  # no step will report that the last requests are gone
             self.transport.put(Delta(stats=self._stats()))
+
+    def settle(self) -> None:
+        """Process the results of all steps in flight."""
+        self._process_results()
+
+    def abort_all(self) -> None:
+        """End all requests, those whose grammar is being compiled too, with reason "abort"."""
+        self.settle()
+        delta = self.scheduler.abort_all()
+        if not isinstance(self.grammars, str):
+            delta.finished |= dict.fromkeys(self.grammars.cancel_all(), Finish("abort"))
+        delta.stats = self._stats()
+        self.transport.put(delta)
 
     def add(self, request: Request) -> None:
         """Take a request; one that cannot be served is answered with an error."""
@@ -273,6 +299,8 @@ class Loop:
             self.grammars.start(request)
 
     def _cancel(self, request_id: int) -> None:
+        if self.control.cancel(request_id):
+            return
         if isinstance(self.grammars, str) or not self.grammars.cancel(request_id):
             self.scheduler.cancel(request_id)
 

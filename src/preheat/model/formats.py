@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, OnlineFp8, PackQuantized, Shape, expert_modules, reorder
-from preheat.model.specs import ExpertsSpec, LinearSpec, ModelSpec, NormSpec, leaves
+from preheat.model.specs import ExpertsSpec, LinearSpec, NormSpec, leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,8 +126,8 @@ FORMATS: Mapping[str, LinearFormat] = {
 """The formats by the name in :attr:`LinearSpec.format`."""
 
 
-def expected_tensors(spec: ModelSpec, formats: Mapping[str, LinearFormat] = FORMATS) -> dict[str, Shape]:
-    """Name and shape of every tensor that a checkpoint of this model must have."""
+def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS) -> dict[str, Shape]:
+    """Name and shape of every tensor that a checkpoint of this model, or of this part of a spec, must have."""
     found: dict[str, Shape] = {}
     for _, leaf in leaves(spec):
         if isinstance(leaf, LinearSpec | ExpertsSpec):

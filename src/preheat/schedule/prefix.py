@@ -30,6 +30,11 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool = True, contents: str = "") -> None:
         self.pool, self.enabled, self._contents = pool, enabled, contents.encode()
 
+    def rekey(self, contents: str) -> None:
+        """Blocks hold something else from now on: none that was published before is found any more."""
+        self._contents = contents.encode()
+        self.pool.forget_contents()
+
     def reads_for(self, sequence: Sequence) -> bool:
         """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed."""
         return self.enabled and not sequence.owes_prompt_logprobs

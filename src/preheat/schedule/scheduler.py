@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec.structs import replace
 
-from preheat.core import NO_PERSISTENT_BATCH, Delta, Request, Schedule, Stats, StepResult, Swaps
+from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
@@ -138,6 +138,24 @@ class Scheduler:
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
 
+    def abort_all(self) -> Delta:
+        """End all requests with reason "abort"."""
+        self._nothing_in_flight()
+        ids = [*self.running.ids[self.running.order].tolist(), *self.waiting]
+        self.cancel_all()
+        return Delta(finished=dict.fromkeys(ids, Finish("abort")))
+
+    def requeue_all(self) -> None:
+        """Preempt all running sequences: their keys and values are computed again, from their tokens. What waits
+        forgets the hashes of its blocks, which may be keyed anew.
+        """
+        self._nothing_in_flight()
+        while self.running:
+            self.waiting.wait(self.running.preempt_last()[1])
+            self._totals.preemptions += 1
+        for sequence in self.waiting.values():
+            sequence.block_hashes.clear()
+
     @property
     def scattered(self) -> bool:
         """Whether :meth:`compact` has something to do; a step may be in flight."""
@@ -168,6 +186,14 @@ class Scheduler:
         self.pool.forget_contents()
         if self.images is not None:
             self.images.forget()
+
+    def rekey(self, contents: str) -> None:
+        """What is computed from now on is other than before: empty the prefix cache, key it by ``contents``, and
+        compute all running sequences again.
+        """
+        self.requeue_all()
+        self.prefix.rekey(contents)
+        self.reset_prefix_cache()
 
     def schedule(self) -> Schedule | None:
         """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, chat, completions, messages, responses, schema, status
+from preheat.server import answers, chat, completions, messages, operations, responses, schema, status
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
@@ -47,6 +47,7 @@ class Operation:
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
     ``instead``: bodies that replace the error's. ``formats``: what the query may ask for.
+    ``queries``: its other fields, which are texts.
     """
 
     path: str
@@ -55,16 +56,19 @@ class Operation:
     body: Kind | None = None
     errors: tuple[int, ...] = ()
     streams: bool = False
-    instead: Mapping[int, Kind] = field(default_factory=dict)
+    instead: Mapping[int, Kinds] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ("get",)
+    queries: tuple[str, ...] = ()
 
     @property
     def needs_key(self) -> bool:
         return self.path not in OPEN_PATHS
 
 
+_OPERATED = (400, 404, 500, 503)
 _posted = functools.partial(Operation, methods=("post",))
+_operated = functools.partial(_posted, errors=_OPERATED)
 
 OPERATIONS = (
     _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), True),
@@ -80,11 +84,21 @@ OPERATIONS = (
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
     _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(500, 503)),
+    _operated("/pause", operations.pause, answers.Status, queries=("mode",)),
+    _operated("/resume", operations.resume, answers.Status),
+    _operated("/update_weights", operations.update_weights, answers.WeightInfo, operations.UpdateWeightsRequest),
+    _operated("/sleep", operations.sleep, answers.Status, queries=("level", "mode")),
+    _operated("/wake_up", operations.wake_up, answers.Status, queries=("tags",)),
+    Operation("/is_sleeping", operations.is_sleeping, answers.Sleeping, errors=_OPERATED),
+    Operation("/is_paused", operations.is_paused, answers.Paused, errors=_OPERATED),
+    Operation("/weight_info", operations.weight_info, answers.WeightInfo, errors=_OPERATED),
     Operation("/version", status.version, answers.Version),
     Operation("/health", status.health, answers.Status, None, (500, 504)),
     Operation("/ping", status.ping, answers.Status, None, (500, 504), methods=("get", "post")),
     Operation("/load", status.load, answers.ServerLoad),
-    Operation("/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting}),
+    Operation(
+        "/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting | answers.Asleep}
+    ),
     Operation(
         "/warmup", status.warmup, Record | answers.WarmingUp, None, (400, 500, 503),
         formats={"json": "application/json", "html": "text/html"},
@@ -140,7 +154,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
     shared = (401, 429) * operation.needs_key + (400, 404, 408, 413, 500, 503) * bool(operation.body)
-    for code in sorted((*shared, *operation.errors)):
+    for code in sorted({*shared, *operation.errors}):
         kinds = ErrorResponse | operation.instead.get(code, ErrorResponse)
         responses[str(code)] = {"description": _ERRORS[code], "content": _content(kinds)}
     described: dict[str, Any] = {"summary": (operation.endpoint.__doc__ or "").rstrip("."), "responses": responses}
@@ -153,6 +167,9 @@ def _described(operation: Operation) -> dict[str, Any]:
     if operation.formats:
         formats = {"type": "string", "enum": list(operation.formats)}
         described["parameters"] = [{"name": "format", "in": "query", "schema": formats}]
+    if operation.queries:
+        text = {"type": "string"}
+        described["parameters"] = [{"name": name, "in": "query", "schema": text} for name in operation.queries]
     return described
 
 

@@ -77,6 +77,10 @@ class ColdMonitor:
         if events:
             self._report(events)
 
+    def forget(self) -> None:
+        """What was cold until now belongs to no step: an operator changed something between two of them."""
+        self._sources.taken()
+
     @property
     def record(self) -> Record:
         """The record, with all steps counted until now."""

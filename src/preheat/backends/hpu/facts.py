@@ -27,8 +27,10 @@ FACTS = Facts(
     pads_context=True,
     host_sampler=True,
     block_size=128,
+    fixed_weights="the bridge may have folded them into its recipes",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
+        "enable_sleep_mode": "not yet on Gaudi: graphs know the addresses of weights and cache, which must stay",
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
         "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
     },
