@@ -23,6 +23,7 @@ from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
+from preheat.execution.offload import HostTier
 from preheat.grammar.guidance import version
 from preheat.grammar.service import Grammars, open_grammars
 from preheat.model.families import read_spec
@@ -122,6 +123,10 @@ def _boot(
                 masked=not isinstance(grammars, str),
             )
             drafter = _drafter(settings, backend, draft, (packer, executor), mode)
+        offload = None
+        if size := settings.kv_offloading_size:
+            caches = executor.cache, *executor.other_caches
+            offload = scheduler.pool.tier = HostTier(backend, caches, int(size * 2**30))
         dummies = DummySteps(plan, packer, executor)
         warm = WarmUp(
             plan=plan,
@@ -137,6 +142,7 @@ def _boot(
             level=steps.level,
             first_logits=fitted.first_logits if comparable else None,
             grammars=grammars,
+            offload=offload,
             draft_steps=_draft_steps(drafter, backend, mode),
         )
         if (speculates := settings.speculation) is not None:

@@ -22,6 +22,9 @@ from preheat.utils.text import plain_number
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Transfer = Literal["load", "store"]
+"""A copy of a block from the host to the device, or back."""
+
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
@@ -362,6 +365,8 @@ class Stats(msgspec.Struct, tag="stats"):
     blocks_total: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    external_queries: int = 0  # tokens looked up on the host, which the device's cache had not
+    external_hits: int = 0
     preemptions: int = 0
     blocks_moved: int = 0
     steps: int = 0
@@ -477,6 +482,7 @@ class Schedule:
     persistent_batch: int = NO_PERSISTENT_BATCH
     num_drafted: int = 0  # rows at the end with drafts
     images: StepImages | None = None  # None: no token of the step stands for an image
+    transfers: tuple[Transfer, ...] = ()  # what was copied between host and device before it
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:

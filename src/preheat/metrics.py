@@ -158,6 +158,10 @@ class Metrics(Collector):
         yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
         yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
         yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
+        if stats.external_queries:
+            text = "looked up on the host, which the prefix cache had not."
+            yield counter("external_prefix_cache_queries", f"Tokens {text}", stats.external_queries)
+            yield counter("external_prefix_cache_hits", "Tokens found there.", stats.external_hits)
         yield counter("num_preemptions", "Sequences preempted to free blocks.", stats.preemptions)
         yield counter("kv_cache_blocks_moved", "Blocks moved by compaction.", stats.blocks_moved)
         yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)

@@ -130,6 +130,9 @@ class Settings:
     kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, in place of a measured number.", low=1)
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
 
+    kv_offloading_size: float | None = _memory(
+        None, "GiB of the host's memory for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
+    )
     enable_sleep_mode: bool = _memory(False, "Let an operator send the engine to sleep: see docs/sleep.md.")
 
     max_num_seqs: int | None = _schedule(None, "Most sequences in one step.", low=1, default_text="256, on a CPU 64")
@@ -536,11 +539,7 @@ class Settings:
                 param="num_scheduler_steps",
             )
         _ = self.speculation
-        if self.enable_sleep_mode and (self.tensor_parallel_size > 1 or self.tp_invariant):
-            raise SettingsError(
-                "enable_sleep_mode is for one device that shares no layers yet: drop it, or the others",
-                param="enable_sleep_mode",
-            )
+        _check_elastic(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -572,6 +571,21 @@ class Settings:
         if path is not None:
             values = {"config": path, **_from_file(path), **values}
         return cls(**with_bucketing_policy(without_unused(values, args or {}, env)))
+
+
+def _check_elastic(settings: Settings) -> None:
+    """Raise SettingsError for what excludes each other."""
+    if settings.kv_offloading_size and not settings.enable_prefix_caching:
+        raise SettingsError(
+            "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false",
+            param="kv_offloading_size",
+        )
+    shares = settings.tensor_parallel_size > 1 or settings.tp_invariant
+    for name in ("kv_offloading_size", "enable_sleep_mode"):
+        if shares and getattr(settings, name):
+            raise SettingsError(
+                f"{name} is for one device that shares no layers yet: drop it, or the other devices", param=name
+            )
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:

@@ -62,6 +62,7 @@ class PlanOptions:
     draft_model: bool = False
     measures_drafts: bool = False
     grammars: tuple[str, ...] = ()
+    kv_offloading_size: float | None = None
 
     @classmethod
     def of(cls, settings: Any, facts: Facts) -> PlanOptions:

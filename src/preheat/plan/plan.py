@@ -32,6 +32,7 @@ from preheat.plan.items import (
     PaceItem,
     SamplerItem,
     SwapItem,
+    TransferItem,
 )
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
@@ -41,7 +42,8 @@ from preheat.plan.programs import Program
 MAX_PROGRAMS = 2_000
 
 KINDS: tuple[type[Item], ...] = (
-    ForwardItem, EncoderItem, SamplerItem, SwapItem, GrammarItem, DraftItem, PaceItem, DeterminismItem, CheckItem,
+    ForwardItem, EncoderItem, SamplerItem, SwapItem, TransferItem, GrammarItem, DraftItem, PaceItem, DeterminismItem,
+    CheckItem,
 )  # fmt: skip
 """The kinds of items, in the order in which they run."""
 

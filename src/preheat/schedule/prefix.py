@@ -53,6 +53,27 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
+    def restore(self, sequence: Sequence) -> None:
+        """Bring what the pool's tier has of a waiting sequence into free blocks, where :meth:`lookup` finds it."""
+        tier, pool = self.pool.tier, self.pool
+        if tier is None or not self.reads_for(sequence):
+            return
+        held: list[int] = []  # so that none of them makes room for another
+        for index in range((len(sequence.tokens) - 1) // pool.block_size):
+            block_hash = self._block_hash(sequence, sequence.tokens, index)
+            block = pool.find(block_hash)
+            if block is not None:
+                pool.share([block])
+                held.append(block)
+                continue
+            if block_hash not in tier or not pool.num_free:
+                break
+            held += pool.allocate(1)
+            if not tier.load(held[-1], block_hash):
+                break
+            pool.publish(held[-1], block_hash)
+        pool.release(held)
+
     def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
         """Publish the logical blocks ``first`` to ``last`` - 1, whose keys and values must be in the cache.
 

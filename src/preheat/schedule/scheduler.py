@@ -208,6 +208,8 @@ class Scheduler:
         if not len(step.decode) + len(step.prefill):
             return None
         schedule = self._book(step)
+        if self.pool.tier is not None:
+            schedule.transfers = self.pool.tier.taken()
         self._in_flight.append(schedule)
         self._totals.steps += 1
         return schedule
@@ -363,7 +365,7 @@ class Scheduler:
         """Start waiting sequences, in order, as far as slots, budget and blocks go."""
         while self.waiting and self.slots.num_free and len(step.prefill) < self._max_prefills and not step.preempted:
             sequence = self.waiting.first()
-            cached = self.prefix.lookup(sequence)
+            cached, restored = self._cached(step, sequence)
             extend = len(sequence.tokens) - len(cached) * self.pool.block_size
             first = len(cached) * self.pool.block_size
             chunk = self._chunk(step, self._before_images(step, sequence.request, first, extend))
@@ -371,8 +373,19 @@ class Scheduler:
             if not chunk or not whole or not self._blocks_last(sequence, cached):
                 return
             del self.waiting[sequence.request.id]
-            self._count_start(step, sequence, len(cached) * self.pool.block_size)
+            self._count_start(step, sequence, len(cached) * self.pool.block_size, restored * self.pool.block_size)
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
+
+    def _cached(self, step: NextStep, sequence: Sequence) -> tuple[list[int], int]:
+        """The blocks that ``sequence`` may begin with, and how many of them come from the host: they are brought back
+        once it can start.
+        """
+        cached = self.prefix.lookup(sequence)
+        if self.pool.tier is None or not self._chunk(step, 1) or not self._blocks_last(sequence, cached):
+            return cached, 0
+        self.prefix.restore(sequence)
+        found = self.prefix.lookup(sequence)
+        return found, len(found) - len(cached)
 
     def _before_images(self, step: NextStep, request: Request, first: int, wanted: int) -> int:
         """How many of ``wanted`` tokens a row may have for which all images have a place."""
@@ -387,14 +400,17 @@ class Scheduler:
         if segments := self.running.sequence(slot).request.segments:
             step.images |= {segment.image.hash for segment in inside(segments, first, first + chunk)}
 
-    def _count_start(self, step: NextStep, sequence: Sequence, cached_tokens: int) -> None:
+    def _count_start(self, step: NextStep, sequence: Sequence, cached_tokens: int, restored_tokens: int) -> None:
         if sequence.started:
             return
         sequence.started = True
         step.started[sequence.request.id] = cached_tokens
         if self.prefix.reads_for(sequence):
             self._totals.prefix_queries += len(sequence.tokens)
-            self._totals.prefix_hits += cached_tokens
+            self._totals.prefix_hits += cached_tokens - restored_tokens
+            if self.pool.tier is not None:
+                self._totals.external_queries += len(sequence.tokens) - cached_tokens + restored_tokens
+                self._totals.external_hits += restored_tokens
 
     def _chunk(self, step: NextStep, wanted: int) -> int:
         """The most tokens, up to ``wanted``, that one more row may have within the budget."""

@@ -92,6 +92,13 @@ class Verification:
         self.images = ImagePaths.of(engine, self.size.outputs)
         yield from self.images.as_asked(engine)
 
+    def _offloaded(self, engine: Engine) -> PathResult:
+        """What was evicted meanwhile comes back from the host."""
+        before = engine.stats.external_hits
+        seen = engine.run(self.asked)
+        note = f"{engine.stats.external_hits - before:,} tokens from the host"
+        return compare("offloaded blocks", self.first, [seen], note)
+
     def _without_drafts(self) -> PathResult:
         """An engine in which nothing drafts: what was drafted must not have changed a bit."""
         drafted = f"{self.drafts[1]:,} of {self.drafts[0]:,} drafts were accepted"
@@ -104,6 +111,8 @@ class Verification:
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
         yield compare("chunks, few blocks", self.first, [seen], note)
+        if self.settings.kv_offloading_size:
+            yield self._offloaded(engine)
         yield from self.features.tight(engine)
         yield from self.images.tight(engine)
 

@@ -13,7 +13,7 @@ from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import DraftProgram, Program, SamplerProgram, SwapProgram, encoder_programs
+from preheat.plan.programs import DraftProgram, Program, SamplerProgram, SwapProgram, TransferProgram, encoder_programs
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
@@ -150,4 +150,6 @@ def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
         programs = event.bucket, SamplerProgram(event.sampling_size, event.sampling.level)
     if event.schedule.images is not None:
         programs = *programs, *dict.fromkeys(encoder_programs(len(event.schedule.images.encode)))
+    if event.schedule.transfers:
+        programs = *programs, *map(TransferProgram, event.schedule.transfers)
     return programs
