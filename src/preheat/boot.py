@@ -15,6 +15,7 @@ from preheat.backends.base import Backend, Mode
 from preheat.backends.registry import pick_backend
 from preheat.core import Ready
 from preheat.elastic import Elastic, cache_contents
+from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
@@ -35,10 +36,12 @@ from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.modes import check_options, resolve, with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
+from preheat.schedule.kv_events import KvEvents
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.utils.dynamo import compile_seconds
+from preheat.utils.kv_events import kv_events_config
 from preheat.utils.trace import Trace
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
@@ -123,10 +126,7 @@ def _boot(
                 masked=not isinstance(grammars, str),
             )
             drafter = _drafter(settings, backend, draft, (packer, executor), mode)
-        offload = None
-        if size := settings.kv_offloading_size:
-            caches = executor.cache, *executor.other_caches
-            offload = scheduler.pool.tier = HostTier(backend, caches, int(size * 2**30))
+        offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
         dummies = DummySteps(plan, packer, executor)
         warm = WarmUp(
             plan=plan,
@@ -162,6 +162,7 @@ def _boot(
     check = partial(BootCheck, CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars)
     operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)
     loop = start(transport, listener=listener, call=call, operator=operator)
+    _publish_events(settings, loop)
     before_ready()
     transport.put(_ready(record, scheduler, model, time.monotonic() - started))
     return loop
@@ -225,6 +226,13 @@ def _log_plan(plan: Plan, level: int) -> None:
     logger.info("# device blocks: %d, # CPU blocks: 0", plan.limits.num_blocks)
 
 
+def _publish_events(settings: Settings, loop: Loop) -> None:
+    """Tell subscribers of the prefix cache from now on, if the settings say so."""
+    if (events := kv_events_config(settings.kv_events_config)).publishes:
+        loop.kv_publisher = KvPublisher(events)
+        loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
+
+
 def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
     return Scheduler(
         plan.limits,
@@ -250,6 +258,12 @@ def _drafter(
     own = DraftModel(speculates.tokens, *build(settings, backend, draft, plan, packer.slots, mode=mode))
     executor.other_caches.append(own.executor.cache)
     return own
+
+
+def _host_tier(settings: Settings, backend: Backend, executor: Executor) -> HostTier | None:
+    """Where evicted blocks are kept, if the settings give it room."""
+    size, caches = settings.kv_offloading_size, (executor.cache, *executor.other_caches)
+    return None if size is None else HostTier(backend, caches, int(size * 2**30))
 
 
 def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> DraftWarmUp | None:

@@ -17,6 +17,7 @@ from preheat.errors import SettingsError
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.foreign_flags import instead_of
+from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
 from preheat.utils.structured import structured_config
@@ -132,6 +133,9 @@ class Settings:
 
     kv_offloading_size: float | None = _memory(
         None, "GiB of the host's memory for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
+    )
+    kv_events_config: dict[str, Any] | None = _memory(  # noqa: RUF009 - None is not mutable
+        None, "What is published of the prefix cache, as vLLM's JSON object: see docs/kv-offload.md."
     )
     enable_sleep_mode: bool = _memory(False, "Let an operator send the engine to sleep: see docs/sleep.md.")
 
@@ -575,6 +579,11 @@ class Settings:
 
 def _check_elastic(settings: Settings) -> None:
     """Raise SettingsError for what excludes each other."""
+    if kv_events_config(settings.kv_events_config).publishes and not settings.enable_prefix_caching:
+        raise SettingsError(
+            "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false",
+            param="kv_events_config",
+        )
     if settings.kv_offloading_size and not settings.enable_prefix_caching:
         raise SettingsError(
             "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false",

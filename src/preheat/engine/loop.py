@@ -46,6 +46,7 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
 
 if TYPE_CHECKING:
+    from preheat.engine.kv_publisher import KvPublisher
     from preheat.execution.executor import Executor, LaunchedStep
     from preheat.execution.input_batch import InputBatch, Packer
 
@@ -121,6 +122,7 @@ class Loop:
         self._grammars_told = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
         self.control = Control(self, operator)
+        self.kv_publisher: KvPublisher | None = None
 
     @property
     def idle(self) -> bool:
@@ -157,6 +159,8 @@ class Loop:
             return False
         self.call("step", self._step)
         self.control.proceed()
+        if self.scheduler.pool.events is not None:
+            self.scheduler.pool.events.flush()
         return True
 
     def _step(self) -> None:
@@ -271,6 +275,8 @@ class Loop:
                             self.grammars.cancel_all()
         if messages:
             self.control.proceed()
+            if self.scheduler.pool.events is not None:  # a reset, or a command
+                self.scheduler.pool.events.flush()
         if messages and self.idle:  # no step will report that the last requests are gone
             self.transport.put(Delta(stats=self._stats()))
 

@@ -7,6 +7,7 @@ starts from everything else that decides a sequence's keys and values. Equal has
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 
@@ -71,7 +72,8 @@ class PrefixCache:
             held += pool.allocate(1)
             if not tier.load(held[-1], block_hash):
                 break
-            pool.publish(held[-1], block_hash)
+            if pool.publish(held[-1], block_hash):
+                self._tell(sequence, sequence.tokens, [index])
         pool.release(held)
 
     def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
@@ -81,8 +83,23 @@ class PrefixCache:
         """
         if not self.enabled:
             return
+        stored: list[int] = []
         for index in range(first, last):
-            self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index))
+            if self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index)):
+                stored.append(index)
+        if stored:
+            self._tell(sequence, tokens, stored)
+
+    def _tell(self, sequence: Sequence, tokens: np.ndarray, stored: list[int]) -> None:
+        """Report the logical blocks ``stored``, those that follow each other as one event."""
+        if self.pool.events is None:
+            return
+        hashes, size = sequence.block_hashes, self.pool.block_size
+        edges = [at for at in range(1, len(stored)) if stored[at] != stored[at - 1] + 1]
+        for begin, end in pairwise([0, *edges, len(stored)]):
+            first, last = stored[begin], stored[end - 1] + 1
+            parent = hashes[first - 1] if first else None
+            self.pool.events.stored(hashes[first:last], parent, tokens[first * size : last * size].tolist())
 
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
         """The hash of logical block ``index``, kept in the sequence."""
