@@ -16,7 +16,7 @@ import torch
 from preheat.backends.base import Backend
 from preheat.backends.names import HOST
 from preheat.core import Command, EngineState
-from preheat.errors import CheckFailed, InvalidRequest, NotInvariant
+from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import KVCache
 from preheat.model.loader import LoadedModel
@@ -98,13 +98,15 @@ class Elastic:
             return
         try:
             self._compute_digest()
-        except CheckFailed as error:
-            if self._lacking:
-                raise
+        except EngineDead:
+            raise
+        except Exception as error:
             update.swap()
             self._forget()
             self._compute_digest()
-            raise InvalidRequest(f"the old weights stay: with the new ones, {error}") from None
+            if isinstance(error, CheckFailed):
+                raise InvalidRequest(f"the old weights stay: with the new ones, {error}") from None
+            raise
 
     def _source(self, command: Command, copy: Callable[..., None], on_host: bool) -> StoredTensors:
         read, renames = _plain_copy if on_host else copy, self._model.spec.renames

@@ -7,6 +7,7 @@ back. What a command does to the device, the :class:`Operator` does.
 from __future__ import annotations
 
 import logging
+from copy import copy
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.core import Command, EngineState, Outcome, Request
@@ -148,4 +149,4 @@ class Control:
     def _answer(self, command: Command, error: Exception | None = None) -> None:
         self._state.paused = self.paused
         wire = None if error is None else WireError.of(error)
-        self._loop.transport.put(Outcome(command.id, self._state, wire))
+        self._loop.transport.put(Outcome(command.id, copy(self._state), wire))  # it goes on changing

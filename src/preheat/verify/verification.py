@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
@@ -25,6 +26,9 @@ from preheat.warmup.record import Proof, Record
 DIGEST_BYTES = 16
 GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
 """How many requests run together, repeated as needed."""
+
+AGAIN: dict[str, Any] = {"boot_check": "off", "require_invariance": False, "kv_events_config": None}
+"""What an engine beside the one that was asked for does not do: check itself again, and publish at the same place."""
 
 Prompts = Callable[[Engine], list[Prompt]]
 """Makes prompts that fit the model and the limits of an engine."""
@@ -102,7 +106,7 @@ class Verification:
     def _without_drafts(self) -> PathResult:
         """An engine in which nothing drafts: what was drafted must not have changed a bit."""
         drafted = f"{self.drafts[1]:,} of {self.drafts[0]:,} drafts were accepted"
-        engine = Engine(self.boot, replace(self.settings, **WITHOUT, boot_check="off", require_invariance=False))
+        engine = Engine(self.boot, replace(self.settings, **WITHOUT, **AGAIN))
         return compare("without speculation", self.first, [engine.run(self.asked)], drafted)
 
     def _tight(self) -> Iterator[PathResult]:
@@ -144,6 +148,5 @@ def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
         max_num_batched_tokens=min(settings.max_num_batched_tokens or tokens, tokens),
         enable_chunked_prefill=True,
         defrag_threshold=0,
-        boot_check="off",
-        require_invariance=False,
+        **AGAIN,
     )

@@ -31,6 +31,7 @@ FACTS = Facts(
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
         "enable_sleep_mode": "not yet on Gaudi: graphs know the addresses of weights and cache, which must stay",
+        "kv_offloading_size": "not yet on Gaudi: nobody has tried the copies",
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
         "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
     },
