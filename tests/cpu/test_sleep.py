@@ -14,9 +14,7 @@ from preheat.model.update import tensors_of
 from preheat.settings import Settings
 from preheat.utils.memory import used_memory
 from tests.cpu.test_boot_check import SMALL
-from tests.cpu.test_weight_update import GREEDY, PROMPT, changed, fresh, tokens
-
-__all__ = ["changed", "fresh"]
+from tests.cpu.test_weight_update import GREEDY, PROMPT, tokens
 
 MIB = 2**20
 

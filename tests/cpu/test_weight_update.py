@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.core import EngineState
 from preheat.errors import InvalidRequest, ModelError
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.loader import LoadedModel, load_model
@@ -117,28 +117,6 @@ def test_a_quantized_layer_needs_all_its_tensors(pair):
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with other weights."""
-    folder = tmp_path_factory.mktemp("changed")
-    shutil.copytree(BUNDLED_PATH, folder, dirs_exist_ok=True)
-    chance = torch.Generator().manual_seed(0)
-    tensors = load_file(folder / "model.safetensors")
-    noise = {
-        name: (each.float() * (1 + 0.3 * torch.randn(each.shape, generator=chance))).to(each.dtype)
-        for name, each in tensors.items()
-    }
-    save_file(noise, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fresh(changed: Path) -> tuple[EngineState, list[int]]:
-    """What an engine says that has only ever had these weights."""
-    llm = LLM(str(changed), **SMALL)
-    return llm.state, tokens(llm)
-
-
-@pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(**SMALL, on_cold="raise")
 
@@ -217,3 +195,13 @@ def test_pause(llm):
     with pytest.raises(InvalidRequest, match="--enable-sleep-mode"):
         llm.sleep()
     assert not llm.state.paused
+
+
+def test_a_device_that_knows_its_weights_refuses(llm, changed, monkeypatch):
+    monkeypatch.setattr(
+        llm.loop.executor.backend, "facts", replace(CpuBackend.facts, fixed_weights="they are baked in")
+    )
+    before = llm.state
+    with pytest.raises(InvalidRequest, match="weights cannot be updated on cpu: they are baked in"):
+        llm.update_weights(changed)
+    assert llm.state == before
