@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,8 @@ import torch
 from preheat.backends.base import Backend, Mode
 from preheat.backends.registry import pick_backend
 from preheat.core import Ready
+from preheat.elastic import Elastic, cache_contents
+from preheat.engine.kv_publisher import KvPublisher
 from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant
@@ -24,6 +25,7 @@ from preheat.execution.drafting import load_draft, make_drafting, make_proposer
 from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
+from preheat.execution.offload import HostTier
 from preheat.grammar.service import Grammars, open_grammars
 from preheat.lora.boot import adapter_parts, check_mode, open_adapters
 from preheat.lora.service import Adapters
@@ -37,10 +39,12 @@ from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.modes import check_options, resolve, with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
+from preheat.schedule.kv_events import KvEvents
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.utils.dynamo import compile_seconds
+from preheat.utils.kv_events import kv_events_config
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
 from preheat.verify.boot import BootCheck
@@ -128,6 +132,7 @@ def _boot(
                 masked=not isinstance(grammars, str),
             )
             drafter = _drafter(settings, backend, draft, (packer, executor), mode)
+        offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
         dummies = DummySteps(plan, packer, executor)
         warm = WarmUp(
             plan=plan,
@@ -143,6 +148,7 @@ def _boot(
             level=steps.level,
             first_logits=fitted.first_logits if comparable else None,
             grammars=grammars,
+            offload=offload,
             draft_steps=_draft_steps(drafter, backend, mode),
         )
         if (speculates := settings.speculation) is not None:
@@ -166,8 +172,11 @@ def _boot(
     share.agree(executor, plan)
     monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), taken)
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
-    loop = start(transport, listener=listener, call=call)
     _judge(settings, record)
+    check = partial(BootCheck, CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars)
+    operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)
+    loop = start(transport, listener=listener, call=call, operator=operator)
+    _publish_events(settings, loop)
     before_ready()
     transport.put(_ready(record, scheduler, model, time.monotonic() - started))
     return loop
@@ -240,11 +249,18 @@ def _log_plan(plan: Plan, level: int) -> None:
     logger.info("# device blocks: %d, # CPU blocks: 0", plan.limits.num_blocks)
 
 
+def _publish_events(settings: Settings, loop: Loop) -> None:
+    """Tell subscribers of the prefix cache from now on, if the settings say so."""
+    if (events := kv_events_config(settings.kv_events_config)).publishes:
+        loop.kv_publisher = KvPublisher(events)
+        loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
+
+
 def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
     return Scheduler(
         plan.limits,
         enable_prefix_caching=settings.enable_prefix_caching,
-        cache_contents=json.dumps(model.numerics) if model.numerics else "",
+        cache_contents=cache_contents(model),
         enable_chunked_prefill=settings.enable_chunked_prefill,
         mixed_steps=plan.policy.mixed_steps,
         mixed_tokens=settings.max_num_mixed_tokens,
@@ -269,6 +285,12 @@ def _drafter(
     own = DraftModel(speculates.tokens, *make())
     executor.other_caches.append(own.executor.cache)
     return own
+
+
+def _host_tier(settings: Settings, backend: Backend, executor: Executor) -> HostTier | None:
+    """Where evicted blocks are kept, if the settings give it room."""
+    size, caches = settings.kv_offloading_size, (executor.cache, *executor.other_caches)
+    return None if size is None else HostTier(backend, caches, int(size * 2**30))
 
 
 def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> DraftWarmUp | None:
@@ -313,5 +335,5 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
         logger.error("No request is taken: %s", blocked)
     return Ready(
         limits.max_model_len, limits.num_blocks, limits.block_size, seconds, record.to_json(), blocked,
-        scheduler.max_prompt_len,
+        scheduler.max_prompt_len, record.proof.digest,
     )  # fmt: skip

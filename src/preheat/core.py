@@ -22,6 +22,9 @@ from preheat.utils.text import plain_number
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Transfer = Literal["load", "store"]
+"""A copy of a block from the host to the device, or back."""
+
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
 
@@ -296,6 +299,46 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
     id: int = 0
 
 
+class Command(msgspec.Struct, tag="command"):
+    """What an operator wants of the whole engine: done between two steps, in order with the requests, and answered by
+    an :class:`Outcome` with the same ``id``.
+
+    ``mode`` says what becomes of running requests before a pause or a sleep: they end with reason "abort", are waited
+    for, or are kept. ``level`` is that of a sleep; ``tags`` are what wakes up, all if there are none. ``path`` is a
+    folder of safetensors files with the new weights, ``version`` what they are called; ``tensors`` has them by name,
+    where both ends are one process.
+    """
+
+    id: int
+    name: Literal["pause", "resume", "update_weights", "sleep", "wake_up"]
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    level: int = 1
+    tags: list[str] = []
+    path: str = ""
+    version: str = ""
+    tensors: Any = None
+
+
+class EngineState(msgspec.Struct):
+    """``paused``: no step runs. ``sleeping`` is the level of the sleep. ``weight_version`` names the weights;
+    ``digest`` is that of the check's logits with them. ``blocked_reason``, if any, says why no request is taken.
+    """
+
+    paused: bool = False
+    sleeping: int | None = None
+    weight_version: str = "default"
+    digest: str = ""
+    blocked_reason: str = ""
+
+
+class Outcome(msgspec.Struct, tag="outcome"):
+    """The answer to the Command ``id``: the state after it, and the error that kept it from being done."""
+
+    id: int
+    state: EngineState
+    error: WireError | None = None
+
+
 class Finish(msgspec.Struct, array_like=True):
     """Why a sequence ended. ``stop_id`` is the stop token that ended it; ``error`` is set for reason "error"."""
 
@@ -342,6 +385,8 @@ class Stats(msgspec.Struct, tag="stats"):
     blocks_total: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    external_queries: int = 0  # tokens looked up on the host, which the device's cache had not
+    external_hits: int = 0
     preemptions: int = 0
     blocks_moved: int = 0
     steps: int = 0
@@ -383,7 +428,7 @@ class Ready(msgspec.Struct, tag="ready"):
     """The engine can run, within these limits. ``record``: the warm-up record, as JSON.
 
     ``blocked_reason``, if any, says why it takes no requests: a check at boot failed. ``max_prompt_len`` is None if
-    only ``max_model_len`` limits the prompt.
+    only ``max_model_len`` limits the prompt. ``digest`` is that of the check's logits.
     """
 
     max_model_len: int
@@ -393,6 +438,7 @@ class Ready(msgspec.Struct, tag="ready"):
     record: bytes = b""
     blocked_reason: str = ""
     max_prompt_len: int | None = None
+    digest: str = ""
 
 
 class Report(msgspec.Struct, tag="report"):
@@ -415,8 +461,8 @@ class Died(msgspec.Struct, tag="died"):
     error: WireError
 
 
-ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter
-FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died
+ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter | Command
+FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died | Outcome
 
 
 NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step
@@ -465,6 +511,7 @@ class Schedule:
     num_drafted: int = 0  # rows at the end with drafts
     images: StepImages | None = None  # None: no token of the step stands for an image
     loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters that the step needs, each with its place
+    transfers: tuple[Transfer, ...] = ()  # what was copied between host and device before it
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:

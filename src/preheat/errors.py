@@ -139,6 +139,12 @@ class NotReady(PreheatError):
     code = "not_ready"
 
 
+class Asleep(NotReady):
+    """The engine has given back its memory, and takes no requests before it is woken up."""
+
+    code = "asleep"
+
+
 class EngineDead(PreheatError):
     """The engine stopped; the server is about to exit."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict, cast
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
 
 from tqdm import tqdm
 
-from preheat.core import SamplingParams
+from preheat.core import EngineState, Outcome, SamplingParams
 from preheat.engine.loop import Loop
 from preheat.engine.progress import ProgressBar
 from preheat.errors import InvalidRequest, PreheatError
@@ -31,6 +32,9 @@ from preheat.startup import boot_engine, boot_front
 from preheat.transport import InlineTransport
 from preheat.utils.adapters import LoraModule
 from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TextPrompt(TypedDict):
@@ -253,6 +257,8 @@ class OfflineClient:
         with tqdm(total=len(states), desc="Generating", disable=None if use_tqdm else True) as bar:
             for state in states:
                 state.on_change = bar.update
+            if self.frontend.state.paused:
+                raise InvalidRequest("the engine is paused: call resume() first")
             self.frontend.start(states)
             try:
                 while self.frontend.busy:
@@ -332,6 +338,56 @@ class LLM(OfflineClient):
         self.frontend.check_blocked()
         if not self.settings.skip_warmup:
             _warm_up(self.frontend)
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Run no step until :meth:`resume`. ``mode`` is for requests that run, as they may under
+        :meth:`OfflineClient.advance`: they end with reason "abort", are run to their end, or go on later.
+        """
+        self._command("pause", mode=mode)
+
+    def resume(self) -> None:
+        """Run again."""
+        self._command("resume")
+
+    @property
+    def state(self) -> EngineState:
+        """Whether it is paused or asleep, the version of its weights and the digest of the check's logits with them."""
+        return self.frontend.state
+
+    def update_weights(
+        self, weights: str | Path | Iterable[tuple[str, Tensor]], weight_version: str | None = None
+    ) -> None:
+        """Replace weights in place: those in the safetensors files of a folder, or these tensors, by their names in the
+        checkpoint. They may be some of the model's. What was cached is forgotten.
+
+        Raises ModelError, naming tensors, for what does not fit or is not finite; the old weights stay then.
+        """
+        if isinstance(weights, str | Path):
+            self._command("update_weights", path=str(weights), version=weight_version or "")
+        else:
+            self._command("update_weights", tensors=dict(weights), version=weight_version or "")
+
+    def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
+        """Give back memory, with ``enable_sleep_mode``: at level 1 that of the cache, at level 2 that of the weights
+        too, which :meth:`update_weights` must then bring back; level 0 only pauses. ``mode`` is as in :meth:`pause`.
+        """
+        self._command("sleep", level=level, mode=mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, of all or of what ``tags`` name ("weights", "kv_cache"), and run again once all is there.
+        Raises NotInvariant if the check's logits are not those of before.
+        """
+        self._command("wake_up", tags=list(tags or ()))
+
+    def _command(self, name: str, **fields: Any) -> None:
+        outcomes: list[Outcome] = []
+        self.frontend.command(name, outcomes.append, **fields)
+        self._loop.take(0)
+        self._receive()
+        while not outcomes:  # running requests are waited for
+            self.advance()
+        if outcomes[0].error is not None:
+            raise outcomes[0].error.restore()
 
 
 def _warm_up(frontend: Frontend) -> None:

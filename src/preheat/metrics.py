@@ -76,6 +76,7 @@ class Metrics(Collector):
         self.model_name, self.prefix = model_name, prefix
         self.running = self.waiting = 0
         self.stats, self.grammars = Stats(), GrammarStats()
+        self.sleeping: int | None = None  # the level of the engine's sleep
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.items: Mapping[str, int] = {}
         self.cold: Mapping[str, int] = {}
@@ -159,6 +160,10 @@ class Metrics(Collector):
         yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
         yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
         yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
+        if stats.external_queries:
+            text = "looked up on the host, which the prefix cache had not."
+            yield counter("external_prefix_cache_queries", f"Tokens {text}", stats.external_queries)
+            yield counter("external_prefix_cache_hits", "Tokens found there.", stats.external_hits)
         yield counter("num_preemptions", "Sequences preempted to free blocks.", stats.preemptions)
         yield counter("kv_cache_blocks_moved", "Blocks moved by compaction.", stats.blocks_moved)
         yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
@@ -184,6 +189,7 @@ class Metrics(Collector):
         yield self._cache_config()
         if self.adapters:
             yield self._adapters()
+        yield gauge("engine_sleep_state", "The state that is 1 is the engine's.", self._sleep_state(), "sleep_state")
         yield gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
         yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
         digest = "Always 1; the label is the digest of the logits of the check at boot."
@@ -197,6 +203,10 @@ class Metrics(Collector):
         for labels, count in self.http.items():
             answers.add_metric(labels, count)
         yield answers
+
+    def _sleep_state(self) -> dict[str, int]:
+        asleep = {"weights_offloaded": 1, "discard_all": 2}
+        return {"awake": int(self.sleeping is None)} | {name: int(self.sleeping == at) for name, at in asleep.items()}
 
     def _cache_config(self) -> Metric:
         names = list(self.cache_config)

@@ -18,6 +18,7 @@ from preheat.utils.adapters import FULLY_SHARDED, check_lora
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.foreign_flags import instead_of
+from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
 from preheat.utils.structured import structured_config
@@ -144,6 +145,14 @@ class Settings:
     num_gpu_blocks_override: int | None = _memory(None, "Blocks of the KV cache, in place of a measured number.", low=2)
     kv_cache_memory_bytes: int | None = _memory(None, "Bytes of the KV cache, in place of a measured number.", low=1)
     enable_prefix_caching: bool = _memory(True, "Keep finished blocks for prompts that begin in the same way.")
+
+    kv_offloading_size: float | None = _memory(
+        None, "GiB of the host's memory for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
+    )
+    kv_events_config: dict[str, Any] | None = _memory(  # noqa: RUF009 - None is not mutable
+        None, "What is published of the prefix cache, as vLLM's JSON object: see docs/kv-offload.md."
+    )
+    enable_sleep_mode: bool = _memory(False, "Let an operator send the engine to sleep: see docs/sleep.md.")
 
     max_num_seqs: int | None = _schedule(None, "Most sequences in one step.", low=1, default_text="256, on a CPU 64")
     max_num_batched_tokens: int | None = _schedule(
@@ -274,6 +283,14 @@ class Settings:
     )
     max_image_bytes: int = _images(20 * 2**20, "Most bytes in an image's file.", low=1)
     max_image_pixels: int = _images(2**25, "Most pixels of an image, as it is sent and as it is resized.", low=1)
+
+    server_dev_mode: bool = _server(
+        False,
+        "Serve the endpoints of an operator, such as `/pause` and `/update_weights`: see docs/weight-updates.md. Needs "
+        "`api_key`.",
+        env="VLLM_SERVER_DEV_MODE",
+    )
+    weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
 
     config: str | None = _general(None, "A YAML file of options; flags and environment win over it.")
     log_level: str = _general(
@@ -569,6 +586,7 @@ class Settings:
             )
         _ = self.speculation
         check_lora(self)
+        _check_elastic(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -600,6 +618,30 @@ class Settings:
         if path is not None:
             values = {"config": path, **_from_file(path), **values}
         return cls(**with_bucketing_policy(without_unused(values, args or {}, env)))
+
+
+def _check_elastic(settings: Settings) -> None:
+    """Raise SettingsError for what excludes each other."""
+    if kv_events_config(settings.kv_events_config).publishes and not settings.enable_prefix_caching:
+        raise SettingsError(
+            "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false",
+            param="kv_events_config",
+        )
+    if settings.kv_offloading_size and not settings.enable_prefix_caching:
+        raise SettingsError(
+            "kv_offloading_size keeps what the prefix cache evicts: drop it, or enable_prefix_caching false",
+            param="kv_offloading_size",
+        )
+    if settings.enable_sleep_mode and settings.enable_lora:
+        raise SettingsError(
+            "enable_sleep_mode is for models without adapters yet: drop it, or enable_lora", param="enable_sleep_mode"
+        )
+    shares = settings.tensor_parallel_size > 1 or settings.tp_invariant
+    for name in ("kv_offloading_size", "enable_sleep_mode"):
+        if shares and getattr(settings, name):
+            raise SettingsError(
+                f"{name} is for one device that shares no layers yet: drop it, or the other devices", param=name
+            )
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:

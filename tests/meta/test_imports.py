@@ -34,8 +34,9 @@ RULE = {
     " transport",
     "verify": "plan schedule grammar execution model ops backends.base engine frontend warmup transport",
     "parallel": "plan schedule execution model ops backends backends.base backends.cold warmup",
+    "elastic": "schedule model execution backends.base engine warmup verify",
     "boot": "plan schedule grammar lora execution model ops backends backends.base parallel engine transport warmup"
-    " verify",
+    " verify elastic",
     "doctor": "backends warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup engine frontend transport warmup",

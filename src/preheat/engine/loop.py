@@ -27,6 +27,7 @@ from preheat.core import (
     AdapterReport,
     Ask,
     Cancel,
+    Command,
     Delta,
     Drain,
     Finish,
@@ -42,6 +43,7 @@ from preheat.core import (
     ToEngine,
     UnloadAdapter,
 )
+from preheat.engine.control import Control, Operator
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.errors import EngineDead, InvalidRequest, ModelNotFound, PreheatError, WireError
 from preheat.grammar.service import Grammars
@@ -51,6 +53,7 @@ from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
 
 if TYPE_CHECKING:
+    from preheat.engine.kv_publisher import KvPublisher
     from preheat.execution.executor import Executor, LaunchedStep
     from preheat.execution.input_batch import InputBatch, Packer
 
@@ -104,7 +107,7 @@ class InFlightStep:
 class Loop:
     """Runs requests from the transport until it is drained. ``overlap`` needs an asynchronous device. The parts of a
     step are called through ``call``, by name, for the trace. ``grammars`` serve structured outputs, ``adapters`` LoRA,
-    or say why not.
+    or say why not. ``operator`` does what commands ask of the device.
     """
 
     def __init__(
@@ -119,12 +122,15 @@ class Loop:
         call: Call = untraced,
         grammars: Grammars | str = "structured outputs are off",
         adapters: Adapters | str = NO_ADAPTERS,
+        operator: Operator | None = None,
     ) -> None:
         self.transport, self.scheduler, self.packer, self.executor = transport, scheduler, packer, executor
         self.listener, self.overlap, self.call, self.launch_timer = listener, overlap, call, LaunchTimer()
         self.grammars, self.adapters, self.draining = grammars, adapters, False
         self._grammars_told = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
+        self.control = Control(self, operator)
+        self.kv_publisher: KvPublisher | None = None
 
     @property
     def idle(self) -> bool:
@@ -142,28 +148,36 @@ class Loop:
     def run(self) -> None:
         """Step until drained; wait in the transport while there is nothing to run."""
         while not (self.draining and self.idle):
-            self.take(None if self.idle else TICK if self.scheduler.idle else 0)
+            if self.idle or (self.control.paused and not self._reading):
+                self.take(None)
+            else:
+                self.take(TICK if self.scheduler.idle or self.control.paused else 0)
             while (spare := self.launch_timer.spare()) >= TICK:
                 self.take(spare)
             self.step()
 
     def finish(self) -> None:
-        """Step until idle, whatever arrives meanwhile."""
-        while not self.idle:
+        """Step until idle or paused, whatever arrives meanwhile."""
+        while not (self.idle or self.control.paused):
             self.step()
 
     def step(self) -> bool:
         """Launch a step and process the results of the previous one, or of the same one without ``overlap``.
 
-        False when idle, or when nothing can run before a grammar is compiled or an adapter read.
+        False when idle or paused, or when nothing can run before a grammar is compiled or an adapter read.
         """
         if self._reading:
-            self._take_adapters(wait=TICK if self.scheduler.idle else 0.0)
+            self._take_adapters(wait=TICK if self.scheduler.idle or self.control.paused else 0.0)
+        if self.control.paused:
+            return False
         if self._compiling:
             self._admit(wait=TICK if self.scheduler.idle else 0.0)
         if self.scheduler.idle:
             return False
         self.call("step", self._step)
+        self.control.proceed()
+        if self.scheduler.pool.events is not None:
+            self.scheduler.pool.events.flush()
         return True
 
     def _step(self) -> None:
@@ -261,26 +275,48 @@ class Loop:
         for message in messages:
             match message:
                 case Request():
-                    self.add(message)
+                    self.control.arrive(message)
                 case Cancel():
                     self._cancel(message.id)
+                case Command():
+                    self.control.take(message)
                 case Ask():
                     self.transport.put(Report(self.listener.report()))
                 case LoadAdapter() | UnloadAdapter():
                     self._change_adapters(message)
                 case ResetPrefixCache():
-                    self._process_results()  # they publish blocks too
+                    self.settle()  # they publish blocks too
                     self.scheduler.reset_prefix_cache()
                 case Drain():
                     self.draining = True
+                    self.control.drain()
                     if message.now:
                         self.scheduler.cancel_all()
                         if not isinstance(self.grammars, str):
                             self.grammars.cancel_all()
                         if not isinstance(self.adapters, str):
                             self.adapters.cancel_all()
+        if messages:
+            self.control.proceed()
+            if self.scheduler.pool.events is not None:  # a reset, or a command
+                self.scheduler.pool.events.flush()
         if messages and self.idle:  # no step will report that the last requests are gone
             self.transport.put(Delta(stats=self._stats()))
+
+    def settle(self) -> None:
+        """Process the results of all steps in flight."""
+        self._process_results()
+
+    def abort_all(self) -> None:
+        """End all requests with reason "abort", those too that wait for a grammar or an adapter."""
+        self.settle()
+        delta = self.scheduler.abort_all()
+        if not isinstance(self.grammars, str):
+            delta.finished |= dict.fromkeys(self.grammars.cancel_all(), Finish("abort"))
+        if not isinstance(self.adapters, str):
+            delta.finished |= dict.fromkeys(self.adapters.cancel_all(), Finish("abort"))
+        delta.stats = self._stats()
+        self.transport.put(delta)
 
     def add(self, request: Request) -> None:
         """Take a request; one that cannot be served is answered with an error."""
@@ -328,6 +364,8 @@ class Loop:
             self.transport.put(report)
 
     def _cancel(self, request_id: int) -> None:
+        if self.control.cancel(request_id):
+            return
         if not isinstance(self.adapters, str) and self.adapters.cancel(request_id):
             return
         if isinstance(self.grammars, str) or not self.grammars.cancel(request_id):

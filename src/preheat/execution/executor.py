@@ -206,6 +206,12 @@ class Executor:
             cache.swap(pairs)
 
     @torch.inference_mode()
+    def clear_block(self, block: int) -> None:
+        """Overwrite what a block holds."""
+        for cache in (self.cache, *self.other_caches):
+            cache.data[:, block].view(torch.uint8).zero_()
+
+    @torch.inference_mode()
     def compile(self, programs: Iterable[Program | None], threads: int) -> None:
         """Build the kernels of ``programs``, many at a time."""
         building = self.backend.compiling(threads)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,10 @@ from preheat.ops.float8 import DTYPES
 
 
 class BlockCache:
-    """``layers`` are tensors whose first axis are the pool's blocks, each of whole words of 64 bits, contiguous."""
+    """``data`` [layers, blocks, ...]: the pool's blocks in every layer, each of whole words of 64 bits, contiguous."""
 
-    def __init__(self, layers: Sequence[Tensor]) -> None:
-        self.layers = list(layers)
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.layers = data, list(data.unbind(0))
         self._blocks = [layer.view(len(layer), -1).view(torch.int64) for layer in self.layers]  # moved in whole words
 
     def swap(self, pairs: Tensor) -> None:
@@ -32,8 +30,8 @@ class BlockCache:
 
 
 class KVCache(BlockCache):
-    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are of
-    ``dtype``, the model's, or of the eight bits that the spec asks for.
+    """Its ``data`` is [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are
+    of ``dtype``, the model's, or of the eight bits that the spec asks for.
 
     Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole heads of
     whole blocks straight into the layout of the matrix product.
@@ -43,8 +41,7 @@ class KVCache(BlockCache):
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, dtype), device=device)
-        super().__init__(self.data.unbind(0))
+        super().__init__(torch.zeros(shape, dtype=DTYPES.get(spec.kv_dtype, dtype), device=device))
 
 
 class FeatureCache(BlockCache):
@@ -53,6 +50,5 @@ class FeatureCache(BlockCache):
     """
 
     def __init__(self, num_blocks: int, block_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        data = torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
-        super().__init__([data])
-        self.rows = data.view(-1, size)
+        super().__init__(torch.zeros(1, num_blocks, block_size, size, dtype=dtype, device=device))
+        self.rows = self.data.view(-1, size)

@@ -7,10 +7,33 @@ loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from preheat.core import AdapterReport, Delta, Died, FromEngine, Image, Progress, Ready, ResetPrefixCache, ToEngine
-from preheat.errors import EngineDead, InvalidRequest, NotInvariant, NotReady, PreheatError, TooManyRequests
+from preheat.core import (
+    AdapterReport,
+    Command,
+    Delta,
+    Died,
+    EngineState,
+    FromEngine,
+    Image,
+    Outcome,
+    Progress,
+    Ready,
+    ResetPrefixCache,
+    ToEngine,
+)
+from preheat.errors import (
+    Asleep,
+    EngineDead,
+    InvalidRequest,
+    NotInvariant,
+    NotReady,
+    PreheatError,
+    TooManyRequests,
+    WireError,
+)
 from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
@@ -76,7 +99,9 @@ class Frontend:
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
+        self.state = EngineState()
         self._send, self._max_queued = send, max_queued
+        self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
     @property
     def num_unfinished(self) -> int:
@@ -91,8 +116,21 @@ class Frontend:
     def busy(self) -> bool:
         return self.num_unfinished > 0
 
+    @property
+    def halted(self) -> bool:
+        """Whether the engine may not answer requests for a while: it is paused, or carries out a command."""
+        return self.state.paused or bool(self._asked)
+
     def limits(self) -> Ready:
         """The engine's limits. Raises EngineDead or NotReady, with the reason, if it takes no requests."""
+        ready = self._started()
+        if self.state.sleeping is not None:
+            raise Asleep("The engine is asleep: /wake_up wakes it up")
+        if self.state.blocked_reason:
+            raise NotReady(self.state.blocked_reason)
+        return ready
+
+    def _started(self) -> Ready:
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.ready is None:
@@ -173,6 +211,13 @@ class Frontend:
         self.limits()
         self._send(ResetPrefixCache())
 
+    def command(self, name: str, done: Callable[[Outcome], None], **fields: Any) -> None:
+        """Send a :class:`Command` to the engine; ``done`` gets its outcome. Raises EngineDead or NotReady."""
+        self._started()
+        id = next(self._commands)
+        self._asked[id] = done
+        self._send(Command(id, name, **fields))  # type: ignore[arg-type]
+
     def fail(self, ids: Iterable[int], error: PreheatError) -> None:
         """End the requests of these choices, those that have not ended, with ``error``."""
         for id in ids:
@@ -187,9 +232,13 @@ class Frontend:
             case Progress():
                 self.progress = message
             case Ready():
-                self.ready = message
+                self.ready, self.state.digest = message, message.digest
             case AdapterReport():
                 self.adapters.handle(message)
+            case Outcome():
+                self.state = message.state
+                self.metrics.sleeping = message.state.sleeping
+                self._asked.pop(message.id)(message)
             case Died():
                 self.die(message.error.message)
 
@@ -199,6 +248,9 @@ class Frontend:
             self.dead = message
             self.fail_all(EngineDead(message))
             self.adapters.fail_all(EngineDead(message))
+            asked, self._asked = self._asked, {}
+            for id, done in asked.items():
+                done(Outcome(id, self.state, WireError.of(EngineDead(message))))
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:

@@ -133,9 +133,11 @@ class Grammars:
         """Forget a waiting request; False if it does not wait."""
         return self._waiting.pop(request_id, None) is not None
 
-    def cancel_all(self) -> None:
-        """Forget all waiting requests."""
+    def cancel_all(self) -> list[int]:
+        """Forget all waiting requests; their ids."""
+        ids = [*self._waiting]
         self._waiting.clear()
+        return ids
 
     def take(self, timeout: float = 0.0) -> list[Arrived]:
         """The requests that no longer wait, each with the state at its beginning or with what is wrong; waits up to

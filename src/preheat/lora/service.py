@@ -115,10 +115,12 @@ class Adapters:
         self._waiting = [each for each in self._waiting if _request_id(each) != request_id]
         return len(self._waiting) < count
 
-    def cancel_all(self) -> None:
-        """Forget all requests."""
+    def cancel_all(self) -> list[int]:
+        """Forget all requests; the ids of those that wait."""
+        ids = [id for each in self._waiting if (id := _request_id(each)) is not None]
         self._chosen.clear()
         self._waiting = [each for each in self._waiting if _request_id(each) is None]
+        return ids
 
     def take(self, timeout: float) -> list[tuple[Request, PreheatError | None]]:
         """The requests whose adapter is there now, or the error why not; waits at most so many seconds for one."""

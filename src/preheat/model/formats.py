@@ -127,7 +127,7 @@ FORMATS: Mapping[str, LinearFormat] = {
 
 
 def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS) -> dict[str, Shape]:
-    """Name and shape of every tensor that a checkpoint of the specs below ``spec`` must have."""
+    """Name and shape of every tensor that a checkpoint of this model, or of this part of a spec, must have."""
     found: dict[str, Shape] = {}
     for _, leaf in leaves(spec):
         if isinstance(leaf, LinearSpec | ExpertsSpec):

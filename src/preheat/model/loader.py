@@ -43,6 +43,7 @@ from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, 
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
+    EmbeddingSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -70,6 +71,7 @@ class LoadedModel:
     """A checkpoint loaded in ``dtype``. ``bytes_per_block`` is the size of a block of the KV cache; ``numerics``, plain
     data, are types and scales of cache and linear layers that bits depend on, where they are not the model's own.
     ``adapters`` are the places for adapters in its layers, if there are to be any.
+    ``formats`` are those that linear layers were loaded by.
     """
 
     folder: Path
@@ -80,6 +82,7 @@ class LoadedModel:
     bytes_per_block: int
     numerics: Mapping[str, object] = field(default_factory=dict)
     adapters: AdapterSeats | None = None
+    formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
 
 
 def load_model(settings: Settings, backend: Backend, collective: Collective | None = None) -> LoadedModel:
@@ -113,7 +116,7 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
-    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats)
+    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats, quantized.formats)
 
 
 def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
@@ -255,21 +258,23 @@ class WeightLoader:
             self.backend, self._device, self._place = cast(Backend, host), torch.device(HOST), host.place
 
     def model(self, spec: ModelSpec) -> Weights:
-        embedding = self._place(self.tensor(f"{spec.embedding.name}.weight", *spec.embedding.shape))
+        embedding = self.table(spec.embedding)
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
-        positions = (
-            self._place(self.tensor(f"{spec.positions.name}.weight", *spec.positions.shape)) if spec.positions else None
-        )
+        positions = self.table(spec.positions) if spec.positions else None
         vision = self.vision(spec.vision) if spec.vision else None
         return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
+
+    def table(self, spec: EmbeddingSpec) -> Tensor:
+        """A table of embeddings."""
+        return self._place(self.tensor(f"{spec.name}.weight", *spec.shape))
 
     def vision(self, spec: VisionSpec) -> VisionWeights:
         kernel = self.tensor(f"{spec.patches.name}.weight", *spec.patches.shape)
         return VisionWeights(
             patches=self.backend.linear(kernel.view(spec.patches.outputs, -1)),
             cls=self._place(self.tensor(f"{spec.cls.name}.weight", *spec.cls.shape)),
-            positions=self._place(self.tensor(f"{spec.positions.name}.weight", *spec.positions.shape)),
+            positions=self.table(spec.positions),
             pre_norm=self.norm(spec.pre_norm),
             layers=[self.vision_layer(layer) for layer in spec.layers],
             projector=self.dense(spec.projector),

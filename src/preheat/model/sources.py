@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -88,34 +88,32 @@ def _parts(stored: str, shape: Shape, renames: Sequence[Rename]) -> Iterator[tup
             yield name.format(*outer), (rows, *inner[1:]), part
 
 
-class SafetensorsFiles:
-    """The files of a checkpoint. ``shapes`` are those of its tensors, by name, after ``renames``;
-    ``copy(source, out)`` copies one.
+class StoredTensors:
+    """The tensors of ``files``, which are open. ``shapes`` are theirs, by name, after ``renames``;
+    ``copy(source, out)`` copies one. ``origin`` is what errors call it all.
     """
 
     def __init__(
-        self, directory: Path, copy: Callable[[Tensor, Tensor], object], renames: Sequence[Rename] = ()
+        self,
+        origin: object,
+        files: Iterable[Any],
+        copy: Callable[[Tensor, Tensor], object],
+        renames: Sequence[Rename] = (),
     ) -> None:
-        self._copy = copy
+        self._copy, self._origin = copy, origin
         self._places: dict[str, _Place] = {}
         self._sums: dict[str, tuple[Tensor, torch.dtype]] = {}
         self._scales: dict[str, int] = {}
         self.shapes: dict[str, Shape] = {}
-        found: set[str] = set()
-        for path in weight_files(directory):
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except Exception as error:  # the library has no error class of its own
-                raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
+        self.stored: set[str] = set()
+        for file in files:
             for stored in file.keys():  # noqa: SIM118 - not a mapping
-                found.add(stored)
+                self.stored.add(stored)
                 for name, shape, part in _parts(stored, tuple(file.get_slice(stored).get_shape()), renames):
                     if name in self.shapes:
-                        raise ModelError(f"{directory}: tensor {name} is there more than once")
+                        raise ModelError(f"{origin}: tensor {name} is there more than once")
                     self.shapes[name] = shape
                     self._places[name] = _Place(file, stored, part)
-        if missing := sorted(indexed_names(directory) - found):
-            raise ModelError(f"{directory}: the index names tensors that no file has: {some(missing)}")
 
     def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
         source = self._places[name].read(piece)
@@ -149,6 +147,8 @@ class SafetensorsFiles:
         """Raise ModelError, naming the tensor, if one that was read holds a NaN or an infinity: every answer would be
         nonsense. The sums were made where the tensors lie, so that loading does not wait for them.
         """
+        if not self._sums:
+            return
         finite = torch.isfinite(torch.stack([total for total, _ in self._sums.values()])).tolist()
         for (name, (_, dtype)), good in zip(self._sums.items(), finite, strict=True):
             if good:
@@ -160,6 +160,44 @@ class SafetensorsFiles:
                     f"tensor {name} of the checkpoint is not finite: {wrong:,} of its {tensor.numel():,} numbers are "
                     f"NaN or infinite in {dtype}; fetch or export the checkpoint again"
                 )
+
+
+class SafetensorsFiles(StoredTensors):
+    """Those of a checkpoint in ``directory``."""
+
+    def __init__(
+        self, directory: Path, copy: Callable[[Tensor, Tensor], object], renames: Sequence[Rename] = ()
+    ) -> None:
+        super().__init__(directory, map(_opened, weight_files(directory)), copy, renames)
+        if missing := sorted(indexed_names(directory) - self.stored):
+            raise ModelError(f"{directory}: the index names tensors that no file has: {some(missing)}")
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # the library has no error class of its own
+        raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+class GivenTensors(dict[str, Tensor]):
+    """Tensors in memory, in the form of an open safetensors file."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[name].detach().cpu()
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self.get_tensor(name))
+
+
+class _Slice(NamedTuple):
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, part: Any) -> Any:
+        return self.tensor[part]
 
 
 class DummyTensors:
@@ -211,7 +249,7 @@ def _fill_code(name: str, out: Tensor, generator: torch.Generator) -> None:
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape], formats: Mapping[str, LinearFormat] = FORMATS) -> None:
     """Raise ModelError unless ``shapes`` are those of ``spec``, apart from tensors that are known to be harmless."""
-    check_shapes(spec.architecture, expected_tensors(spec, formats), shapes, lambda name: _harmless(name, spec))
+    check_shapes(spec.architecture, expected_tensors(spec, formats), shapes, lambda name: is_harmless(name, spec))
 
 
 def check_shapes(
@@ -237,7 +275,7 @@ def check_shapes(
         raise ModelError(f"the checkpoint does not fit {what}: {'; '.join(problems)}")
 
 
-def _harmless(name: str, spec: ModelSpec) -> bool:
+def is_harmless(name: str, spec: ModelSpec) -> bool:
     """Buffers that old exporters wrote, an output head that repeats the tied embedding, and the scales of the KV cache,
     which are read for themselves.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
-from preheat.core import Level, SamplingParams
+from preheat.core import Level, SamplingParams, Transfer
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
@@ -26,6 +26,7 @@ from preheat.plan.programs import (
     Program,
     SamplerProgram,
     SwapProgram,
+    TransferProgram,
 )
 from preheat.plan.sampler_settings import (
     BRANCH_SETTINGS,
@@ -76,6 +77,9 @@ class ItemRunner(Protocol):
 
     def swap(self, pairs: int) -> None:
         """Run the program that swaps ``pairs`` pairs of blocks; blocks 0 and 1 change places."""
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Copy the pad block to the host, or back."""
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
         """Call ``run`` ``count`` times, logging as the determinism warm-up does; a failing pass is logged too."""
@@ -394,6 +398,31 @@ class SwapItem(Item):
 
     def run(self, warm: ItemRunner) -> None:
         warm.swap(self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferItem(Item):
+    """A copy of a block of the cache to the host, or back; there are some with ``kv_offloading_size``."""
+
+    KIND = "offload"
+    transfer: Transfer
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[TransferItem]:
+        """To the host first."""
+        transfers: tuple[Transfer, ...] = ("store", "load") if plan.options.kv_offloading_size else ()
+        return map(cls, transfers)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"transfer": self.transfer}
+
+    @property
+    def program(self) -> TransferProgram:
+        return TransferProgram(self.transfer)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.transfer(self.transfer)
 
 
 @dataclass(frozen=True, slots=True)

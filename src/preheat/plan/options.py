@@ -65,6 +65,7 @@ class PlanOptions:
     grammars: tuple[str, ...] = ()
     pools: bool = False
     enable_lora: bool = False
+    kv_offloading_size: float | None = None
 
     @classmethod
     def of(cls, settings: Any, facts: Facts, *, pools: bool = False) -> PlanOptions:

@@ -34,6 +34,7 @@ from preheat.plan.items import (
     PoolerItem,
     SamplerItem,
     SwapItem,
+    TransferItem,
 )
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
@@ -43,8 +44,8 @@ from preheat.plan.programs import AdaptedProgram, Program
 MAX_PROGRAMS = 2_000
 
 KINDS: tuple[type[Item], ...] = (
-    ForwardItem, EncoderItem, SamplerItem, PoolerItem, AdapterItem, SwapItem, GrammarItem, DraftItem, PaceItem,
-    DeterminismItem,
+    ForwardItem, EncoderItem, SamplerItem, PoolerItem, AdapterItem, SwapItem, TransferItem, GrammarItem, DraftItem,
+    PaceItem, DeterminismItem,
     CheckItem,
 )  # fmt: skip
 """The kinds of items, in the order in which they run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from preheat.core import Level
+from preheat.core import Level, Transfer
 from preheat.plan.buckets import Bucket
 
 
@@ -54,6 +54,15 @@ class EncoderProgram(NamedTuple):
         return f"(encoder, {self.images})"
 
 
+class TransferProgram(NamedTuple):
+    """Copies a block to the host ("store"), or back ("load")."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"(offload, {self.transfer})"
+
+
 ENCODER_SIZES = (4, 2, 1)
 """How many images are encoded at once, largest first."""
 
@@ -67,4 +76,4 @@ def encoder_programs(images: int) -> list[EncoderProgram]:
     return found
 
 
-Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram | AdaptedProgram
+Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram | AdaptedProgram | TransferProgram

@@ -11,14 +11,41 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence as Ids
+from typing import Protocol
 
 import numpy as np
+
+from preheat.core import Transfer
+from preheat.schedule.kv_events import KvEvents
 
 PAD_BLOCK = 0
 
 
+class Tier(Protocol):
+    """Where contents of evicted blocks are kept, by block hash."""
+
+    def __contains__(self, block_hash: bytes) -> bool: ...
+
+    def store(self, block: int, block_hash: bytes) -> None:
+        """Keep what ``block`` has, which is about to be overwritten."""
+
+    def load(self, block: int, block_hash: bytes) -> bool:
+        """Bring what has this hash into ``block``; False if that cannot be done."""
+
+    def forget(self) -> None:
+        """Keep nothing."""
+
+    def taken(self) -> tuple[Transfer, ...]:
+        """Which copies were made since the last call."""
+
+
 class BlockPool:
-    """``num_blocks`` blocks, including the pad block, of ``block_size`` tokens each."""
+    """``num_blocks`` blocks, including the pad block, of ``block_size`` tokens each. ``tier`` keeps what is evicted,
+    ``events`` tell of what can be found.
+    """
+
+    tier: Tier | None = None
+    events: KvEvents | None = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2 or block_size < 1:
@@ -78,11 +105,15 @@ class BlockPool:
             else:
                 self._cached[block_hash] = None
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Let :meth:`find` return the used ``block`` for ``block_hash``; the first block published for a hash stays."""
-        if block_hash not in self._block_of and self._hash_of[block] is None:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """Let :meth:`find` return the used ``block`` for ``block_hash``; the first block published for a hash stays, so
+        False for another.
+        """
+        if block_hash in self._block_of or self._hash_of[block] is not None:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def find(self, block_hash: bytes) -> int | None:
         """The used or cached block whose content has ``block_hash``."""
@@ -114,6 +145,10 @@ class BlockPool:
         self._cached.clear()
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
+        if self.tier is not None:
+            self.tier.forget()
+        if self.events is not None:
+            self.events.cleared()
 
     def check(self, references: np.ndarray | None = None) -> None:
         """Raise RuntimeError, naming the first fault, unless all records agree and, if given, ``references``
@@ -145,4 +180,8 @@ class BlockPool:
         block_hash, _ = self._cached.popitem(last=False)
         block = self._block_of.pop(block_hash)
         self._hash_of[block] = None
+        if self.tier is not None:
+            self.tier.store(block, block_hash)
+        if self.events is not None:
+            self.events.removed(block_hash)
         return block

@@ -8,6 +8,7 @@ therefore mean equal cache contents.
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,6 +32,11 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool = True, contents: str = "") -> None:
         self.pool, self.enabled, self._contents = pool, enabled, contents.encode()
 
+    def rekey(self, contents: str) -> None:
+        """Blocks hold something else from now on: none that was published before is found any more."""
+        self._contents = contents.encode()
+        self.pool.forget_contents()
+
     def reads_for(self, sequence: Sequence) -> bool:
         """Whether cached blocks may be used: not for prompt logprobs, which need every position to be computed."""
         return self.enabled and not sequence.owes_prompt_logprobs
@@ -49,6 +55,28 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
+    def restore(self, sequence: Sequence) -> None:
+        """Bring what the pool's tier has of a waiting sequence into free blocks, where :meth:`lookup` finds it."""
+        tier, pool = self.pool.tier, self.pool
+        if tier is None or not self.reads_for(sequence):
+            return
+        held: list[int] = []  # so that none of them makes room for another
+        for index in range((len(sequence.tokens) - 1) // pool.block_size):
+            block_hash = self._block_hash(sequence, sequence.tokens, index)
+            block = pool.find(block_hash)
+            if block is not None:
+                pool.share([block])
+                held.append(block)
+                continue
+            if block_hash not in tier or not pool.num_free:
+                break
+            held += pool.allocate(1)
+            if not tier.load(held[-1], block_hash):
+                break
+            if pool.publish(held[-1], block_hash):
+                self._tell(sequence, sequence.tokens, [index])
+        pool.release(held)
+
     def publish(self, sequence: Sequence, tokens: np.ndarray, table: np.ndarray, first: int, last: int) -> None:
         """Publish the logical blocks ``first`` to ``last`` - 1, whose keys and values must be in the cache.
 
@@ -56,8 +84,23 @@ class PrefixCache:
         """
         if not self.enabled:
             return
+        stored: list[int] = []
         for index in range(first, last):
-            self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index))
+            if self.pool.publish(int(table[index]), self._block_hash(sequence, tokens, index)):
+                stored.append(index)
+        if stored:
+            self._tell(sequence, tokens, stored)
+
+    def _tell(self, sequence: Sequence, tokens: np.ndarray, stored: list[int]) -> None:
+        """Report the logical blocks ``stored``, those that follow each other as one event."""
+        if self.pool.events is None:
+            return
+        hashes, size = sequence.block_hashes, self.pool.block_size
+        edges = [at for at in range(1, len(stored)) if stored[at] != stored[at - 1] + 1]
+        for begin, end in pairwise([0, *edges, len(stored)]):
+            first, last = stored[begin], stored[end - 1] + 1
+            parent = hashes[first - 1] if first else None
+            self.pool.events.stored(hashes[first:last], parent, tokens[first * size : last * size].tolist())
 
     def _root(self, sequence: Sequence) -> bytes:
         return chain_root(sequence.request) + self._contents + sequence.adapter_digest.encode()

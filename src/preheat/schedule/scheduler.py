@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec.structs import replace
 
-from preheat.core import NO_PERSISTENT_BATCH, Delta, Request, Schedule, Stats, StepResult, Swaps
+from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
@@ -143,6 +143,24 @@ class Scheduler:
         self.waiting.clear()
         self.running.stop(self.running.order.tolist())
 
+    def abort_all(self) -> Delta:
+        """End all requests with reason "abort"."""
+        self._nothing_in_flight()
+        ids = [*self.running.ids[self.running.order].tolist(), *self.waiting]
+        self.cancel_all()
+        return Delta(finished=dict.fromkeys(ids, Finish("abort")))
+
+    def requeue_all(self) -> None:
+        """Preempt all running sequences: their keys and values are computed again, from their tokens. What waits
+        forgets the hashes of its blocks, which may be keyed anew.
+        """
+        self._nothing_in_flight()
+        while self.running:
+            self.waiting.wait(self.running.preempt_last()[1])
+            self._totals.preemptions += 1
+        for sequence in self.waiting.values():
+            sequence.block_hashes.clear()
+
     @property
     def scattered(self) -> bool:
         """Whether :meth:`compact` has something to do; a step may be in flight."""
@@ -174,6 +192,14 @@ class Scheduler:
         if self.images is not None:
             self.images.forget()
 
+    def rekey(self, contents: str) -> None:
+        """What is computed from now on is other than before: empty the prefix cache, key it by ``contents``, and
+        compute all running sequences again.
+        """
+        self.requeue_all()
+        self.prefix.rekey(contents)
+        self.reset_prefix_cache()
+
     def schedule(self) -> Schedule | None:
         """The next step, with its blocks allocated and its lengths moved; pack it before scheduling another.
 
@@ -188,6 +214,8 @@ class Scheduler:
             return None
         schedule = self._book(step)
         schedule.loads = self.adapters.take_loads()
+        if self.pool.tier is not None:
+            schedule.transfers = self.pool.tier.taken()
         self._in_flight.append(schedule)
         self._totals.steps += 1
         return schedule
@@ -360,7 +388,7 @@ class Scheduler:
                 if (claimed := self.adapters.claimed(passed_over)) is not None:
                     passed_over.add(claimed)
                 continue
-            cached = self.prefix.lookup(sequence)
+            cached, restored = self._cached(step, sequence)
             extend = len(sequence.tokens) - len(cached) * self.pool.block_size
             first = len(cached) * self.pool.block_size
             chunk = self._chunk(step, self._before_images(step, sequence.request, first, extend))
@@ -368,8 +396,19 @@ class Scheduler:
             if not chunk or not whole or not self._blocks_last(sequence, cached):
                 return
             del self.waiting[sequence.request.id]
-            self._count_start(step, sequence, len(cached) * self.pool.block_size)
+            self._count_start(step, sequence, len(cached) * self.pool.block_size, restored * self.pool.block_size)
             self._add_prefill(step, self.running.start(sequence, cached), chunk)
+
+    def _cached(self, step: NextStep, sequence: Sequence) -> tuple[list[int], int]:
+        """The blocks that ``sequence`` may begin with, and how many of them come from the host: they are brought back
+        once it can start.
+        """
+        cached = self.prefix.lookup(sequence)
+        if self.pool.tier is None or not self._chunk(step, 1) or not self._blocks_last(sequence, cached):
+            return cached, 0
+        self.prefix.restore(sequence)
+        found = self.prefix.lookup(sequence)
+        return found, len(found) - len(cached)
 
     def _before_images(self, step: NextStep, request: Request, first: int, wanted: int) -> int:
         """How many of ``wanted`` tokens a row may have for which all images have a place."""
@@ -384,14 +423,17 @@ class Scheduler:
         if segments := self.running.sequence(slot).request.segments:
             step.images |= {segment.image.hash for segment in inside(segments, first, first + chunk)}
 
-    def _count_start(self, step: NextStep, sequence: Sequence, cached_tokens: int) -> None:
+    def _count_start(self, step: NextStep, sequence: Sequence, cached_tokens: int, restored_tokens: int) -> None:
         if sequence.started:
             return
         sequence.started = True
         step.started[sequence.request.id] = cached_tokens
         if self.prefix.reads_for(sequence):
             self._totals.prefix_queries += len(sequence.tokens)
-            self._totals.prefix_hits += cached_tokens
+            self._totals.prefix_hits += cached_tokens - restored_tokens
+            if self.pool.tier is not None:
+                self._totals.external_queries += len(sequence.tokens) - cached_tokens + restored_tokens
+                self._totals.external_hits += restored_tokens
 
     def _chunk(self, step: NextStep, wanted: int) -> int:
         """The most tokens, up to ``wanted``, that one more row may have within the budget."""

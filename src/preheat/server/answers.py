@@ -225,6 +225,28 @@ class ReadyStatus(Struct):
     status: Literal["ready"] = "ready"
 
 
+class Paused(Struct):
+    is_paused: bool
+
+
+class Sleeping(Struct):
+    is_sleeping: bool
+
+
+class Asleep(Struct):
+    """The engine has given back memory; ``level`` is that of its sleep."""
+
+    level: int
+    state: Literal["asleep"] = "asleep"
+
+
+class WeightInfo(Struct):
+    """``digest``: of the logits of the check at boot, with these weights."""
+
+    weight_version: str
+    digest: str
+
+
 class ServerLoad(Struct):
     """``server_load``: requests for completions that are being answered."""
 

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
 from preheat.metrics import set_up_logging
-from preheat.server import openapi
+from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
@@ -56,6 +56,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
     ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened. Raises
     what kept the server from ever being ready.
     """
+    operations.check_settings(settings)
     set_up_logging(settings.log_level)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
     listener = listen(settings)

@@ -29,7 +29,7 @@ DISCARD_SECONDS = 0.5
 async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
     """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
     service: Service = request.app.state.service
-    data = await _read_body(request)
+    data = await read_body(request)
     request.state.body_size = len(data)
     reading = partial(decode, data, kind)
     body = await service.turns.run(request, len(data), reading) if len(data) >= LONG_CHARS else reading()
@@ -44,7 +44,7 @@ def body_size(request: Request) -> int:
     return int(request.state.body_size)
 
 
-async def _read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body of ``request``. Raises TooLarge or SlowRequest as soon as that is known."""
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes

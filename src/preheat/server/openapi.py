@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, chat, completions, embeddings, messages, responses, schema, status
+from preheat.server import answers, chat, completions, embeddings, messages, operations, responses, schema, status
 from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.embeddings_schema import (
     EmbeddingList,
@@ -58,8 +58,8 @@ class Operation:
     """A route: its endpoint, whose docstring is the summary, and its bodies.
 
     ``answer`` may be several kinds; None is plain text. ``errors`` come on top of those that all routes share.
-    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for. ``of_adapters``: it is only
-    there where clients may load them.
+    ``instead``: bodies that replace the error's. ``formats``: what the query may ask for, ``queries`` its other fields,
+    which are texts. ``of_adapters``: it is only there where clients may load them.
     """
 
     path: str
@@ -68,17 +68,20 @@ class Operation:
     body: Kind | None = None
     errors: tuple[int, ...] = ()
     streams: bool = False
-    instead: Mapping[int, Kind] = field(default_factory=dict)
+    instead: Mapping[int, Kinds] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ("get",)
     of_adapters: bool = False
+    queries: tuple[str, ...] = ()
 
     @property
     def needs_key(self) -> bool:
         return self.path not in OPEN_PATHS
 
 
+_OPERATED = (400, 404, 500, 503)
 _posted = functools.partial(Operation, methods=("post",))
+_operated = functools.partial(_posted, errors=_OPERATED)
 
 OPERATIONS = (
     _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), True),
@@ -109,11 +112,21 @@ OPERATIONS = (
         "/v1/unload_lora_adapter", unload_lora_adapter, None, schema.UnloadLoraAdapterRequest, (409,),
         of_adapters=True,
     ),
+    _operated("/pause", operations.pause, answers.Status, queries=("mode",)),
+    _operated("/resume", operations.resume, answers.Status),
+    _operated("/update_weights", operations.update_weights, answers.WeightInfo, operations.UpdateWeightsRequest),
+    _operated("/sleep", operations.sleep, answers.Status, queries=("level", "mode")),
+    _operated("/wake_up", operations.wake_up, answers.Status, queries=("tags",)),
+    Operation("/is_sleeping", operations.is_sleeping, answers.Sleeping, errors=_OPERATED),
+    Operation("/is_paused", operations.is_paused, answers.Paused, errors=_OPERATED),
+    Operation("/weight_info", operations.weight_info, answers.WeightInfo, errors=_OPERATED),
     Operation("/version", status.version, answers.Version),
     Operation("/health", status.health, answers.Status, None, (500, 504)),
     Operation("/ping", status.ping, answers.Status, None, (500, 504), methods=("get", "post")),
     Operation("/load", status.load, answers.ServerLoad),
-    Operation("/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting}),
+    Operation(
+        "/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting | answers.Asleep}
+    ),
     Operation(
         "/warmup", status.warmup, Record | answers.WarmingUp, None, (400, 500, 503),
         formats={"json": "application/json", "html": "text/html"},
@@ -174,7 +187,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
     shared = (401, 429) * operation.needs_key + (400, 404, 408, 413, 500, 503) * bool(operation.body)
-    for code in sorted((*shared, *operation.errors)):
+    for code in sorted({*shared, *operation.errors}):
         kinds = ErrorResponse | operation.instead.get(code, ErrorResponse)
         responses[str(code)] = {"description": _ERRORS[code], "content": _content(kinds)}
     described: dict[str, Any] = {"summary": (operation.endpoint.__doc__ or "").rstrip("."), "responses": responses}
@@ -187,6 +200,9 @@ def _described(operation: Operation) -> dict[str, Any]:
     if operation.formats:
         formats = {"type": "string", "enum": list(operation.formats)}
         described["parameters"] = [{"name": "format", "in": "query", "schema": formats}]
+    if operation.queries:
+        text = {"type": "string"}
+        described["parameters"] = [{"name": name, "in": "query", "schema": text} for name in operation.queries]
     return described
 
 

@@ -58,6 +58,15 @@ class Service:
         return self._frontend
 
     @property
+    def booted(self) -> Frontend:
+        """The frontend of an engine that runs, even if it takes no requests now. Raises NotReady or EngineDead."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if self._frontend is None or self._frontend.ready is None:
+            raise NotReady("The engine is still starting; try again later")
+        return self._frontend
+
+    @property
     def progress(self) -> Progress | None:
         """The progress of the engine's start; None if it is ready, or will never be."""
         over = self.dead is not None or self.draining or self.max_model_len is not None

@@ -67,6 +67,8 @@ async def ready(request: Request) -> Response:
     service = _service(request)
     if progress := service.progress:
         return _json(_starting(progress), 503, RETRY)
+    if (level := service.booted.state.sleeping) is not None:
+        return _json(answers.Asleep(level), 503, RETRY)
     service.check_ready()
     await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
     return _json(answers.ReadyStatus(**service.live.record.summary()))

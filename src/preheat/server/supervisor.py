@@ -125,7 +125,7 @@ class Supervisor:
     def _check_time(self, frontend: Frontend) -> None:
         """Check the time limits of a step, and of the hand-over of requests to an idle engine."""
         now = time.monotonic()
-        if not frontend.busy:
+        if not frontend.busy or frontend.halted:
             self._heard_at, self._offered_at = now, None
             return
         waiting = [(id, at) for id, at in self._engine.transport.untaken if frontend.is_unfinished(id)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -68,6 +70,12 @@ def total_memory() -> int:
 def used_memory() -> int:
     """The resident set of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def trim() -> None:
+    """Let the C library give the kernel what it holds unused, where it can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_memory(run: Callable[[], None]) -> int:

@@ -129,6 +129,20 @@ class CheckRunner:
             raise NothingToRun(f"it needs {count} blocks, {self.pool.num_free} are free")
         return self.pool.allocate(count)
 
+    def restore(self, slot: int, of: int, count: int) -> None:
+        """Let ``slot`` have the first ``count`` blocks of slot ``of`` by way of the host, into blocks of its own."""
+        tier, slots = self.pool.tier, self.slots
+        if tier is None:
+            raise NothingToRun("nothing is kept on the host")
+        for index in range(count):
+            key, block = b"check %d" % index, int(slots.block_table[slot, index])
+            tier.store(int(slots.block_table[of, index]), key)
+            self.executor.clear_block(block)
+            if not tier.load(block, key):
+                raise NothingToRun("the host holds too few blocks")
+        tier.forget()
+        slots.cached_len[slot] = count * slots.block_size
+
     def lengthen(self, slot: int, known: int) -> None:
         """Let the sequence have ``known`` tokens."""
         self.slots.device_len[slot] = known

@@ -33,6 +33,7 @@ def check_names(
         "every bucket": neighbours and settings.boot_check == "full",
         "chunked": settings.enable_chunked_prefill and longest > 1,
         "prefix hit": settings.enable_prefix_caching and longest > limits.block_size,
+        "offloaded": bool(settings.kv_offloading_size) and longest > limits.block_size,
         "decode": longest > 1,
         "resumed": longest > 1,
         "long context": settings.enable_chunked_prefill and long_context(limits, facts) is not None,

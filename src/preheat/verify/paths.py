@@ -127,6 +127,18 @@ def prefix_hit(runner: CheckRunner, tokens: np.ndarray) -> Ways:
                 yield runner.step(slot)
 
 
+def offloaded(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """With all full blocks brought back from the host into blocks that held something else."""
+    count = (len(tokens) - 1) // runner.slots.block_size
+    if not count or runner.slots.num_free < 2:
+        return
+    with runner.sequence(tokens) as first:
+        runner.step(first)
+        with runner.sequence(tokens) as slot:
+            runner.restore(slot, first, count)
+            yield runner.step(slot)
+
+
 def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     """The last tokens one by one, alone and beside others that decode."""
     rows = [Row(cached, 1) for cached in (5, 33, 0)]
@@ -236,6 +248,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         "every bucket": every_bucket,
         "chunked": chunks,
         "prefix hit": prefix_hit,
+        "offloaded": offloaded,
         "decode": decode,
         "resumed": resumed,
         "long context": long_context,

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
@@ -26,6 +27,9 @@ from preheat.warmup.record import Proof, Record
 DIGEST_BYTES = 16
 GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
 """How many requests run together, repeated as needed."""
+
+AGAIN: dict[str, Any] = {"boot_check": "off", "require_invariance": False, "kv_events_config": None}
+"""What an engine beside the one that was asked for does not do: check itself again, and publish at the same place."""
 
 Prompts = Callable[[Engine], list[Prompt]]
 """Makes prompts that fit the model and the limits of an engine."""
@@ -98,10 +102,17 @@ class Verification:
         self.adapters = AdapterPaths.of(engine, self.size.outputs)
         yield from self.adapters.as_asked(engine)
 
+    def _offloaded(self, engine: Engine) -> PathResult:
+        """What was evicted meanwhile comes back from the host."""
+        before = engine.stats.external_hits
+        seen = engine.run(self.asked)
+        note = f"{engine.stats.external_hits - before:,} tokens from the host"
+        return compare("offloaded blocks", self.first, [seen], note)
+
     def _without_drafts(self) -> Iterator[PathResult]:
         """An engine in which nothing drafts: what was drafted must not have changed a bit."""
         drafted = f"{self.drafts[1]:,} of {self.drafts[0]:,} drafts were accepted"
-        engine = Engine(self.boot, replace(self.settings, **WITHOUT, boot_check="off", require_invariance=False))
+        engine = Engine(self.boot, replace(self.settings, **WITHOUT, **AGAIN))
         yield compare("without speculation", self.first, [engine.run(self.asked)], drafted)
         if self.features is not None:
             yield from self.features.without_drafts(engine)
@@ -114,6 +125,8 @@ class Verification:
         seen, stats = engine.run(self.asked), engine.stats
         note = f"{stats.preemptions:,} preemptions, {stats.blocks_moved:,} blocks moved"
         yield compare("chunks, few blocks", self.first, [seen], note)
+        if self.settings.kv_offloading_size:
+            yield self._offloaded(engine)
         for paths in (self.features, self.images, self.adapters):
             if paths is not None:
                 yield from paths.tight(engine)
@@ -146,6 +159,5 @@ def tight(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
         max_num_batched_tokens=min(settings.max_num_batched_tokens or tokens, tokens),
         enable_chunked_prefill=True,
         defrag_threshold=0,
-        boot_check="off",
-        require_invariance=False,
+        **AGAIN,
     )

@@ -13,7 +13,15 @@ from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import AdaptedProgram, DraftProgram, Program, SamplerProgram, SwapProgram, encoder_programs
+from preheat.plan.programs import (
+    AdaptedProgram,
+    DraftProgram,
+    Program,
+    SamplerProgram,
+    SwapProgram,
+    TransferProgram,
+    encoder_programs,
+)
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
@@ -76,6 +84,10 @@ class ColdMonitor:
             events = self._first(programs) + events
         if events:
             self._report(events)
+
+    def forget(self) -> None:
+        """What was cold until now belongs to no step: an operator changed something between two of them."""
+        self._sources.taken()
 
     @property
     def record(self) -> Record:
@@ -148,4 +160,6 @@ def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
         programs = tuple(AdaptedProgram(each) for each in programs if isinstance(each, Bucket | SamplerProgram))
     if event.schedule.images is not None:
         programs = *programs, *dict.fromkeys(encoder_programs(len(event.schedule.images.encode)))
+    if event.schedule.transfers:
+        programs = *programs, *map(TransferProgram, event.schedule.transfers)
     return programs

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Backend
-from preheat.core import Progress, SamplingParams
+from preheat.core import Progress, SamplingParams, Transfer
 from preheat.errors import CheckFailed, NotInvariant
+from preheat.execution.offload import HostTier
 from preheat.grammar.service import Grammars
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket
@@ -22,6 +23,7 @@ from preheat.plan.items import ForwardItem, Item, NothingToRun, SamplerItem, Sta
 from preheat.plan.plan import Plan
 from preheat.plan.programs import AdaptedProgram, Program, SamplerProgram
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
+from preheat.schedule.blocks import PAD_BLOCK
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
 from preheat.warmup.draft import DraftWarmUp
@@ -75,6 +77,7 @@ class WarmUp:
     level: int = logging.DEBUG
     first_logits: Tensor | None = None
     draft_steps: DraftWarmUp | None = None
+    offload: HostTier | None = None
     seconds: dict[tuple[str, Bucket], float] = field(default_factory=dict)
     grammars: Grammars | str = "structured outputs are off"
     _entries: dict[str, ItemRecord] = field(init=False)
@@ -201,6 +204,11 @@ class WarmUp:
 
     def swap(self, pairs: int) -> None:
         self.steps.swap(pairs)
+
+    def transfer(self, transfer: Transfer) -> None:
+        if self.offload is None:
+            raise NothingToRun("nothing is kept on the host")
+        self.offload.copy(transfer, PAD_BLOCK, 0)
 
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
         run_determinism_warmup(run, count, batch_invariant=True, synchronize=self.backend.synchronize)

@@ -28,9 +28,12 @@ FACTS = Facts(
     host_sampler=True,
     block_size=128,
     quantized=DEQUANTIZED,
+    fixed_weights="the bridge may have folded them into its recipes",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
         "enable_lora": "it has no kernels for adapters yet",
+        "enable_sleep_mode": "not yet on Gaudi: graphs know the addresses of weights and cache, which must stay",
+        "kv_offloading_size": "not yet on Gaudi: nobody has tried the copies",
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
         "defrag_with_graphs": "steps of prompts and of decoding are apart, and their cache is not compacted",
     },

@@ -1,0 +1,206 @@
+"""What changes in a running engine: its weights, in place, and the memory that it holds.
+
+A change ends with the check that a boot makes: the digest of the logits. That of new weights is the one that a fresh
+boot with them has, and that after a sleep is the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from preheat.backends.base import Backend
+from preheat.backends.names import HOST
+from preheat.core import Command, EngineState
+from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant
+from preheat.execution.executor import Executor
+from preheat.execution.kv_cache import BlockCache
+from preheat.model.loader import LoadedModel
+from preheat.model.residence import Dropped
+from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
+from preheat.model.update import Update, tensors_of
+from preheat.schedule.scheduler import Scheduler
+from preheat.settings import Settings
+from preheat.verify.boot import BootCheck
+from preheat.warmup.cold_monitor import ColdMonitor
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""What may sleep, by the tags of vLLM's ``wake_up``."""
+
+LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: (CACHE,), 2: (CACHE, WEIGHTS)}
+"""What a sleep gives back. Where the device's memory is the host's, level 1 leaves weights where they are."""
+
+
+def cache_contents(model: LoadedModel, version: str = "") -> str:
+    """What blocks of the cache hold, besides what hashes cover: numerics, and the weights if they are not those of the
+    boot.
+    """
+    return (json.dumps(model.numerics) if model.numerics else "") + version
+
+
+class Elastic:
+    """See :class:`preheat.engine.control.Operator`. ``check`` makes a check at boot that has computed nothing yet."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        backend: Backend,
+        model: LoadedModel,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        check: Callable[[], BootCheck],
+        monitor: ColdMonitor,
+    ) -> None:
+        self._settings, self._backend, self._model = settings, backend, model
+        self._scheduler, self._executor, self._check, self._monitor = scheduler, executor, check, monitor
+        self._changes = 0  # of what the cache may hold
+        self._dropped: dict[str, Dropped] = {}
+        self._lacking = False  # weights, since they were dropped
+        self._digest: str | None = None  # what the next check has to find
+        self.state = EngineState(digest=monitor.record.proof.digest)
+
+    @torch.no_grad()  # not inference mode: what programs read would be told apart by it
+    def update(self, command: Command) -> None:
+        """Raises ModelError or InvalidRequest, and the old weights stay."""
+        self._check_supported()
+        slept = self._dropped.pop(WEIGHTS, None)
+        if slept is not None:
+            slept.restore()
+        try:
+            self._load(command)
+        except BaseException:
+            if slept is not None:
+                self._drop(WEIGHTS)
+            raise
+        finally:
+            self._monitor.forget()
+        self._lacking, self._digest = False, None
+        self.state.weight_version = command.version or str(self._changes)
+        self.state.blocked_reason = ""
+        logger.info("The weights are those of version %s, digest %s", self.state.weight_version, self.state.digest)
+
+    def _load(self, command: Command) -> None:
+        with self._backend.uploading() as copy:
+            on_host = self._settings.weights_load_device == HOST and copy
+            source = self._source(command, copy, bool(on_host))
+            update = Update(self._model, source, self._backend, on_host=on_host, whole=self._lacking)
+        update.swap()
+        self._forget()
+        if self._dropped:
+            self.state.digest = ""  # computed when the cache is there again
+            return
+        try:
+            self._compute_digest()
+        except EngineDead:
+            raise
+        except Exception as error:
+            update.swap()
+            self._forget()
+            self._compute_digest()
+            if isinstance(error, CheckFailed):
+                raise InvalidRequest(f"the old weights stay: with the new ones, {error}") from None
+            raise
+
+    def _source(self, command: Command, copy: Callable[..., None], on_host: bool) -> StoredTensors:
+        read, renames = _plain_copy if on_host else copy, self._model.spec.renames
+        if command.tensors is not None:
+            return StoredTensors("the tensors", [GivenTensors(command.tensors)], read, renames)
+        return SafetensorsFiles(Path(command.path), read, renames)
+
+    def check_sleep(self, level: int) -> None:
+        """Raise InvalidRequest, saying what to change, where the engine cannot sleep so."""
+        if not self._settings.enable_sleep_mode:
+            raise InvalidRequest("the engine was started without --enable-sleep-mode, which sleep needs")
+        if level not in LEVELS:
+            raise InvalidRequest(f"level must be 0, 1 or 2, not {level}", param="level")
+
+    def sleep(self, level: int) -> None:
+        """Running sequences keep their tokens: the rest is computed again when the engine is awake."""
+        if level:
+            self._forget()
+            self._digest = self.state.digest
+        for tag in LEVELS[level]:
+            self._drop(tag)
+        logger.info("Asleep at level %d: the process holds %.2f GiB", level, self._backend.used_memory() / 2**30)
+
+    @torch.no_grad()
+    def wake(self, tags: list[str]) -> bool:
+        """Raises NotInvariant if the digest is not that of before, and the engine takes no requests then."""
+        if unknown := set(tags) - {WEIGHTS, CACHE}:
+            raise InvalidRequest(f"tags are {WEIGHTS} and {CACHE}, not {min(unknown)!r}", param="tags")
+        wanted = tags or [WEIGHTS, CACHE]
+        if self._lacking and CACHE in wanted:
+            raise InvalidRequest("level 2 has dropped the weights: /update_weights first, with all of them")
+        for tag in wanted:
+            if (dropped := self._dropped.pop(tag, None)) is not None:
+                dropped.restore()
+                if tag == CACHE:
+                    self._clear_cache()
+        if self._dropped or self._lacking:
+            return False
+        if self._digest is not None or not self.state.digest:
+            self._prove()
+        return True
+
+    def _drop(self, tag: str) -> None:
+        if tag == WEIGHTS:
+            self._lacking = True
+            self._dropped[tag] = Dropped(tensors_of(self._model.weights))
+        else:
+            self._dropped[tag] = Dropped(cache.data for cache in self._caches)
+
+    def _clear_cache(self) -> None:
+        for cache in self._caches:
+            cache.data.view(torch.uint8).zero_()
+
+    def _prove(self) -> None:
+        """The digest must be that from before the sleep, unless there are new weights."""
+        expected, self._digest = self._digest, None
+        self.state.sleeping = None
+        try:
+            self._compute_digest()
+            if expected is not None and expected != self.state.digest:
+                raise NotInvariant(f"the digest was {expected} before the sleep and is {self.state.digest} now")
+        except (CheckFailed, NotInvariant) as error:
+            self.state.blocked_reason = f"No requests are taken since the engine was woken up: {error.message}"
+            logger.error("%s", self.state.blocked_reason)
+            raise
+        finally:
+            self._monitor.forget()
+
+    def _forget(self) -> None:
+        """Nothing that the cache holds counts any more."""
+        self._changes += 1
+        self._scheduler.rekey(cache_contents(self._model, f"change {self._changes}"))
+
+    def _compute_digest(self) -> None:
+        if self._settings.boot_check == "off":
+            return
+        check = self._check()
+        check.begin()
+        check.run("finite")
+        self.state.digest = self._monitor.record.proof.digest
+
+    @property
+    def _caches(self) -> list[BlockCache]:
+        return [self._executor.cache, *self._executor.other_caches]
+
+    def _check_supported(self) -> None:
+        """Raise InvalidRequest, saying what to change, where weights cannot be updated."""
+        if self._settings.tensor_parallel_size > 1 or self._settings.tp_invariant:
+            raise InvalidRequest("weights that several devices share cannot be updated yet")
+        if self._settings.enable_lora:
+            raise InvalidRequest("weights below adapters cannot be updated yet: start the engine without --enable-lora")
+        if reason := self._backend.facts.fixed_weights:
+            raise InvalidRequest(f"weights cannot be updated on {self._backend.facts.name}: {reason}")
+
+
+def _plain_copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(source)

@@ -1,0 +1,152 @@
+"""Commands of an operator: pause and resume, new weights, sleep and wake. No torch here.
+
+A command takes effect between two steps. While the engine is paused no step runs, and requests that arrive are held
+back. What a command does to the device, the :class:`Operator` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import copy
+from typing import TYPE_CHECKING, Protocol
+
+from preheat.core import Command, EngineState, Outcome, Request
+from preheat.errors import EngineDead, InvalidRequest, PreheatError, WireError
+
+if TYPE_CHECKING:
+    from preheat.engine.loop import Loop
+
+logger = logging.getLogger(__name__)
+
+
+class Operator(Protocol):
+    """What commands do to the device, with nothing in flight. An error leaves everything as it was."""
+
+    state: EngineState
+
+    def update(self, command: Command) -> None:
+        """Let the command's tensors be the weights; running sequences are computed again."""
+
+    def check_sleep(self, level: int) -> None:
+        """Raise InvalidRequest if it cannot sleep so."""
+
+    def sleep(self, level: int) -> None:
+        """Give back memory: with level 1 that of the cache, with level 2 that of the weights too."""
+
+    def wake(self, tags: list[str]) -> bool:
+        """Take memory again, of what ``tags`` name or of all; whether nothing sleeps any more."""
+
+
+class Control:
+    """Carries out the commands that reach ``loop``. ``paused``: it must not step."""
+
+    def __init__(self, loop: Loop, operator: Operator | None) -> None:
+        self._loop, self._operator = loop, operator
+        self.paused = False
+        self._state = EngineState() if operator is None else operator.state
+        self._waiting: Command | None = None  # for running requests to end
+        self._held: dict[int, Request] = {}  # arrived during a pause
+
+    def arrive(self, request: Request) -> None:
+        """Take a request, or hold it back."""
+        if self.paused or self._waiting is not None:
+            self._held[request.id] = request
+        else:
+            self._loop.add(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a request that is held back; False if it is not."""
+        return self._held.pop(request_id, None) is not None
+
+    def drain(self) -> None:
+        """The engine is about to end: what is held back runs, unless it sleeps."""
+        if self._state.sleeping is None:
+            self._resume()
+        else:
+            self._held.clear()
+            self._loop.scheduler.cancel_all()
+
+    def take(self, command: Command) -> None:
+        """Carry out ``command`` and answer it, now or when running requests have ended."""
+        try:
+            if self._waiting is not None and command.name != "resume":
+                raise InvalidRequest(f"{self._waiting.name} waits for running requests: resume first, or wait too")
+            if command.name in ("pause", "sleep") and not self._halt(command):
+                self._waiting = command
+                return
+            self._act(command)
+        except EngineDead:
+            raise
+        except Exception as error:
+            if not isinstance(error, PreheatError):
+                logger.exception("%s failed", command.name)
+            self._answer(command, error)
+        else:
+            self._answer(command)
+
+    def proceed(self) -> None:
+        """Carry out the command that waits, if all requests have ended."""
+        if self._waiting is not None and self._loop.idle:
+            command, self._waiting = self._waiting, None
+            self.paused = True
+            self.take(command)
+
+    def _halt(self, command: Command) -> bool:
+        """Stop stepping; False if running requests must be waited for first."""
+        if command.name == "sleep":
+            self._may_sleep(command.level)
+        if command.mode == "wait" and not self._loop.idle and not self.paused:
+            return False
+        self._loop.settle()
+        if command.mode == "abort":
+            self._loop.abort_all()
+        self.paused = True
+        return True
+
+    def _may_sleep(self, level: int) -> None:
+        if self._state.sleeping is not None:
+            raise InvalidRequest("the engine sleeps already: wake it up first")
+        self._operate().check_sleep(level)
+
+    def _act(self, command: Command) -> None:
+        match command.name:
+            case "resume":
+                if self._state.sleeping is not None:
+                    raise InvalidRequest("the engine sleeps: wake it up (/wake_up)")
+                self._resume()
+            case "update_weights":
+                self._loop.settle()
+                self._operate().update(command)
+            case "sleep":
+                self._operate().sleep(command.level)
+                self._state.sleeping = command.level
+            case "wake_up":
+                self._wake(command)
+
+    def _wake(self, command: Command) -> None:
+        if self._state.sleeping is None:
+            raise InvalidRequest("the engine does not sleep")
+        if self._operate().wake(command.tags):
+            self._state.sleeping = None
+            self._resume()
+
+    def _operate(self) -> Operator:
+        if self._operator is None:
+            raise InvalidRequest("this engine takes no commands")
+        return self._operator
+
+    def _resume(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._answer(
+                waiting, InvalidRequest(f"{waiting.name} was given up: the engine was resumed before it began")
+            )
+        self.paused = False
+        held, self._held = self._held, {}
+        for request in held.values():
+            self._loop.add(request)
+
+    def _answer(self, command: Command, error: Exception | None = None) -> None:
+        self._state.paused = self.paused
+        wire = None if error is None else WireError.of(error)
+        self._loop.transport.put(Outcome(command.id, copy(self._state), wire))  # it goes on changing

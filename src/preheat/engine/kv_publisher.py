@@ -1,0 +1,92 @@
+"""Publishes events of the prefix cache over ZeroMQ, as vLLM does: topic, sequence number, batch.
+
+A batch is sent by a thread of its own. Sequence numbers, 8 bytes, count from 0; a subscriber that misses one may ask
+for it again: a request to the replay socket is the first number that is wanted, its answers are number and batch each,
+and the last one has the number -1.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+
+import msgspec
+import zmq
+
+from preheat.errors import SettingsError
+from preheat.schedule.kv_events import KvEventBatch
+from preheat.utils.kv_events import KvEventsConfig
+
+logger = logging.getLogger(__name__)
+
+END = (-1).to_bytes(8, "big", signed=True)
+_TICK_SECONDS = 0.05
+
+
+class KvPublisher:
+    """Publishes until the process ends. Raises SettingsError for an endpoint that cannot be bound."""
+
+    def __init__(self, config: KvEventsConfig) -> None:
+        self._topic, self._encoder, self._number = config.topic.encode(), msgspec.msgpack.Encoder(), 0
+        self._queue: queue.Queue[tuple[int, KvEventBatch]] = queue.Queue(config.max_queue_size)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._context = zmq.Context()
+        self._out = self._bound(zmq.PUB, config.endpoint, config.hwm)
+        self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, config.hwm) if config.replay_endpoint else None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def _bound(self, kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(hwm)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise SettingsError(
+                f"kv_events_config: cannot listen on {endpoint}: {error}", param="kv_events_config"
+            ) from None
+        return socket
+
+    def publish(self, batch: KvEventBatch) -> None:
+        """Never waits: of more batches than may wait the newest are lost, which their missing numbers show."""
+        try:
+            self._queue.put_nowait((self._number, batch))
+        except queue.Full:
+            logger.warning("Batch %d of KV events is lost: max_queue_size batches wait", self._number)
+        self._number += 1
+
+    def close(self) -> None:
+        """Stop, once what waits is sent."""
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not (self._closing.is_set() and self._queue.empty()):
+            try:
+                number, batch = self._queue.get(timeout=_TICK_SECONDS)
+            except queue.Empty:
+                pass
+            else:
+                frames = number.to_bytes(8, "big"), self._encoder.encode(batch)
+                self._sent.append(frames)
+                self._out.send_multipart((self._topic, *frames))
+            if self._replay is not None and self._replay.poll(0):
+                self._answer(self._replay)
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Send what a client asks for."""
+        frames = replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning(
+                "A replay of KV events was asked for in %d frames, not with a number of 8 bytes", len(frames)
+            )
+            return
+        for number, payload in list(self._sent):
+            if number >= frames[2]:
+                replay.send_multipart((frames[0], b"", number, payload))
+        replay.send_multipart((frames[0], b"", END, b""))

@@ -1,0 +1,227 @@
+"""New weights for a model that is loaded, in place: programs know the addresses of its tensors.
+
+The parts of the model that the new tensors belong to are loaded a second time, by the loader and in the formats of the
+boot, then old and new numbers change places. Until then nothing is written, and changing places again undoes it. That
+takes the memory of the new parts once more while it lasts; an update of a few layers at a time takes less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preheat.backends.base import Backend
+from preheat.errors import ModelError
+from preheat.model.formats import LinearFormat, Plain, expected_tensors
+from preheat.model.formats_quantized import Shape
+from preheat.model.kv_scales import STORED
+from preheat.model.loader import LoadedModel, WeightLoader
+from preheat.model.sources import StoredTensors, is_harmless
+from preheat.model.specs import AttentionSpec, DenseSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from preheat.utils.text import some
+
+Make = Callable[[WeightLoader], object]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is loaded as one: the ``spec`` that names its tensors, what is ``loaded`` of it, and how to do so again."""
+
+    spec: object
+    loaded: object
+    make: Make
+
+    def tensors(self, formats: Mapping[str, LinearFormat]) -> dict[str, Shape]:
+        """Name and shape of its tensors in a checkpoint."""
+        return dict(expected_tensors(self.spec, formats))
+
+    def may_be_partial(self, formats: Mapping[str, LinearFormat]) -> bool:
+        """Whether rows that no new tensor has can be taken from what is loaded: they lie there as they are stored."""
+        spec = self.spec
+        return isinstance(spec, LinearSpec) and type(formats[spec.format]) is Plain and not (spec.order or spec.sharded)
+
+
+def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
+    """The parts of the weights ``model`` of ``spec``. A tied table of embeddings and its head are one."""
+    if spec.tied:
+        yield Part(spec.embedding, (model.embedding, model.head), lambda loader: _tied(spec, loader))
+    else:
+        yield Part(spec.embedding, model.embedding, lambda loader: loader.table(spec.embedding))
+        if spec.head is not None:
+            yield _linear(spec.head, model.head)
+    if spec.positions is not None:
+        table = spec.positions
+        yield Part(table, model.positions, lambda loader: loader.table(table))
+    for layer, loaded in zip(spec.layers, model.layers, strict=True):
+        attention = layer.attention
+        yield _linear(attention.qkv, loaded.attention.qkv)
+        yield _linear(attention.o, loaded.attention.o)
+        if attention.qk_norm is not None:
+            yield Part(attention.qk_norm, loaded.attention.qk_norm, partial(_qk_norm, attention))
+        for name in ("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"):
+            if (norm := getattr(layer, name)) is not None:
+                yield _norm(norm, getattr(loaded, name))
+        yield from _mlp(layer.mlp, loaded.mlp)
+    yield _norm(spec.final_norm, model.final_norm)
+    if (vision := spec.vision) is not None:
+        yield Part(vision, model.vision, lambda loader: loader.vision(vision))
+
+
+def _qk_norm(spec: AttentionSpec, loader: WeightLoader) -> object:
+    return loader.qk_norm(spec)
+
+
+def _tied(spec: ModelSpec, loader: WeightLoader) -> object:
+    table = loader.table(spec.embedding)
+    return table, loader.head(spec, table)
+
+
+def _linear(spec: LinearSpec, loaded: object) -> Part:
+    return Part(spec, loaded, lambda loader: loader.linear(spec))
+
+
+def _norm(spec: NormSpec, loaded: object) -> Part:
+    return Part(spec, loaded, lambda loader: loader.norm(spec))
+
+
+def _mlp(spec: MlpSpec, loaded: Any) -> Iterator[Part]:
+    """Experts are a part with their router: they are loaded as one."""
+    if isinstance(spec, DenseSpec):
+        yield _linear(spec.gate_up, loaded.gate_up)
+        yield _linear(spec.down, loaded.down)
+    else:
+        yield Part(spec, loaded, lambda loader: loader.mlp(spec))
+
+
+class Update:
+    """The tensors of ``source`` for the weights of ``model``, loaded beside them. ``whole``: there is nothing to keep,
+    so no tensor may be missing.
+
+    Raises ModelError, naming the tensors, for one that the model has not, of another shape, that is not finite, or
+    whose part would need more tensors; nothing is written then.
+    """
+
+    def __init__(
+        self, model: LoadedModel, source: StoredTensors, backend: Backend, *, on_host: Any = False, whole: bool = False
+    ) -> None:
+        self._pairs: dict[object, tuple[Tensor, Tensor]] = {}
+        given = {name for name in source.shapes if not is_harmless(name, model.spec)}
+        _check_known(model, source, given, whole=whole)
+        found = [part for part in parts(model.spec, model.weights) if given & part.tensors(model.formats).keys()]
+        _check_room(found, model, backend)
+        for part in found:
+            lacking = part.tensors(model.formats).keys() - given
+            if lacking and not part.may_be_partial(model.formats):
+                raise ModelError(
+                    f"{some(sorted(part.tensors(model.formats).keys() & given))}: they are one layer with "
+                    f"{some(sorted(lacking))}, which must come with them"
+                )
+            filled = Patched(source, part) if lacking else source
+            loader = WeightLoader(filled, model.dtype, backend, model.formats, from_host=on_host)
+            self._pair(part.loaded, part.make(loader))
+        source.check_finite()
+        backend.synchronize()
+
+    def _pair(self, loaded: object, made: object) -> None:
+        for old, new in zip(tensors_of(loaded), tensors_of(made), strict=True):
+            if old.dtype != new.dtype or (old.layout is torch.strided and old.shape != new.shape):
+                raise ModelError(f"a tensor of {list(new.shape)} cannot take the place of one of {list(old.shape)}")
+            here = id(old) if is_packed(old) else (old.data_ptr(), old.shape)
+            self._pairs.setdefault(here, (old, new))  # a part may have a tensor under two names
+
+    def swap(self) -> None:
+        """Old and new numbers change places. What programs read stays where it is."""
+        for old, new in self._pairs.values():
+            if is_packed(old):
+                old.data, new.data = new.data, old.data
+            else:
+                before = old.clone()
+                old.copy_(new)
+                new.copy_(before)
+
+
+class Patched:
+    """``source``, and where it lacks tensors of a plain linear ``part`` what is loaded."""
+
+    def __init__(self, source: StoredTensors, part: Part) -> None:
+        assert isinstance(part.spec, LinearSpec)
+        self._source, self._rows = source, dict[str, Tensor]()
+        loaded = [_plain(tensor) for tensor in tensors_of(part.loaded)]
+        weight = next(each for each in loaded if each.shape == (part.spec.outputs, part.spec.inputs))
+        bias = next((each for each in loaded if each.shape == (part.spec.outputs,)), None)
+        at = 0
+        for name, outputs in part.spec.parts:
+            self._rows[f"{name}.weight"] = weight[at : at + outputs]
+            if bias is not None:
+                self._rows[f"{name}.bias"] = bias[at : at + outputs]
+            at += outputs
+
+    def fill(self, name: str, out: Tensor, piece: Any = None) -> None:
+        """See :class:`preheat.model.sources.TensorSource`."""
+        if name in self._source.shapes:
+            self._source.fill(name, out, piece)
+        else:
+            out.copy_(self._rows[name])
+
+
+def _check_known(model: LoadedModel, source: StoredTensors, given: set[str], *, whole: bool) -> None:
+    """Strict names and shapes."""
+    expected = expected_tensors(model.spec, model.formats)
+    problems = []
+    if unknown := sorted(given - expected.keys()):
+        problems.append(f"unknown tensors: {some(unknown)}")
+    shapes = [
+        f"{name} has shape {list(source.shapes[name])}, needs {list(expected[name])}"
+        for name in sorted(given & expected.keys())
+        if source.shapes[name] != expected[name] and not prod(source.shapes[name]) == 1 == prod(expected[name])
+    ]
+    if shapes:
+        problems.append(some(shapes))
+    if whole and (missing := sorted(expected.keys() - given)):
+        problems.append(f"missing tensors, and the weights are dropped: {some(missing)}")
+    if not given:
+        problems.append("there are no tensors of the model")
+    scales = sorted(name for name in source.shapes if STORED.fullmatch(name))
+    if scales and model.spec.kv_dtype != "auto":
+        problems.append(f"scales of the KV cache cannot be updated: {some(scales)}")
+    if problems:
+        raise ModelError(f"the weights do not fit {model.spec.architecture}: {'; '.join(problems)}")
+
+
+def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None:
+    """Raise ModelError if the parts do not fit beside the model."""
+    needed = sum(tensor.numel() * tensor.element_size() for part in found for tensor in tensors_of(part.loaded))
+    free = backend.free_memory()
+    if needed > free:
+        raise ModelError(
+            f"the new weights take {needed / 2**30:,.1f} GiB beside the old ones until they change places, and "
+            f"{free / 2**30:,.1f} GiB are free: update fewer layers at a time"
+        )
+
+
+def tensors_of(node: object) -> Iterator[Tensor]:
+    """Every tensor below ``node``, parts of a loaded model, in an order that only depends on their classes."""
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, list | tuple):
+        for child in node:
+            yield from tensors_of(child)
+    elif type(node).__module__.startswith("preheat."):
+        names = [*getattr(type(node), "__slots__", ()), *getattr(node, "__dict__", ())]
+        for name in names:
+            yield from tensors_of(getattr(node, name))
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a library has laid it out: it has no storage of ours, and is replaced as a whole."""
+    return tensor.layout is not torch.strided
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if is_packed(tensor) else tensor

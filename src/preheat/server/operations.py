@@ -1,0 +1,169 @@
+"""Endpoints of an operator: pause and resume, new weights. They are there with ``--server-dev-mode`` only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from preheat.core import EngineState, Outcome
+from preheat.errors import InvalidRequest, ModelError, NotFound, SettingsError
+from preheat.frontend.frontend import Frontend
+from preheat.server import answers
+from preheat.server.body import read_body
+from preheat.server.schema import ForModel, decode
+from preheat.server.service import Service
+from preheat.server.status import PATIENCE
+from preheat.settings import Settings
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class UpdateWeightsRequest(ForModel, kw_only=True):
+    """POST /update_weights. ``path``: a folder of safetensors files below ``--weights-root``."""
+
+    path: str
+    weight_version: str | None = None
+    update_info: Annotated[Any, Meta(description="Not supported: weights come from files.")] = None
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise SettingsError for a server whose operator anyone could be."""
+    if settings.server_dev_mode and not settings.api_key:
+        raise SettingsError(
+            "server_dev_mode lets whoever reaches the port pause the engine and replace its weights: give an api_key",
+            param="server_dev_mode",
+        )
+
+
+def _for_operators(endpoint: Endpoint) -> Endpoint:
+    """``endpoint``, which is not there without ``--server-dev-mode``."""
+
+    @wraps(endpoint)
+    async def guarded(request: Request) -> Response:
+        if not _service(request).settings.server_dev_mode:
+            raise NotFound("This server was started without --server-dev-mode, which this endpoint needs")
+        return await endpoint(request)
+
+    return guarded
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _frontend(request: Request) -> Frontend:
+    """The frontend, also of an engine that sleeps."""
+    return _service(request).booted
+
+
+async def _command(request: Request, name: str, **fields: Any) -> EngineState:
+    """Have the engine carry out a command. Raises what it raised."""
+    outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    def done(told: Outcome) -> None:
+        if not outcome.done():  # its client may have left
+            outcome.set_result(told)
+
+    _frontend(request).command(name, done, **fields)
+    told = await outcome
+    if told.error is not None:
+        error = told.error.restore()
+        raise InvalidRequest(error.message, param="path") if isinstance(error, ModelError) else error
+    await _service(request).refresh(PATIENCE)  # the record has the digest, too
+    return told.state
+
+
+def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
+    """What the query says of ``name``; the first of ``choices`` unless it says something."""
+    found = request.query_params.get(name, choices[0])
+    if found not in choices:
+        raise InvalidRequest(f"{name} must be {', '.join(choices)}, not {found!r}", param=name)
+    return found
+
+
+def _json(body: Struct) -> Response:
+    return Response(answers.encode(body), media_type="application/json")
+
+
+@_for_operators
+async def pause(request: Request) -> Response:
+    """Run no step until /resume. The query's mode is abort, wait or keep."""
+    await _command(request, "pause", mode=_choice(request, "mode", ("abort", "wait", "keep")))
+    return _json(answers.Status("paused"))
+
+
+@_for_operators
+async def resume(request: Request) -> Response:
+    """Run again."""
+    await _command(request, "resume")
+    return _json(answers.Status("resumed"))
+
+
+@_for_operators
+async def is_paused(request: Request) -> Response:
+    """Whether no step runs."""
+    return _json(answers.Paused(_frontend(request).state.paused))
+
+
+@_for_operators
+async def sleep(request: Request) -> Response:
+    """Give back memory until /wake_up. The query has the level and what becomes of running requests."""
+    level = int(_choice(request, "level", ("1", "0", "2")))
+    await _command(request, "sleep", level=level, mode=_choice(request, "mode", ("abort", "wait", "keep")))
+    return _json(answers.Status("asleep"))
+
+
+@_for_operators
+async def wake_up(request: Request) -> Response:
+    """Take memory again: all, or that of the query's tags, which are weights and kv_cache."""
+    state = await _command(request, "wake_up", tags=request.query_params.getlist("tags"))
+    return _json(answers.Status("awake" if state.sleeping is None else "asleep"))
+
+
+@_for_operators
+async def is_sleeping(request: Request) -> Response:
+    """Whether the engine has given back memory."""
+    return _json(answers.Sleeping(_frontend(request).state.sleeping is not None))
+
+
+@_for_operators
+async def update_weights(request: Request) -> Response:
+    """Replace weights in place by those in a folder."""
+    body = decode(await read_body(request), UpdateWeightsRequest)
+    if body.update_info is not None:
+        message = "update_info is not supported: no transfer of weights but by files (path) is; NCCL and IPC are not"
+        raise InvalidRequest(message, param="update_info")
+    path = allowed_path(_service(request).settings.weights_root, body.path)
+    return _weights(await _command(request, "update_weights", path=path, version=body.weight_version or ""))
+
+
+@_for_operators
+async def weight_info(request: Request) -> Response:
+    """The version of the weights, and the digest of the check's logits with them."""
+    return _weights(_frontend(request).state)
+
+
+def _weights(state: EngineState) -> Response:
+    return _json(answers.WeightInfo(state.weight_version, state.digest))
+
+
+def allowed_path(root: str | None, path: str) -> str:
+    """``path`` without links. Raises InvalidRequest unless it is a folder below ``root``."""
+    if root is None:
+        raise InvalidRequest(
+            "The server was started without --weights-root, below which new weights must be", param="path"
+        )
+    found, allowed = Path(root, path).resolve(), Path(root).resolve()
+    if not found.is_relative_to(allowed):
+        raise InvalidRequest(f"{path} is not below --weights-root", param="path")
+    if not found.is_dir():
+        raise InvalidRequest(f"{path} is no folder", param="path")
+    return str(found)

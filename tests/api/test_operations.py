@@ -1,0 +1,168 @@
+"""An operator's endpoints: who may reach them, and what they do to a real engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from preheat.errors import InvalidRequest, SettingsError
+from preheat.model.files import BUNDLED_PATH
+from preheat.server.operations import allowed_path, check_settings
+from preheat.settings import Settings
+from tests.api.conftest import Server, serving
+
+KEY = {"Authorization": "Bearer operator"}
+ASKED = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of weights, and beside them one that is not allowed."""
+    outside = tmp_path_factory.mktemp("outside")
+    root = outside / "root"
+    tensors = load_file(BUNDLED_PATH / "model.safetensors")
+    chance = torch.Generator().manual_seed(0)
+    other = {name: (each.float() * (1 + 0.3 * torch.randn(each.shape, generator=chance))).to(each.dtype)
+             for name, each in tensors.items()}  # fmt: skip
+    for name, weights in {"same": tensors, "other": other}.items():
+        (root / name).mkdir(parents=True)
+        save_file(weights, root / name / "model.safetensors", {"format": "pt"})
+    (root / "pickle").mkdir()
+    torch.save(tensors, root / "pickle" / "pytorch_model.bin")
+    shutil.copytree(root / "other", outside / "secret")
+    (root / "link").symlink_to(outside / "secret")
+    return root
+
+
+@pytest.fixture(scope="module")
+def operated(root: Path) -> Iterator[Server]:
+    options: dict[str, Any] = {"api_key": ["operator"], "server_dev_mode": True, "weights_root": str(root)}
+    options |= {"max_model_len": 192, "dtype": "float32", "num_threads": 1, "enable_sleep_mode": True}
+    with serving("bundled", engine=None, **options) as server:
+        yield server
+
+
+def said(server: Server) -> str:
+    return str(server.post(COMPLETIONS, ASKED, **KEY).json["choices"][0]["text"])
+
+
+def told(server: Server, path: str, body: object = None, status: int = 200) -> Any:
+    answer = server.post(path, b"" if body is None else body, **KEY)
+    assert answer.status == status, answer.body
+    return answer.json if answer.body else None
+
+
+def test_only_operators_reach_them(operated: Server, scripted: Server) -> None:
+    for path in ("/pause", "/resume", "/update_weights", "/sleep", "/wake_up"):
+        assert operated.post(path, b"").status == 401
+        answer = scripted.post(path, b"")
+        assert answer.status == 404 and "--server-dev-mode" in answer.error["message"]
+    with pytest.raises(SettingsError, match="give an api_key"):
+        check_settings(Settings(server_dev_mode=True))
+    check_settings(Settings(server_dev_mode=True, api_key=("x",)))
+
+
+def test_paths(root: Path) -> None:
+    assert allowed_path(str(root), "same") == allowed_path(str(root), str(root / "same")) == str(root / "same")
+    for path in ("..", "../secret", "link", "/etc", "same/../../secret"):
+        with pytest.raises(InvalidRequest, match="not below --weights-root"):
+            allowed_path(str(root), path)
+    with pytest.raises(InvalidRequest, match="no folder"):
+        allowed_path(str(root), "same/model.safetensors")
+    with pytest.raises(InvalidRequest, match="without --weights-root"):
+        allowed_path(None, "same")
+
+
+def test_weights(operated: Server) -> None:
+    boot, before = operated.get("/weight_info", **KEY).json, said(operated)
+    assert boot["weight_version"] == "default"
+    now = told(operated, "/update_weights", {"path": "other", "weight_version": "step-7"})
+    assert now["weight_version"] == "step-7" and now["digest"]
+    assert operated.get("/weight_info", **KEY).json == now
+    assert operated.get("/ready").json["digest"] == now["digest"]
+    assert said(operated) != before
+    for body, message in (
+        ({"path": "link"}, "not below"),
+        ({"path": "pickle"}, "holds no *.safetensors"),
+        ({"path": "other", "update_info": {"backend": "nccl"}}, "NCCL and IPC are not"),
+        ({}, "path"),
+    ):
+        assert message in told(operated, "/update_weights", body, 400)["error"]["message"]
+    assert operated.get("/weight_info", **KEY).json == now
+    assert told(operated, "/update_weights", {"path": "same"})["digest"] not in ("", now["digest"])
+    assert said(operated) == before
+
+
+def test_pause_and_resume(operated: Server) -> None:
+    """What runs is kept, what comes is held back; both go on."""
+    long: dict[str, Any] = ASKED | {"max_tokens": 100}
+    expected = operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"]
+    assert "wait" in told(operated, "/pause?mode=later", None, 400)["error"]["message"]
+    answers: list[str] = []
+    asking = [
+        threading.Thread(
+            target=lambda: answers.append(operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"])
+        )
+        for _ in range(2)
+    ]
+    asking[0].start()
+    while operated.metric("num_requests_running") < 1:
+        pass
+    assert told(operated, "/pause?mode=keep") == {"status": "paused", "message": None}
+    asking[1].start()
+    assert operated.get("/is_paused", **KEY).json == {"is_paused": True}
+    assert not answers
+    told(operated, "/resume")
+    for each in asking:
+        each.join(30)
+    assert answers == [expected] * 2
+    assert operated.get("/is_paused", **KEY).json == {"is_paused": False}
+
+
+def test_abort(operated: Server) -> None:
+    """A stream ends when the engine is paused, with the reason."""
+    body = ASKED | {"max_tokens": 100, "stream": True}
+    ended: list[str] = []
+
+    def ask() -> None:
+        lines = operated.post(COMPLETIONS, body, **KEY).body.decode().split("\n\n")
+        ended.append(json.loads(lines[-3].removeprefix("data: "))["choices"][0]["finish_reason"])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while operated.metric("num_requests_running") < 1:
+        pass
+    told(operated, "/pause")
+    asking.join(30)
+    assert ended == ["abort"]
+    told(operated, "/resume")
+    assert said(operated)
+
+
+def test_sleep(operated: Server) -> None:
+    before = said(operated)
+    assert operated.metric("engine_sleep_state", sleep_state="awake") == 1
+    told(operated, "/sleep?level=1")
+    assert operated.get("/is_sleeping", **KEY).json == {"is_sleeping": True}
+    ready = operated.get("/ready")
+    assert (ready.status, ready.json) == (503, {"level": 1, "state": "asleep"})
+    assert operated.get("/health").status == 200
+    refused = operated.post(COMPLETIONS, ASKED, **KEY)
+    assert refused.status == 503 and refused.error["code"] == "asleep"
+    assert operated.metric("engine_sleep_state", sleep_state="weights_offloaded") == 1
+    told(operated, "/wake_up")
+    assert operated.get("/ready").status == 200 and said(operated) == before
+    told(operated, "/sleep?level=2")
+    told(operated, "/wake_up", status=400)
+    told(operated, "/update_weights", {"path": "same"})
+    told(operated, "/wake_up?tags=weights&tags=kv_cache")
+    assert said(operated) == before
