@@ -30,8 +30,8 @@ class BlockCache:
 
 
 class KVCache(BlockCache):
-    """Its ``data`` is [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are
-    of ``dtype``, the model's, or of the eight bits that the spec asks for.
+    """``data`` [layers, blocks, 2, kv heads, slots, dim]: keys at index 0 of the third axis, values at 1. They are of
+    ``dtype``, the model's, or of the eight bits that the spec asks for.
 
     Block 0 is the pad block. Within a block each head's keys are contiguous, so that a read gathers whole heads of
     whole blocks straight into the layout of the matrix product.
