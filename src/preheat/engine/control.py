@@ -52,7 +52,7 @@ class Control:
         if self.paused or self._waiting is not None:
             self._held[request.id] = request
         else:
-            self._loop.add(request)
+            self._loop.admission.add(request)
 
     def cancel(self, request_id: int) -> bool:
         """Forget a request that is held back; False if it is not."""
@@ -144,7 +144,7 @@ class Control:
         self.paused = False
         held, self._held = self._held, {}
         for request in held.values():
-            self._loop.add(request)
+            self._loop.admission.add(request)
 
     def _answer(self, command: Command, error: Exception | None = None) -> None:
         self._state.paused = self.paused

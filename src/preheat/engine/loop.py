@@ -7,12 +7,10 @@ The life of a request: the transport hands over a Request (``take``); the schedu
 With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work.
 Until a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
 
-A request with a grammar waits in a place of its own until that is compiled, and joins the queue then. A step with
-grammars is launched as far as its logits; then the previous one's tokens are waited for, which the grammars need, and
-their masks are computed by threads while the device runs the model; only drawing waits for them.
-
-A request with an adapter waits beside the queue too while that is read. The scheduler says which adapters have to be
-put into a place on the device before a step.
+A request with an adapter or a grammar first waits beside the queue for those (``admission``). The scheduler says which
+adapters have to be put into a place on the device before a step. A step with grammars is launched as far as its logits;
+then the previous one's tokens are waited for, which the grammars need, and their masks are computed by threads while
+the device runs the model; only drawing waits for them.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.core import (
-    AdapterReport,
     Ask,
     Cancel,
     Command,
@@ -43,12 +40,12 @@ from preheat.core import (
     ToEngine,
     UnloadAdapter,
 )
+from preheat.engine.admission import Admission
 from preheat.engine.control import Control, Operator
 from preheat.engine.launch_timer import LaunchTimer
-from preheat.errors import EngineDead, InvalidRequest, ModelNotFound, PreheatError, WireError
+from preheat.errors import EngineDead, PreheatError, WireError
 from preheat.grammar.service import Grammars
 from preheat.lora.service import NO_ADAPTERS, Adapters
-from preheat.schedule.grammar import GrammarState
 from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
 
@@ -129,32 +126,28 @@ class Loop:
         self.grammars, self.adapters, self.draining = grammars, adapters, False
         self._grammars_told = GrammarStats()
         self._in_flight: deque[InFlightStep] = deque()
+        self.admission = Admission(scheduler, grammars, adapters, self._reject, transport.put)
         self.control = Control(self, operator)
         self.kv_publisher: KvPublisher | None = None
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to run, to compile or to read, nor anything in flight."""
-        return self.scheduler.idle and not self._compiling and not self._reading
-
-    @property
-    def _compiling(self) -> bool:
-        return not isinstance(self.grammars, str) and self.grammars.pending
-
-    @property
-    def _reading(self) -> bool:
-        return not isinstance(self.adapters, str) and self.adapters.pending
+        return self.scheduler.idle and not self.admission.pending
 
     def run(self) -> None:
         """Step until drained; wait in the transport while there is nothing to run."""
         while not (self.draining and self.idle):
-            if self.idle or (self.control.paused and not self._reading):
-                self.take(None)
-            else:
-                self.take(TICK if self.scheduler.idle or self.control.paused else 0)
+            self.take(self._patience())
             while (spare := self.launch_timer.spare()) >= TICK:
                 self.take(spare)
             self.step()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for messages while no step can run; None: until one comes."""
+        if not (self.control.paused or self.scheduler.idle):
+            return 0.0
+        return TICK if self.admission.pending else None
 
     def finish(self) -> None:
         """Step until idle or paused, whatever arrives meanwhile."""
@@ -166,19 +159,15 @@ class Loop:
 
         False when idle or paused, or when nothing can run before a grammar is compiled or an adapter read.
         """
-        if self._reading:
-            self._take_adapters(wait=TICK if self.scheduler.idle or self.control.paused else 0.0)
-        if self.control.paused:
-            return False
-        if self._compiling:
-            self._admit(wait=TICK if self.scheduler.idle else 0.0)
-        if self.scheduler.idle:
-            return False
-        self.call("step", self._step)
+        if self.admission.pending:
+            self.admission.take(self._patience() or 0.0)
+        runs = not (self.control.paused or self.scheduler.idle)
+        if runs:
+            self.call("step", self._step)
         self.control.proceed()
         if self.scheduler.pool.events is not None:
             self.scheduler.pool.events.flush()
-        return True
+        return runs
 
     def _step(self) -> None:
         self._compact()
@@ -283,7 +272,7 @@ class Loop:
                 case Ask():
                     self.transport.put(Report(self.listener.report()))
                 case LoadAdapter() | UnloadAdapter():
-                    self._change_adapters(message)
+                    self.admission.change(message)
                 case ResetPrefixCache():
                     self.settle()  # they publish blocks too
                     self.scheduler.reset_prefix_cache()
@@ -292,10 +281,7 @@ class Loop:
                     self.control.drain()
                     if message.now:
                         self.scheduler.cancel_all()
-                        if not isinstance(self.grammars, str):
-                            self.grammars.cancel_all()
-                        if not isinstance(self.adapters, str):
-                            self.adapters.cancel_all()
+                        self.admission.cancel_all()
         if messages:
             self.control.proceed()
             if self.scheduler.pool.events is not None:  # a reset, or a command
@@ -311,85 +297,14 @@ class Loop:
         """End all requests with reason "abort", those too that wait for a grammar or an adapter."""
         self.settle()
         delta = self.scheduler.abort_all()
-        if not isinstance(self.grammars, str):
-            delta.finished |= dict.fromkeys(self.grammars.cancel_all(), Finish("abort"))
-        if not isinstance(self.adapters, str):
-            delta.finished |= dict.fromkeys(self.adapters.cancel_all(), Finish("abort"))
+        delta.finished |= dict.fromkeys(self.admission.cancel_all(), Finish("abort"))
         delta.stats = self._stats()
         self.transport.put(delta)
 
-    def add(self, request: Request) -> None:
-        """Take a request; one that cannot be served is answered with an error."""
-        if not request.lora_name:
-            self._begin(request)
-        elif isinstance(self.adapters, str):
-            self._reject(request, ModelNotFound(f"there is no adapter {request.lora_name!r}: {self.adapters}"))
-        else:
-            try:
-                if self.adapters.start(request):
-                    self._begin(request)
-            except PreheatError as error:
-                self._reject(request, error)
-
-    def _begin(self, request: Request) -> None:
-        """Take a request whose adapter is there."""
-        masked = request.params.masked
-        if not masked:
-            self._queue(request, None)
-        elif isinstance(self.grammars, str):
-            why = f"{masked[0]} is not supported here: {self.grammars}"
-            self._reject(request, InvalidRequest(why, param=masked[0]))
-        else:
-            self.grammars.start(request)
-
-    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """Begin to read an adapter, or to let one go; the report follows when that is done."""
-        if isinstance(self.adapters, str):
-            error = WireError.of(InvalidRequest(self.adapters))
-            self.transport.put(AdapterReport(message.name, message.id, error))
-        elif isinstance(message, LoadAdapter):
-            self.adapters.load(message)
-        else:
-            self.adapters.unload(message)
-
-    def _take_adapters(self, wait: float) -> None:
-        """Go on with the requests whose adapter has been read, and tell what was loaded and unloaded."""
-        assert not isinstance(self.adapters, str)
-        for request, error in self.adapters.take(wait):
-            if error is None:
-                self._begin(request)
-            else:
-                self._reject(request, error)
-        for report in self.adapters.reports(self.scheduler.serves):
-            self.transport.put(report)
-
     def _cancel(self, request_id: int) -> None:
-        if self.control.cancel(request_id):
-            return
-        if not isinstance(self.adapters, str) and self.adapters.cancel(request_id):
-            return
-        if isinstance(self.grammars, str) or not self.grammars.cancel(request_id):
+        if not self.control.cancel(request_id) and not self.admission.cancel(request_id):
             self.scheduler.cancel(request_id)
 
-    def _admit(self, wait: float = 0.0) -> None:
-        """Queue the requests whose grammar is compiled now; waits up to ``wait`` seconds for the first one."""
-        if isinstance(self.grammars, str):
-            return
-        for request, state in self.grammars.take(wait):
-            if isinstance(state, PreheatError):
-                self._reject(request, state)
-            else:
-                self._queue(request, state)
-
-    def _queue(self, request: Request, grammar: GrammarState | None) -> None:
-        adapter = None if isinstance(self.adapters, str) else self.adapters.chosen(request)
-        try:
-            self.scheduler.add(request, grammar, adapter)
-        except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
-            self._reject(request, error)
-
     def _reject(self, request: Request, error: PreheatError) -> None:
-        if not isinstance(self.adapters, str):
-            self.adapters.cancel(request.id)
         finish = Finish("error", error=WireError.of(error))
         self.transport.put(Delta(finished={request.id: finish}, stats=self._stats()))

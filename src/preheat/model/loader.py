@@ -122,14 +122,16 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
 def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
     """Raise SettingsError for what an engine that pools cannot have yet."""
     refused = {
-        "tensor_parallel_size": sums_leaves(settings),
-        "speculative_config": settings.speculation is not None,
-        "device": backend.facts.name == "hpu",
-        "model": spec.vision is not None,
+        "device": backend.facts.cannot_pool and f"on this device ({backend.facts.cannot_pool})",
+        "tensor_parallel_size": sums_leaves(settings) and "with tensor_parallel_size",
+        "speculative_config": settings.speculation is not None and "with speculative_config",
+        "model": spec.vision is not None and "for models that see images",
     }
-    if name := next((name for name, given in refused.items() if given), None):
-        what = {"device": "on Gaudi", "model": "for models that see images"}.get(name, f"with {name}")
-        raise SettingsError(f"pooling is not available {what} yet: write --runner generate, or change it", param=name)
+    for name, why in refused.items():
+        if why:
+            raise SettingsError(
+                f"pooling is not available yet {why}: write --runner generate, or change it", param=name
+            )
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:

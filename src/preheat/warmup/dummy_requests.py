@@ -104,7 +104,9 @@ def warm_up_loop(loop: Loop, *, pools: bool = False) -> None:
     def send(dummy: DummyRequest) -> None:
         tokens = min(dummy.params.max_tokens or 1, room)
         stop_ids = [_STOP_ID] if dummy.params.structured_outputs else []
-        loop.add(Request(OWN_ID, [_PROMPT_ID], dummy.params, dummy.params.seed or 0, tokens, stop_ids=stop_ids))
+        loop.admission.add(
+            Request(OWN_ID, [_PROMPT_ID], dummy.params, dummy.params.seed or 0, tokens, stop_ids=stop_ids)
+        )
         loop.finish()
 
     if room:

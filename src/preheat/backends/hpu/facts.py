@@ -28,6 +28,7 @@ FACTS = Facts(
     host_sampler=True,
     block_size=128,
     quantized=DEQUANTIZED,
+    cannot_pool="nobody has tried to read the hidden states of a step there",
     fixed_weights="the bridge may have folded them into its recipes",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
