@@ -134,13 +134,17 @@ def _boot(
             drafter = _drafter(settings, backend, draft, (packer, executor), mode)
         offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
         dummies = DummySteps(plan, packer, executor)
+
+        def check() -> BootCheck:
+            return BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars)
+
         warm = WarmUp(
             plan=plan,
             record=record,
             backend=backend,
             steps=dummies,
             graphs=choose_graphs(settings, backend, dummies, record, split=fitted.split, sizes=sizes),
-            check=BootCheck(CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars),
+            check=check(),
             reused=frozenset(store.costs()),
             report=transport.put,
             compiled=compile_seconds,
@@ -173,7 +177,6 @@ def _boot(
     monitor = ColdMonitor(record, plan, settings.on_cold, ColdSources(backend, share.cold_sources(executor)), taken)
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     _judge(settings, record)
-    check = partial(BootCheck, CheckRunner(scheduler.pool, packer, executor), record, backend.facts, grammars)
     operator = Elastic(settings, backend, model, scheduler=scheduler, executor=executor, check=check, monitor=monitor)
     loop = start(transport, listener=listener, call=call, operator=operator)
     _publish_events(settings, loop)

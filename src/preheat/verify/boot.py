@@ -7,8 +7,9 @@ through the packer and the executor that serve, on blocks that go back to the po
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
@@ -100,29 +101,30 @@ class BootCheck:
         CheckFailed for logits that are not finite or draws that are not the contract's, and NothingToRun if no context
         can take the path.
         """
-        if name == "finite":
-            self._check_finite()
-        elif name == "sampler":
-            check_draws(self._runner)
-        elif name == IMAGES and self._images is not None:
-            self._record.proof.compared += self._images.run()
-        elif name == ADAPTERS and self._adapters is not None:
-            self._record.proof.compared += self._adapters.run()
-        elif name == "grammar":
-            self._check_grammars()
-        elif name == "pooled":
-            self._record.proof.compared += sum(check_pooled(self._runner, tokens) for tokens in self._contexts)
-        else:
-            self._run_path(name)
+        self._record.proof.compared += self._of_its_own.get(name, partial(self._run_path, name))() or 0
         if name == "drafts":
             check_drafted_draws(self._runner)
+
+    @cached_property
+    def _of_its_own(self) -> dict[str, Callable[[], int | None]]:
+        """The checks that are no paths of the contexts, by name; each gives what it compared, if it counts that."""
+        found: dict[str, Callable[[], int | None]] = {
+            "finite": self._check_finite,
+            "sampler": partial(check_draws, self._runner),
+            "grammar": self._check_grammars,
+            "pooled": lambda: sum(check_pooled(self._runner, tokens) for tokens in self._contexts),
+        }
+        for name, check in ((IMAGES, self._images), (ADAPTERS, self._adapters)):
+            if check is not None:
+                found[name] = check.run
+        return found
 
     def _check_grammars(self) -> None:
         if isinstance(self._grammars, str):
             raise NothingToRun(self._grammars)
         GrammarCheck(self._runner, self._grammars).run()
 
-    def _run_path(self, name: str) -> None:
+    def _run_path(self, name: str) -> int:
         count, reason = 0, "no context within the limits takes this path"
         contexts = zip([*self._contexts, *self._long], self._expected, strict=True)
         for tokens, (expected, usual) in islice(contexts, *self._places(name)):
@@ -132,7 +134,7 @@ class BootCheck:
                 reason = str(error)
         if not count:
             raise NothingToRun(reason)
-        self._record.proof.compared += count
+        return count
 
     def _places(self, name: str) -> tuple[int, int]:
         """Which contexts take the path: the long one its own, the shortest one a full step, otherwise all but that."""
