@@ -160,6 +160,7 @@ def test_what_a_backend_rejects_is_an_option_whose_default_it_takes(name):
     check(Settings(), facts)
     for option, reason in facts.rejected.items():
         default = OPTIONS[option].default
+        other = OPTIONS[option].convert("0" if default else "1", option)
         with pytest.raises(SettingsError, match=re.escape(reason)):
-            check(Settings(**{option: not default}), facts)
+            check(Settings(**{option: other}), facts)
         check(Settings(**{option: default}), facts)

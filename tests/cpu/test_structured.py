@@ -192,7 +192,7 @@ def test_a_token_that_the_grammar_refuses_ends_its_request_alone(llm, monkeypatc
 def test_a_lost_state_ends_the_request(llm, monkeypatch):
     """Never a text that nothing holds to its grammar."""
     right = Sequence.__init__
-    monkeypatch.setattr(Sequence, "__init__", lambda self, request, grammar=None: right(self, request))
+    monkeypatch.setattr(Sequence, "__init__", lambda self, request, grammar=None, adapter=None: right(self, request))
     with pytest.raises(PreheatError, match="the state of its grammar was lost"):
         texts(llm, [held(regex="[ab]{4,9}")])
 

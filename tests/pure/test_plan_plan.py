@@ -227,7 +227,7 @@ def test_options_carry_the_settings_names():
     """What the plan reads of the settings exists there, with the same default."""
     missing = {name for name in vars(PlanOptions()) if name not in Settings.__dataclass_fields__}
     assert missing == {
-        "pads_context", "host_sampler", "grammars", "draft_model", "measures_drafts", "verify_widths",
+        "pads_context", "host_sampler", "grammars", "draft_model", "measures_drafts", "pools", "verify_widths",
     }  # fmt: skip
     for name, value in vars(PlanOptions()).items():
         if name not in missing:

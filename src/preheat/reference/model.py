@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from preheat.backends.base import Backend
+from preheat.backends.names import HOST
 from preheat.backends.registry import pick_backend
 from preheat.errors import ModelError, SettingsError
 from preheat.limits import Limits
@@ -38,7 +39,7 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 def load(
     path: str | Path = BUNDLED,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "cpu",
+    device: str | torch.device = HOST,
     *,
     max_model_len: int | None = None,
 ) -> ReferenceModel:
@@ -49,9 +50,9 @@ def load(
     Raises SettingsError for a device other than a CPU; ModelError for a checkpoint that is not one, that is quantized
     or that sees images.
     """
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type != HOST:
         raise SettingsError(f"the reference runs on a CPU, not on {device}: leave device out", param="device")
-    backend = pick_backend("cpu")
+    backend = pick_backend(HOST)
     settings = Settings.load({"model": str(path), "dtype": _DTYPES.get(dtype, str(dtype))})  # type: ignore[arg-type]
     folder = find_model(settings)
     spec = read_spec(read_config(folder))
