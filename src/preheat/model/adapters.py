@@ -14,6 +14,7 @@ from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.shard import sums_leaves
 from preheat.model.specs import ExpertsSpec, LinearSpec, ModelSpec, leaves
 from preheat.settings import Settings
+from preheat.utils.speculation import WITH_MODEL
 
 
 class Factors(Protocol):
@@ -137,9 +138,10 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
         (any(isinstance(leaf, ExpertsSpec) for _, leaf in leaves(spec)), "model", "experts have no places for them"),
         (spec.vision is not None, "model", "models that see images have no places for them"),
         (
-            speculates is not None and speculates.method == "draft_model",
-            "speculative_config", "a draft model knows nothing of them; n-grams and suffixes draft for them too",
+            speculates is not None and speculates.method in WITH_MODEL,
+            "speculative_config", "a model that drafts knows nothing of them; n-grams and suffixes draft for them too",
         ),
+        (spec.head is None, "runner", "an engine that pools has not tried them"),
     )  # fmt: skip
     for given, name, reason in reasons:
         if given:

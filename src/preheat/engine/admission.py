@@ -1,0 +1,110 @@
+"""The way of a request to the scheduler's queue.
+
+What a request needs is made beside the loop, by threads: its adapter is read, then its grammar compiled. It waits for
+them here, and joins the queue then; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from preheat.core import AdapterReport, LoadAdapter, Request, UnloadAdapter
+from preheat.errors import InvalidRequest, ModelNotFound, PreheatError, WireError
+from preheat.grammar.service import Grammars
+from preheat.lora.service import Adapters
+from preheat.schedule.grammar import GrammarState
+from preheat.schedule.scheduler import Scheduler
+
+
+class Admission:
+    """Queues requests. ``grammars`` serve structured outputs, ``adapters`` LoRA, or say why not. ``reject`` answers a
+    request that cannot be served, ``report`` tells what became of an adapter.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        grammars: Grammars | str,
+        adapters: Adapters | str,
+        reject: Callable[[Request, PreheatError], None],
+        report: Callable[[AdapterReport], None],
+    ) -> None:
+        self._scheduler, self._grammars, self._adapters = scheduler, grammars, adapters
+        self._reject, self._report = reject, report
+        self._services = [each for each in (adapters, grammars) if not isinstance(each, str)]
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is being read or compiled."""
+        return any(service.pending for service in self._services)
+
+    def add(self, request: Request) -> None:
+        """Take a request; one that cannot be served is rejected."""
+        try:
+            if not request.lora_name:
+                self._compile(request)
+            elif isinstance(self._adapters, str):
+                raise ModelNotFound(f"there is no adapter {request.lora_name!r}: {self._adapters}")
+            elif self._adapters.start(request):
+                self._compile(request)
+        except PreheatError as error:
+            self._refuse(request, error)
+
+    def take(self, wait: float = 0.0) -> None:
+        """Let those go on that have what they need; waits up to ``wait`` seconds for the first one."""
+        adapters, grammars = self._adapters, self._grammars
+        if not isinstance(adapters, str) and adapters.pending:
+            for request, error in adapters.take(wait):
+                if error is None:
+                    self._compile(request)
+                else:
+                    self._refuse(request, error)
+            for report in adapters.reports(self._scheduler.serves):
+                self._report(report)
+        if not isinstance(grammars, str) and grammars.pending:
+            for request, state in grammars.take(wait):
+                if isinstance(state, PreheatError):
+                    self._refuse(request, state)
+                else:
+                    self._queue(request, state)
+
+    def cancel(self, request_id: int) -> bool:
+        """Forget a request; False if it does not wait here."""
+        return any(service.cancel(request_id) for service in self._services)
+
+    def cancel_all(self) -> list[int]:
+        """Forget all requests; the ids of those that waited."""
+        return [*chain.from_iterable(service.cancel_all() for service in self._services)]
+
+    def change(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Begin to read an adapter, or to let one go; the report follows when that is done."""
+        if isinstance(self._adapters, str):
+            error = WireError.of(InvalidRequest(self._adapters))
+            self._report(AdapterReport(message.name, message.id, error))
+        elif isinstance(message, LoadAdapter):
+            self._adapters.load(message)
+        else:
+            self._adapters.unload(message)
+
+    def _compile(self, request: Request) -> None:
+        """Go on with a request whose adapter is there."""
+        masked = request.params.masked
+        if not masked:
+            self._queue(request, None)
+        elif isinstance(self._grammars, str):
+            why = f"{masked[0]} is not supported here: {self._grammars}"
+            self._refuse(request, InvalidRequest(why, param=masked[0]))
+        else:
+            self._grammars.start(request)
+
+    def _queue(self, request: Request, grammar: GrammarState | None) -> None:
+        adapter = None if isinstance(self._adapters, str) else self._adapters.chosen(request)
+        try:
+            self._scheduler.add(request, grammar, adapter)
+        except PreheatError as error:  # the frontend rejects these; one that slips through must not stop the loop
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: PreheatError) -> None:
+        self.cancel(request.id)
+        self._reject(request, error)
