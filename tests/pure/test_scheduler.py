@@ -467,7 +467,7 @@ def test_leaving_the_queue_compares_no_sequences(monkeypatch) -> None:
 
 
 def calls_of(action: Callable[[], object]) -> int:
-    """Function calls, built-in ones too, that ``action`` makes; a garbage collection, which calls others, comes later."""
+    """Function calls, built-in ones too, that ``action`` makes; none of a garbage collection, which comes later."""
     count = 0
 
     def counting(frame, event, argument) -> None:
