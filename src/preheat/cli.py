@@ -122,23 +122,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     _command(commands, "serve", _serve, OPTIONS.values(), "serve a model with an OpenAI-compatible API")
-    generate = commands.add_parser(
-        "generate", help="complete prompts and print the results", allow_abbrev=False,
-        usage="preheat generate [--model MODEL] [--prompt TEXT] [--flag VALUE ...]",
-    )  # fmt: skip
-    generate.set_defaults(run=_generate)
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    generate.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='read prompts from a file, one per line: text, or JSON {"prompt": ...}. Standard input is -, and the '
-        "default unless it is a terminal",
-    )
-    generate.add_argument("--chat", action="store_true", help="send each prompt as a user message")
-    generate.add_argument("--json", action="store_true", help="print each result as a JSON object, one per line")
-    _add_sampling_flags(generate)
-    add_flags(generate, GENERATE_OPTIONS)
-
+    _add_generate(commands)
     plan = _command(commands, "plan", _plan, ENGINE_OPTIONS, "print the warm-up plan; needs only the model's config")
     plan.add_argument("--json", action="store_true", help="print a JSON object: items, dropped, padding, estimates")
     plan.add_argument(
@@ -149,26 +133,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     warm = _command(commands, "warm", _warm, ENGINE_OPTIONS, "boot, warm up, print the record, exit")
     warm.add_argument("--json", action="store_true", help="print the record as JSON")
     warm.add_argument("--html", metavar="FILE", help="also write the record as a self-contained HTML page")
-    verify = _command(commands, "verify", _verify, ENGINE_OPTIONS, "check that results are bit-identical")
-    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
-    verify.add_argument("--reduced", action="store_true", help="use few, short prompts: seconds instead of minutes")
-    verify.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
-    verify.add_argument("--digest", metavar="FILE", help="only compare the digest of a boot with that of another boot")
-    verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
-    verify.add_argument(
-        "--fuzz", type=float, metavar="SECONDS", help="for so long, compare requests in random loads with each alone"
-    )
-    verify.add_argument("--random-models", action="store_true", help="with --fuzz: a random small model each round")
-    verify.add_argument("--fuzz-seed", type=int, default=0, metavar="N", help="with --fuzz: the first round's seed [0]")
-    batch = commands.add_parser(
-        "run-batch", help="answer the requests in a file, in OpenAI's batch format", allow_abbrev=False,
-        usage="preheat run-batch FILE [--output-file FILE] [--model MODEL] [--flag VALUE ...]",
-    )  # fmt: skip
-    batch.set_defaults(run=_run_batch)
-    batch.add_argument("input_argument", nargs="?", metavar="FILE", help="same as --input-file")
-    batch.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line")
-    batch.add_argument("-o", "--output-file", metavar="FILE", help="where the answers go, instead of standard output")
-    add_flags(batch, OPTIONS.values())
+    _add_verify(commands)
+    _add_run_batch(commands)
     _add_client(commands, "chat", _chat, "talk with a running server").add_argument(
         "--system-prompt", metavar="TEXT", help="what the model is told first"
     )
@@ -188,6 +154,51 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _command(commands, "collect-env", _collect_env, OPTIONS.values(), "print, as JSON, what a report should name")
     _add_without_model(commands)
     return parser, commands.choices
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate", help="complete prompts and print the results", allow_abbrev=False,
+        usage="preheat generate [--model MODEL] [--prompt TEXT] [--flag VALUE ...]",
+    )  # fmt: skip
+    generate.set_defaults(run=_generate)
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    generate.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='read prompts from a file, one per line: text, or JSON {"prompt": ...}. Standard input is -, and the '
+        "default unless it is a terminal",
+    )
+    generate.add_argument("--chat", action="store_true", help="send each prompt as a user message")
+    generate.add_argument("--json", action="store_true", help="print each result as a JSON object, one per line")
+    _add_sampling_flags(generate)
+    add_flags(generate, GENERATE_OPTIONS)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = _command(commands, "verify", _verify, ENGINE_OPTIONS, "check that results are bit-identical")
+    verify.add_argument("--prompts", metavar="FILE", help="read prompts from a file, as generate does")
+    verify.add_argument("--reduced", action="store_true", help="use few, short prompts: seconds instead of minutes")
+    verify.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    verify.add_argument("--digest", metavar="FILE", help="only compare the digest of a boot with that of another boot")
+    verify.add_argument("--against", metavar="URL", help="check an OpenAI-compatible server over HTTP instead")
+    verify.add_argument(
+        "--fuzz", type=float, metavar="SECONDS", help="for so long, compare requests in random loads with each alone"
+    )
+    verify.add_argument("--random-models", action="store_true", help="with --fuzz: a random small model each round")
+    verify.add_argument("--fuzz-seed", type=int, default=0, metavar="N", help="with --fuzz: the first round's seed [0]")
+
+
+def _add_run_batch(commands: Any) -> None:
+    batch = commands.add_parser(
+        "run-batch", help="answer the requests in a file, in OpenAI's batch format", allow_abbrev=False,
+        usage="preheat run-batch FILE [--output-file FILE] [--model MODEL] [--flag VALUE ...]",
+    )  # fmt: skip
+    batch.set_defaults(run=_run_batch)
+    batch.add_argument("input_argument", nargs="?", metavar="FILE", help="same as --input-file")
+    batch.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line")
+    batch.add_argument("-o", "--output-file", metavar="FILE", help="where the answers go, instead of standard output")
+    add_flags(batch, OPTIONS.values())
 
 
 def _add_without_model(commands: Any) -> None:

@@ -260,8 +260,9 @@ def test_every_step_with_adapters_is_planned_and_loading_is_not_cold(folder):
     asked = prompts("qv", "", "all", "head", "all", "")
     params = SamplingParams(temperature=1.0, seed=4, prompt_logprobs=1, logprobs=2, max_tokens=OUTPUTS)
     asked += [replace(prompt, params=params) for prompt in asked]
-    own.run(asked)
-    own.run(asked, in_groups([1, 2, 4, 3, 2]))
+    planned = {item.program for item in own.loop.packer.plan.items if item.kind == "lora"}
+    assert planned
+    assert own.run(asked) == own.run(asked, in_groups([1, 2, 4, 3, 2]))  # a cold step would fail its requests
 
 
 def test_prompt_logprobs_are_those_of_the_adapter(shared):
