@@ -57,10 +57,10 @@ def layout_of_the_batch(monkeypatch) -> None:
     """A norm whose row sum has a layout, by its number of warps, that follows the number of rows."""
     from preheat.backends.cuda import norm
 
-    def launch(x, residual, weight, eps):
+    def launch(x, residual, weight, eps, kind, bias):
         size, out = x.shape[1], torch.empty_like(x)
-        layout = norm._layout(size) | {"num_warps": 1 if len(x) <= 16 else 8}
-        norm._norm[(len(x),)](x, residual, weight, out, 1.0 / size, eps, SIZE=size, **layout)
+        layout = norm.layout(size) | {"num_warps": 1 if len(x) <= 16 else 8}
+        norm._norm[(len(x),)](x, residual, weight, bias, out, 1.0 / size, eps, KIND=kind, SIZE=size, **layout)
         return out
 
     monkeypatch.setattr(norm, "_launch", launch)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from preheat.backends.cuda.launch import widened
+
 
 @triton.jit
 def blocks_of(table, start, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
@@ -43,7 +45,7 @@ def absorb(
         k = tl.load(keys + offsets, mask=real, other=0.0)
         v = tl.load(values + offsets, mask=real, other=0.0)
     if k.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = widened(k, q.dtype), widened(v, q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if slopes is not None:
         distance = at[None, :] + 1 - seen_to[:, None]  # a query sees all up to itself

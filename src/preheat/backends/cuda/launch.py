@@ -17,12 +17,15 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime._async_compile import active_mode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on tensors of the host."""
 
 OVERLAP = not INTERPRETED
 """Whether kernels are launched behind each other in this way."""
+
+COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -31,6 +34,20 @@ def begin(overlap: tl.constexpr):
     if overlap:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def widened(numbers, dtype: tl.constexpr):
+    """``numbers`` of eight bits or fewer as ``dtype``, for a product in the matrix unit.
+
+    Triton follows an operand back to where it was loaded, and where that was narrower it deals out the inputs of
+    ``mma.sync`` in another order, so that each thread loads whole words. Other instructions keep the order: sums would
+    differ in the last bit. A move that the compiler cannot see through ends its search.
+    """
+    wide = numbers.to(dtype)
+    if COMPILED and wide.dtype.primitive_bitwidth == 16:
+        wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=wide.dtype, is_pure=False, pack=2)
+    return wide
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -69,9 +86,12 @@ def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
     def compile_alone(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **more)
 
-    with Loading(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
-        kind.run = compile_alone
-        try:
-            yield
-        finally:
-            kind.run = run
+    try:
+        with Loading(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
+            kind.run = compile_alone
+            try:
+                yield
+            finally:
+                kind.run = run
+    finally:
+        active_mode.set(None)  # which Triton leaves set where a kernel did not compile

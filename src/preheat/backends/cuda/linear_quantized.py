@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.launch import begin, options, widened
 from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import Tile
@@ -105,7 +105,7 @@ def _weights(
         at = group[None, :] * outputs + out[:, None]
     if zeros is not None:
         numbers = numbers - tl.load(zeros + at).to(tl.float32)
-    return (numbers * tl.load(scales + at)).to(dtype)
+    return widened(numbers * tl.load(scales + at), dtype)
 
 
 @triton.jit
@@ -132,12 +132,14 @@ def _step(
         w = _weights(
             _signed(pair >> 4), scales, zeros, index, out, k + HALF, inputs, outputs, groups, GROUP, EVEN, HALF, dtype
         )
-        return tl.dot(w, xs_high, acc, input_precision="ieee")
-    columns = k + tl.arange(0, STEP)
-    at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]
-    numbers = tl.load(at, mask=columns[None, :] < inputs, other=0.0).to(tl.float32)
-    w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
-    return tl.dot(w, xs, acc, input_precision="ieee")
+        acc = tl.dot(w, xs_high, acc, input_precision="ieee")
+    else:  # what stands behind a return is compiled too
+        columns = k + tl.arange(0, STEP)
+        at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]
+        numbers = tl.load(at, mask=columns[None, :] < inputs, other=0.0).to(tl.float32)
+        w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["rows"])
