@@ -20,14 +20,9 @@ ATTENTION: dict[str, Any] = {
     "scale": "fp32", "value_scale": "fp32", "max_blocks": "i32", "HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128,
     "BLOCK": 64, "SPLIT": 256, "TILE": 64, "WINDOW": 0, "overlap": True, **STRIDES,
 }  # fmt: skip
-DECODE = {
-    "work": "*i32",
-    "num_work": "*i32",
-    "arrived": "*i32",
-    "claims": "*i32",
-    "ROWS": 16,
-    "MERGE": True,
-} | dict.fromkeys(("parts", "tops", "totals"), "*fp32")
+DECODE = dict.fromkeys(("parts", "tops", "totals"), "*fp32") | {
+    "work": "*i32", "num_work": "*i32", "arrived": "*i32", "claims": "*i32", "ROWS": 16, "MERGE": True,
+}  # fmt: skip
 CODES: dict[str, Any] = {
     "x": "*bf16", "scales": "*fp32", "bias": None, "y": "*bf16", "rows": "i32", "outputs": "i32", "inputs": "i32",
     "groups": "i32", "row_bytes": "i32", "OUTPUTS": 32, "ROWS": 16, "gated": False, "overlap": True,
