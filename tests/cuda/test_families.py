@@ -20,6 +20,11 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda.work import SPLIT
 from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import read_config
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.verify.drive import Engine
+from preheat.verify.prompts import REDUCED, Prompt, make_prompts
+from preheat.verify.verification import Verification
 from tests.cpu.checkpoints import LINEAR_ROPE, LLAMA3_ROPE, MODELS, YARN_ROPE, Model, longrope, save_checkpoint
 
 DEVICE = "cuda"
@@ -145,6 +150,25 @@ def test_float32_is_transformers(name, checkpoint):
     assert error(torch.cat([logprobs for _, logprobs in found]), torch.cat(right)) <= 1e-5
     for (tokens, _), theirs, length in zip(found, right, LENGTHS, strict=True):
         assert theirs[length - 1 :].argmax(-1).tolist() == tokens[length:]
+
+
+ONE_OF_EACH = list({family: name for name, (family, _) in MODELS.items()}.values())
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_family_has_one_set_of_bits(name, checkpoint):
+    """The check at boot and `preheat verify`: batches, arrivals, chunks, prefix hits, preemption and compaction."""
+    settings = Settings.load({
+        "model": str(checkpoint(name)), "device": DEVICE, "skip_tokenizer_init": True, "max_num_seqs": 32,
+        "max_num_batched_tokens": 256, "max_model_len": LENGTH, "num_gpu_blocks_override": 400,
+    })  # fmt: skip
+
+    def prompts(engine: Engine) -> list[Prompt]:
+        return make_prompts(REDUCED, engine.vocab_size, engine.ready.max_model_len)
+
+    asked = Verification(boot_engine, settings, prompts, REDUCED)
+    results = list(asked.results())
+    assert asked.verdict(results).ok, [str(result.first) for result in results]
 
 
 @pytest.mark.parametrize(
