@@ -11,10 +11,13 @@ pytest.importorskip("triton")
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.moe import PLAIN, CudaExperts, ExpertsConfig, ExpertsConfigs
+from preheat.backends.cuda.moe import PLAIN, CudaExperts, ExpertsConfig, ExpertsConfigs, ExpertsShape
 from preheat.backends.cuda.moe_route import arrange
+from preheat.backends.cuda.moe_tuner import TOKENS as TUNED
+from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.prove import settle_experts
-from preheat.backends.cuda.tuning import REFERENCE, Tile, Wide
+from preheat.backends.cuda.tuning import REFERENCE, Table, Tile, Wide
+from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing, route, routed
 from preheat.settings import Settings
 
@@ -110,3 +113,17 @@ def test_what_has_not_the_bits_is_done_without():
     settle_experts([(short, [16, 64])], invariant=True)
     assert short.configs(short.shape, 16) == short.configs(short.shape, 64) == PLAIN[x.dtype]
     assert torch.equal(bits(short(x[:16], logits[:16])), bits(experts(x[:16], logits[:16])))
+
+
+@pytest.mark.parametrize("scheme", [None, Scheme(code="fp8", scales="channel", activations="token")], ids=str)
+def test_the_tuner_finds_kernels_that_have_the_bits(scheme):
+    """And a boot serves by them."""
+    shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
+    found = tune_experts(shape, 256)
+    assert [entry.tokens for entry in found] == [tokens for tokens in TUNED if tokens <= 256]
+    configs = ExpertsConfigs([Table("this", (9, 0), [], found)])
+    if scheme is None:
+        experts, *_ = made((8, 512, 384, 2))
+        experts.configs = configs
+        settle_experts([(experts, [entry.tokens for entry in found])], invariant=True)
+    assert all(configs(shape, entry.tokens) == ExpertsConfig.of(entry) for entry in found)

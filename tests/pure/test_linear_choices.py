@@ -2,15 +2,18 @@
 
 import logging
 
+import msgspec
 import pytest
 import torch
 
+from benchmarks.common.shapes import SHAPES as CONFIGS
 from preheat.backends.cuda.tuning import (
     FP8_REFERENCE,
     REFERENCE,
     SHARED_BYTES,
     Entry,
     Expanded,
+    ExpertsEntry,
     KernelConfigs,
     Library,
     LinearShape,
@@ -19,6 +22,7 @@ from preheat.backends.cuda.tuning import (
     Wide,
     encode,
     kernel_configs,
+    merged,
     place,
     read,
     reference,
@@ -204,7 +208,7 @@ def test_what_was_measured_here_comes_before_what_is_shipped(tmp_path, caplog):
 
 
 def test_the_tuner_measures_the_maps_of_the_model(model_config):
-    from preheat.backends.cuda.tuning import merged, shape_of
+    from preheat.backends.cuda.tuning import shape_of
 
     spec = read_spec(model_config)
     *layers, head = (shape_of(linear, torch.bfloat16) for _, linear in spec.linears())
@@ -215,6 +219,56 @@ def test_the_tuner_measures_the_maps_of_the_model(model_config):
     other = table((16, NARROW), shape=LinearShape(8, 8))
     assert merged([before], new).entries == new.entries
     assert merged([other], new).entries == other.entries + new.entries
+
+
+EXPERTS = ExpertsEntry(8, 256, 128, 2, 64, 1.5, 16, tiles=(NARROW, NARROW))
+
+
+def test_experts_are_looked_up_in_tables_too(monkeypatch):
+    from preheat.backends.cuda import moe
+    from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, experts_config
+
+    monkeypatch.setattr(moe, "fits", lambda shape: True)
+    shape = ExpertsShape.of(EXPERTS)
+    wide = ExpertsEntry(8, 256, 128, 2, 512, 1.5, 128, wides=(Wide(256, 128, 4), Wide(128, 128, 6)))
+    before = Table("One", HOPPER, [], [EXPERTS])
+    after = Table("One", HOPPER, [], [EXPERTS, wide])
+    text = encode(merged([before, table((16, NARROW))], after))
+    read_back = msgspec.json.decode(text, type=Table)
+    assert read_back.experts == after.experts and len(read_back.entries) == 1
+    configs = ExpertsConfigs([before, read_back])
+    assert configs(shape, 1) == configs(shape, 64) == ExpertsConfig(16, NARROW, NARROW)
+    assert configs(shape, 65) == ExpertsConfig(128, *wide.wides)
+    assert configs(shape, 513) == experts_config(shape, 513)
+    assert configs(shape, 512).entry(shape, 512, 1.5) == wide
+    assert ExpertsConfigs([read_back, before])(shape, 65) == experts_config(shape, 65)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 100, 1000, 8192])
+def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
+    from preheat.backends.cuda import moe_tuner
+    from preheat.backends.cuda.moe import ExpertsShape
+
+    monkeypatch.setattr(moe_tuner, "fits", lambda shape: True)
+    shape = ExpertsShape(128, 2048, 768, 8, torch.bfloat16)
+    blocks = moe_tuner.block_sizes(shape, tokens)
+    assert blocks
+    assert (1 in blocks) == (tokens <= 4)
+    for block in blocks:
+        for layer in (shape.gate_up, shape.down):
+            tried = list(moe_tuner.candidates(shape, layer, block))
+            assert tried
+            assert all(choice.rows == max(block, 16) for choice in tried)
+            assert all(layer.inputs % choice.inputs == 0 for choice in tried if isinstance(choice, Tile))
+
+
+def test_the_tuner_is_asked_for_the_experts_of_the_model():
+    from preheat.backends.base import ExpertsSize
+    from preheat.warmup.tune import _size
+
+    config = CONFIGS["qwen3-30b-a3b"]
+    spec = read_spec(config)
+    assert {_size(layer.mlp) for layer in spec.layers} == {ExpertsSize(128, 2048, 768, 8, None)}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -222,13 +222,25 @@ class LinearSize(Protocol):
     def scheme(self) -> Scheme | None: ...
 
 
+class ExpertsSize(NamedTuple):
+    """Routed experts of which each token visits ``top_k``, see :class:`preheat.model.specs.MoeSpec`."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+    top_k: int
+    scheme: Scheme | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """Linear layers of ``dtype`` to measure at up to ``max_rows`` rows, the head at up to ``max_head_rows``, for about
-    ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for it.
+    """Linear layers of ``dtype`` to measure at up to ``max_rows`` rows, the head at up to ``max_head_rows``, and
+    ``experts``, for about ``seconds``. The result goes to the file ``output``, or to ``folder``, where boots look for
+    it.
     """
 
     layers: Sequence[LinearSize]
+    experts: Sequence[ExpertsSize]
     head: LinearSize
     dtype: str
     max_rows: int

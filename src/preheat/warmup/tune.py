@@ -1,4 +1,5 @@
-"""``preheat tune``: measure which kernel is fastest for each of a model's linear layers. No weights are read.
+"""``preheat tune``: measure which kernel is fastest for each of a model's linear layers and for its experts. No weights
+are read.
 
 Neither boots nor requests measure: they read the table that this leaves.
 """
@@ -7,18 +8,19 @@ from __future__ import annotations
 
 import math
 
-from preheat.backends.base import TuneRequest
+from preheat.backends.base import ExpertsSize, TuneRequest
 from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config
+from preheat.model.specs import MoeSpec
 from preheat.plan.modes import step_limits
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
 
 
 def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:
-    """Measure the linear layers of ``settings.model`` and say where the table is: in ``output``, or where boots look.
+    """Measure the layers of ``settings.model`` and say where the table is: in ``output``, or where boots look.
 
     Ends after about ``seconds`` with what it has by then. Raises SettingsError where there is nothing to choose from,
     or no place for the table.
@@ -33,6 +35,7 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
     return backend.tune(
         TuneRequest(
             layers=layers,
+            experts=list(dict.fromkeys(_size(layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec))),
             head=head,
             dtype=dtype,
             max_rows=tokens,
@@ -42,3 +45,8 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
             folder=folder,
         )
     )
+
+
+def _size(mlp: MoeSpec) -> ExpertsSize:
+    experts = mlp.experts
+    return ExpertsSize(experts.num_experts, experts.hidden, experts.inner, mlp.top_k, experts.scheme)

@@ -45,7 +45,7 @@ from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.prove import settle, settle_experts
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.tune import tune_layers
-from preheat.backends.cuda.tuning import KernelConfigs, kernel_configs
+from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import SettingsError
 from preheat.limits import Limits
@@ -124,7 +124,9 @@ class CudaBackend:
         if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # see early.py
             torch.backends.cuda.preferred_blas_library("cublaslt")
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
-        self._configs = kernel_configs(name, capability, cache, invariant=settings.batch_invariant)
+        tables = tables_for(name, capability, cache)
+        self._configs = KernelConfigs(tables, invariant=settings.batch_invariant)
+        self._experts_configs = ExpertsConfigs(tables)
 
     def synchronize(self) -> None:
         """Wait for all streams."""

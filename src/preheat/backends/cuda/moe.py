@@ -7,6 +7,7 @@ waits for the choice of experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.moe_fp8 import experts_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
-from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, LinearShape, Tile, Wide
+from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, ExpertsEntry, LinearShape, Table, Tile, Wide
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
 
@@ -34,6 +35,11 @@ class ExpertsShape(NamedTuple):
     top_k: int
     dtype: torch.dtype
     scheme: Scheme | None = None
+
+    @classmethod
+    def of(cls, entry: ExpertsEntry) -> ExpertsShape:
+        dtype = getattr(torch, entry.dtype)
+        return cls(entry.num_experts, entry.hidden, entry.inner, entry.top_k, dtype, entry.scheme)
 
     @property
     def gate_up(self) -> LinearShape:
@@ -54,9 +60,28 @@ class ExpertsConfig(NamedTuple):
     gate_up: Tile | Wide
     down: Tile | Wide
 
+    def entry(self, shape: ExpertsShape, tokens: int, microseconds: float) -> ExpertsEntry:
+        """As a table has it."""
+        tiles, wides = None, None
+        if isinstance(self.gate_up, Tile) and isinstance(self.down, Tile):
+            tiles = self.gate_up, self.down
+        elif isinstance(self.gate_up, Wide) and isinstance(self.down, Wide):
+            wides = self.gate_up, self.down
+        return ExpertsEntry(
+            *shape[:4], tokens, round(microseconds, 2), self.block, str(shape.dtype).removeprefix("torch."),
+            shape.scheme, tiles, wides,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, entry: ExpertsEntry) -> ExpertsConfig:
+        """What a table has."""
+        layers = entry.tiles or entry.wides
+        assert layers is not None
+        return cls(entry.block, *layers)
+
 
 def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
-    """What serves ``tokens`` tokens, as measured on an H200 with the shapes of Qwen3-30B-A3B and Mixtral 8x7B."""
+    """A guess for what is in no table."""
     slots = tokens * shape.top_k
     alone = slots * ALONE <= shape.num_experts
     if shape.scheme is not None:
@@ -86,16 +111,29 @@ def plain_config(shape: ExpertsShape) -> ExpertsConfig:
 
 
 class ExpertsConfigs:
-    """From experts and a number of tokens to the kernels that serve them."""
+    """From experts and a number of tokens to the kernels that serve them. Of several ``tables`` that know experts the
+    last one counts.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Iterable[Table] = ()) -> None:
+        self._entries: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
         self._made: dict[tuple[ExpertsShape, int], ExpertsConfig] = {}
+        for table in tables:
+            found: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
+            for entry in table.experts:
+                found.setdefault(ExpertsShape.of(entry), {})[entry.tokens] = ExpertsConfig.of(entry)
+            self._entries |= found
 
     def __call__(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
         made = self._made.get((shape, tokens))
         if made is None:
-            made = self._made[shape, tokens] = experts_config(shape, tokens)
+            made = self._made[shape, tokens] = self._find(shape, tokens)
         return made
+
+    def _find(self, shape: ExpertsShape, tokens: int) -> ExpertsConfig:
+        found = self._entries.get(shape, {})
+        size = min((size for size in found if size >= tokens), default=None)
+        return experts_config(shape, tokens) if size is None else found[size]
 
     def reject(self, shape: ExpertsShape, tokens: int) -> None:
         """From now on serve ``tokens`` tokens by the kernel whose order is beyond doubt."""
@@ -110,11 +148,12 @@ def experts_forward(
 ) -> Tensor:
     """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`."""
     arrangement = arrange(logits, routing, config.block, counts)
-    inner = _layer(config.gate_up, x, gate_up, arrangement, gated=True)
-    return combine(_layer(config.down, inner, down, arrangement, gated=False), arrangement)
+    inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
+    return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
 
 
-def _layer(choice: Tile | Wide, x: Tensor, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
+def experts_layer(choice: Tile | Wide, x: Tensor, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
+    """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.moe_linear.experts_linear`."""
     if isinstance(weight, DeviceWeight):
         assert isinstance(choice, Tile)
         return experts_fp8(choice, x, weight, arrangement, gated=gated)

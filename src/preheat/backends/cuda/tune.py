@@ -12,8 +12,21 @@ from pathlib import Path
 import torch
 
 from preheat.backends.base import TuneRequest
+from preheat.backends.cuda.moe import ExpertsConfig, ExpertsShape
+from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.tuner import ROWS, tune
-from preheat.backends.cuda.tuning import Entry, KernelConfig, LinearShape, Table, encode, merged, place, read, shape_of
+from preheat.backends.cuda.tuning import (
+    Entry,
+    ExpertsEntry,
+    KernelConfig,
+    LinearShape,
+    Table,
+    encode,
+    merged,
+    place,
+    read,
+    shape_of,
+)
 from preheat.errors import PreheatError, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -23,16 +36,18 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
     """See :meth:`preheat.backends.base.Backend.tune`."""
     name = torch.cuda.get_device_name(device)
     path = _path(request, name)
-    found = _measure(request)
-    if not found:
+    share = request.seconds / (len(request.layers) + 1 + len(request.experts))
+    found, experts = _measure(request, share), _measure_experts(request, share)
+    if not found and not experts:
         raise PreheatError("no time for a single measurement: give more --seconds")
-    table = merged(read(path), Table(name, torch.cuda.get_device_capability(device), found))
+    table = merged(read(path), Table(name, torch.cuda.get_device_capability(device), found, experts))
     _write(path, encode(table))
-    return f"{path}: {len(found)} entries measured, {len(table.entries)} in all"
+    measured, known = len(found) + len(experts), len(table.entries) + len(table.experts)
+    return f"{path}: {measured} entries measured, {known} in all"
 
 
-def _measure(request: TuneRequest) -> list[Entry]:
-    """Each shape once, up to the most rows of a step. The head, a single layer, has its share of the time."""
+def _measure(request: TuneRequest, share: float) -> list[Entry]:
+    """Each shape once, up to the most rows of a step. The head, a single layer, has its ``share`` of the time."""
 
     def report(shape: LinearShape, rows: int, times: dict[KernelConfig, float]) -> None:
         best = min(times, key=lambda config: times[config])
@@ -40,11 +55,21 @@ def _measure(request: TuneRequest) -> list[Entry]:
 
     dtype = getattr(torch, request.dtype)
     layers = list(dict.fromkeys(shape_of(layer, dtype) for layer in request.layers))
-    share = request.seconds / (len(layers) + 1)
     rows = [size for size in ROWS if size <= request.max_rows]
     found = tune(layers, rows, share * len(layers), report)
     head_rows = [size for size in rows if size <= request.max_head_rows]
     return found + tune([shape_of(request.head, dtype)], head_rows, share, report)
+
+
+def _measure_experts(request: TuneRequest, share: float) -> list[ExpertsEntry]:
+    """Up to the most tokens of a step, in a ``share`` of the time for each size of experts."""
+
+    def report(shape: ExpertsShape, tokens: int, config: ExpertsConfig, taken: float) -> None:
+        logger.info("%s, %d tokens: %.1f us, %s", shape, tokens, taken, config)
+
+    dtype = getattr(torch, request.dtype)
+    shapes = [ExpertsShape(e.num_experts, e.hidden, e.inner, e.top_k, dtype, e.scheme) for e in request.experts]
+    return [entry for shape in shapes for entry in tune_experts(shape, request.max_rows, share, report)]
 
 
 def _path(request: TuneRequest, device: str) -> Path:

@@ -51,10 +51,19 @@ def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
     if rows > 2048 or shape.dtype == torch.float32:
         return
     for height, (outputs, inputs), stages, bulk in product(*_sizes(rows), (False, True)):
-        for warps in _warps(outputs, height, shape.gated):
-            tile = Tile(outputs, height, inputs, warps, stages, bulk)
-            if shape.inputs % inputs == 0 and _fits(tile, shape.gated):
-                yield tile
+        yield from fitting_tiles(shape, height, outputs, inputs, stages, bulk=bulk)
+
+
+def fitting_tiles(
+    shape: LinearShape, rows: int, outputs: int, inputs: int, stages: int, *, bulk: bool
+) -> Iterator[Tile]:
+    """A tile of these sizes, by each number of warps that suits it, if it divides the inputs and fits into a
+    processor.
+    """
+    for warps in _warps(outputs, rows, shape.gated):
+        tile = Tile(outputs, rows, inputs, warps, stages, bulk)
+        if shape.inputs % inputs == 0 and _fits(tile, shape.gated):
+            yield tile
 
 
 def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:

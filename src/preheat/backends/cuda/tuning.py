@@ -157,12 +157,36 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+class ExpertsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fastest kernels of both layers of routed experts, gates and ups first, up to ``tokens`` tokens: either
+    ``tiles`` or ``wides``; ``block`` rows of an expert are computed together.
+    """
+
+    num_experts: int
+    hidden: int
+    inner: int
+    top_k: int
+    tokens: int
+    microseconds: float
+    block: int
+    dtype: str = "bfloat16"
+    scheme: Scheme | None = None
+    tiles: tuple[Tile, Tile] | None = None
+    wides: tuple[Wide, Wide] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, str, Scheme | None]:
+        """All but the number of tokens that a choice depends on."""
+        return self.num_experts, self.hidden, self.inner, self.top_k, self.dtype, self.scheme
+
+
 class Table(msgspec.Struct):
     """Entries that were measured on ``device``, a GPU's name, of this compute capability."""
 
     device: str
     capability: tuple[int, int]
-    entries: list[Entry]
+    entries: list[Entry] = []
+    experts: list[ExpertsEntry] = []
 
 
 class KernelConfigs:
@@ -206,11 +230,9 @@ def _by_shape(table: Table, invariant: bool) -> dict[LinearShape, dict[int, Kern
     return found
 
 
-def kernel_configs(
-    device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
-) -> KernelConfigs:
-    """What serves on a GPU of this name and compute capability: the tables that come with preheat, and the one that the
-    tuner left in ``folder``.
+def tables_for(device: str, capability: tuple[int, int], folder: Path | None) -> list[Table]:
+    """What is known of a GPU of this name and compute capability, the best last: the tables that come with preheat, and
+    the one that the tuner left in ``folder``.
 
     A table of another GPU of the same capability is better than none: what it prefers is right, if not always fastest.
     """
@@ -220,7 +242,14 @@ def kernel_configs(
     if known and not own:
         names = ", ".join(table.device for table in known)
         logger.info("Linear maps run as measured on %s; `preheat tune` measures on this %s", names, device)
-    return KernelConfigs([table for table in known if table.device != device] + own, invariant=invariant)
+    return [table for table in known if table.device != device] + own
+
+
+def kernel_configs(
+    device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
+) -> KernelConfigs:
+    """What serves linear layers on such a GPU."""
+    return KernelConfigs(tables_for(device, capability, folder), invariant=invariant)
 
 
 def shipped() -> list[Table]:
@@ -255,14 +284,19 @@ def merged(before: Sequence[Table], new: Table) -> Table:
     """``new``, with the entries of the tables ``before`` for shapes that are not in it."""
     known = {entry.shape for entry in new.entries}
     kept = [entry for table in before for entry in table.entries if entry.shape not in known]
-    return Table(new.device, new.capability, kept + new.entries)
+    routed = {entry.shape for entry in new.experts}
+    experts = [entry for table in before for entry in table.experts if entry.shape not in routed]
+    return Table(new.device, new.capability, kept + new.entries, experts + new.experts)
 
 
 def encode(table: Table) -> bytes:
     """The text of a table, one entry a line."""
     head = msgspec.json.encode({"device": table.device, "capability": table.capability}).removesuffix(b"}")
-    entries = b",\n  ".join(msgspec.json.encode(entry) for entry in table.entries)
-    return head + b',"entries":[\n  ' + entries + b"\n]}\n"
+    for name, entries in (("entries", table.entries), ("experts", table.experts)):
+        if entries:
+            lines = b",\n  ".join(msgspec.json.encode(entry) for entry in entries)
+            head += b',"%s":[\n  %s\n]' % (name.encode(), lines)
+    return head + b"}\n"
 
 
 def rule(shape: LinearShape, rows: int) -> KernelConfig:

@@ -1,0 +1,156 @@
+"""Finds the fastest kernels of routed experts by trying them, on an idle device, as
+:mod:`preheat.backends.cuda.tuner` does for linear layers.
+
+Each layer's kernels are timed for every size of block that may pay, then the whole block of experts with the best of
+both layers, because what arranges rows costs time too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from preheat.backends.cuda.launch import compiling
+from preheat.backends.cuda.linear_hopper import fits
+from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.moe import (
+    ALONE,
+    ExpertsConfig,
+    ExpertsShape,
+    Weights,
+    experts_forward,
+    experts_layer,
+)
+from preheat.backends.cuda.moe_route import Arrangement, arrange
+from preheat.backends.cuda.tuner import fitting_tiles, graph_microseconds
+from preheat.backends.cuda.tuning import ExpertsEntry, LinearShape, Tile, Wide
+from preheat.ops.moe import Routing
+from preheat.ops.quantization import empty_weight
+
+TOKENS = (1, 8, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+ROUTINGS = 8
+"""Ways to route the same tokens that a time is the mean of: with one, the experts of few tokens would stay in the L2
+cache."""
+
+SIZES = [(32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+"""Outputs and inputs of a tile."""
+CODE_SIZES = [(64, 128), (128, 128)]
+"""Of codes in eight bits, whose steps have 128 inputs."""
+
+Choice = Tile | Wide
+Report = Callable[[ExpertsShape, int, ExpertsConfig, float], None]
+
+
+def block_sizes(shape: ExpertsShape, tokens: int) -> list[int]:
+    """Rows of an expert that may be worth computing together, where each has so many on average; 1 for few slots."""
+    slots = tokens * shape.top_k
+    mean = slots / shape.num_experts
+    alone = [1] if slots * ALONE <= shape.num_experts else []
+    return alone + [size for size in (16, 32, 64, 128) if min(mean / 3, 128) <= size <= max(4 * mean, 16)]
+
+
+def candidates(shape: ExpertsShape, layer: LinearShape, block: int) -> Iterator[Choice]:
+    """Kernels for one of both layers."""
+    if block == 128 and shape.scheme is None:
+        if fits(shape.gate_up) and fits(shape.down):
+            yield from (Wide(256, 128, 4), Wide(128, 128, 6))
+        return
+    sizes = SIZES if shape.scheme is None else CODE_SIZES
+    for (outputs, inputs), stages in product(sizes, (3, 4, 6, 8)):
+        yield from fitting_tiles(layer, max(block, 16), outputs, inputs, stages, bulk=shape.scheme is None)
+
+
+class Bench:
+    """Times the kernels of experts with random weights. ``x`` [tokens, hidden] and, for each routing, logits."""
+
+    def __init__(self, shape: ExpertsShape, tokens: int) -> None:
+        count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+        self.shape, self.routing = shape, Routing(shape.top_k, True, False)
+        self.gate_up, self.down = _random(shape, 2 * inner, hidden), _random(shape, hidden, inner)
+        self.x = torch.randn(tokens, hidden, device="cuda", dtype=shape.dtype)
+        self.logits = torch.randn(ROUTINGS, tokens, count, device="cuda", dtype=shape.dtype)
+        self.counts = torch.zeros(count, dtype=torch.int32, device="cuda")
+
+    def arranged(self, tokens: int, block: int) -> list[Arrangement]:
+        return [arrange(logits[:tokens], self.routing, block, self.counts.clone()) for logits in self.logits]
+
+    def layer(self, choice: Choice, rows: Sequence[Tensor], arranged: Sequence[Arrangement], *, gated: bool) -> float:
+        """Microseconds of a layer for its ``rows`` of each arrangement."""
+        weight = self.gate_up if gated else self.down
+        pairs = list(zip(rows, arranged, strict=True))
+        return _microseconds(lambda: [experts_layer(choice, x, weight, each, gated=gated) for x, each in pairs])
+
+    def whole(self, config: ExpertsConfig, tokens: int) -> float:
+        """Microseconds from tokens to tokens."""
+        return _microseconds(lambda: [self._forward(config, self.x[:tokens], each[:tokens]) for each in self.logits])
+
+    def _forward(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+        return experts_forward(config, x, logits, self.gate_up, self.down, self.routing, self.counts)
+
+    def best(self, tokens: int, block: int) -> tuple[ExpertsConfig, float] | None:
+        """The fastest kernels for ``block``, and their time for the whole block of experts."""
+        arranged, x = self.arranged(tokens, block), [self.x[:tokens]] * ROUTINGS
+        gates, downs = (
+            list(candidates(self.shape, layer, block)) for layer in (self.shape.gate_up, self.shape.down)
+        )  # fmt: skip
+        if not gates or not downs:
+            return None
+        inner = [self.x.new_zeros(each.rows, self.shape.inner) for each in arranged]
+        with compiling(os.cpu_count() or 1, ignore_errors=True):
+            for choice in gates:
+                experts_layer(choice, x[0], self.gate_up, arranged[0], gated=True)
+            for choice in downs:
+                experts_layer(choice, inner[0], self.down, arranged[0], gated=False)
+        gate = min(gates, key=lambda choice: self.layer(choice, x, arranged, gated=True))
+        down = min(downs, key=lambda choice: self.layer(choice, inner, arranged, gated=False))
+        config = ExpertsConfig(block, gate, down)
+        return config, self.whole(config, tokens)
+
+
+def tune_experts(
+    shape: ExpertsShape, max_tokens: int, seconds: float = math.inf, report: Report = lambda *found: None
+) -> list[ExpertsEntry]:
+    """Entries for ``shape`` at up to ``max_tokens`` tokens; after ``seconds`` it stops with what it has. ``report``
+    hears what was fastest.
+    """
+    end, entries = time.monotonic() + seconds, list[ExpertsEntry]()
+    bench = Bench(shape, max_tokens)
+    for tokens in (size for size in TOKENS if size <= max_tokens):
+        if time.monotonic() > end:
+            break
+        timed = [found for block in block_sizes(shape, tokens) if (found := bench.best(tokens, block)) is not None]
+        if not timed:
+            continue
+        config, taken = min(timed, key=lambda found: found[1])
+        report(shape, tokens, config, taken)
+        entries.append(config.entry(shape, tokens, taken))
+    return entries
+
+
+def _microseconds(work: Callable[[], object]) -> float:
+    """Of one routing; infinite for what cannot run."""
+    try:
+        work()
+    except (TritonError, RuntimeError):
+        return math.inf
+    return graph_microseconds(work, 5) / ROUTINGS
+
+
+def _random(shape: ExpertsShape, outputs: int, inputs: int) -> Weights:
+    """Weights of all experts."""
+    size = (shape.num_experts, outputs, inputs)
+    if shape.scheme is None:
+        return torch.randn(size, device="cuda", dtype=shape.dtype).mul_(0.02)
+    weight = empty_weight(shape.scheme, *size, dtype=shape.dtype, device=torch.device("cuda"))
+    weight.codes.view(torch.uint8).random_(0, 0x70)
+    weight.scales.uniform_(0.5, 2).mul_(2.0**-10)
+    if weight.static is not None:
+        weight.static.fill_(2.0**-5)
+    return DeviceWeight.of(weight)
