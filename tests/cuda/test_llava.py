@@ -37,15 +37,19 @@ def model(tmp_path_factory) -> tuple[Path, Reference]:
         return folder, save_llava(folder)
 
 
+RGB = [(text, [image.convert("RGB") for image in images]) for text, images in PROMPTS]
+"""Versions of transformers differ in what they do with transparency; the tests on a CPU have it."""
+
+
 def run(llm: LLM) -> Found:
-    given = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in PROMPTS]
+    given = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in RGB]
     return [seen(output) for output in llm.generate(given, PARAMS, use_tqdm=False)]
 
 
 def test_from_images_to_logits_and_tokens(model):
     """All at once, in chunks that end within images."""
     folder, reference = model
-    for prompt, found in zip(PROMPTS, run(LLM(str(folder), dtype="float32", **OPTIONS)), strict=True):
+    for prompt, found in zip(RGB, run(LLM(str(folder), dtype="float32", **OPTIONS)), strict=True):
         assert error(reference, prompt, found) <= 1e-5
 
 
@@ -55,7 +59,7 @@ def test_bits_are_the_same_alone_among_others_and_from_the_cache(model):
     together, again = run(llm), run(llm)
     llm.reset_prefix_cache()
     alone: Found = []
-    for text, images in PROMPTS:
+    for text, images in RGB:
         given = [{"prompt": text, "multi_modal_data": {"image": images}}]
         alone.append(seen(llm.generate(given, PARAMS, use_tqdm=False)[0]))
         llm.reset_prefix_cache()

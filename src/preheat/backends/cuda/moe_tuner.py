@@ -25,6 +25,7 @@ from preheat.backends.cuda.moe import (
     ExpertsConfig,
     ExpertsShape,
     Weights,
+    experts_config,
     experts_forward,
     experts_layer,
 )
@@ -34,7 +35,7 @@ from preheat.backends.cuda.tuning import ExpertsEntry, LinearShape, Tile, Wide
 from preheat.ops.moe import Routing
 from preheat.ops.quantization import empty_weight
 
-TOKENS = (1, 8, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (1, 2, 4, 8, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 ROUTINGS = 8
 """Ways to route the same tokens that a time is the mean of: with one, the experts of few tokens would stay in the L2
 cache."""
@@ -125,9 +126,9 @@ def tune_experts(
     for tokens in (size for size in TOKENS if size <= max_tokens):
         if time.monotonic() > end:
             break
-        timed = [found for block in block_sizes(shape, tokens) if (found := bench.best(tokens, block)) is not None]
-        if not timed:
-            continue
+        guess = experts_config(shape, tokens)
+        timed = [(guess, bench.whole(guess, tokens))]  # the best of each layer need not be the best together
+        timed += [found for block in block_sizes(shape, tokens) if (found := bench.best(tokens, block)) is not None]
         config, taken = min(timed, key=lambda found: found[1])
         report(shape, tokens, config, taken)
         entries.append(config.entry(shape, tokens, taken))
