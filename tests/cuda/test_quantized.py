@@ -11,6 +11,7 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuner import candidates
@@ -78,9 +79,26 @@ def test_activations_have_the_codes_of_the_reference_on_a_cpu(kind):
     x = (noise(200, 4000) * noise(200, 4000, seed=1).exp()).bfloat16()
     static = torch.tensor(0.3) if kind == "static" else None
     right, right_scales = quantization.quantize_rows(x, kind, static)
-    codes, scales = quantize_rows(x.cuda(), kind, None if static is None else static.cuda())
-    assert torch.equal(scales.cpu(), right_scales)
-    assert torch.equal(codes.cpu().view(torch.uint8), right.view(torch.uint8))
+    rows = quantize_rows(x.cuda(), kind, None if static is None else static.cuda())
+    assert torch.equal(rows.scales.cpu(), right_scales)
+    assert torch.equal(rows.codes.cpu().view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [896, 4096, 5120])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("kind", ["token", "block", "static"])
+def test_a_norm_gives_the_codes_of_its_result(kind, norm, size):
+    """The order in which it adds up a row is that of the norm alone: codes are stored as a matrix for this."""
+    x, residual, weight = (noise(64, size, seed=seed).mul_(9).exp_().bfloat16().cuda() for seed in range(3))
+    layer = CudaNorm(weight[0].contiguous(), 1e-5, norm)
+    static = torch.tensor(0.02, device="cuda") if kind == "static" else None
+    how = QuantizedInput(kind, static)
+    plain = layer.add(x, residual.clone())
+    right = quantize_rows(plain, kind, static)
+    for rows in (how.norm(layer, x, residual.clone()), how.beside_plain().norm(layer, x, residual.clone())):
+        assert torch.equal(rows.scales, right.scales)
+        assert torch.equal(rows.codes.view(torch.uint8), right.codes.view(torch.uint8))
+        assert rows.plain is None or torch.equal(rows.plain, plain)
 
 
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS], ids=named)
@@ -88,7 +106,8 @@ def test_float8_is_close_to_float64_of_its_codes(scheme):
     """The matrix unit keeps about 14 bits of a sum of 128 products."""
     shape = shape_of(scheme)
     weight, x = random_weight(shape, torch.device("cuda"), 0), torch.randn(64, 896, device="cuda").bfloat16()
-    codes, scales = quantize_rows(x, scheme.activations, None)
+    rows = quantize_rows(x, scheme.activations, None)
+    codes, scales = rows.codes, rows.scales
     wide = codes.double() * scales.double().repeat_interleave(896 // scales.shape[1], 1)
     per_input = weight.scales.t().double().repeat_interleave(896 // len(weight.scales), 1)
     exact = wide @ (weight.codes.double() * per_input).t()

@@ -11,15 +11,18 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
 from preheat.backends.cuda.moe_route import arrange
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import fill
 from preheat.backends.cuda.prove import random_weight as random_codes
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import Expanded, LinearShape, Tile
+from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import quantization
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing, route, routed
 from preheat.ops.proof import noise
+from preheat.ops.quantization import QuantizedRows
 from tests.cpu.test_quantized_layers import KINDS, W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_linear import in_order
@@ -40,10 +43,55 @@ def test_codes_and_scales_of_rows(kind, dtype):
     x = (noise(4, 2500) * noise(4, 2500, seed=1).exp()).to(dtype)
     x[1] = 0
     static = torch.tensor(0.3) if kind == "static" else None
-    codes, scales = quantize_rows(x, kind, static)
+    rows = quantize_rows(x, kind, static)
     right, right_scales = quantization.quantize_rows(x, kind, static)
-    assert torch.equal(scales, right_scales)
-    assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
+    assert torch.equal(rows.scales, right_scales)
+    assert torch.equal(rows.codes.view(torch.uint8), right.view(torch.uint8))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("norm", "size"), [("rms", 300), ("rms_plus_one", 128), ("layer", 96)])
+def test_a_norm_gives_the_codes_of_its_result(norm, size, kind, dtype):
+    """With the residual or without, and beside the result itself where somebody reads that."""
+    x, residual = noise(3, size).to(dtype), noise(3, size, seed=1).to(dtype)
+    static = torch.tensor(0.02) if kind == "static" else None
+    bias = noise(size, seed=3).to(dtype) if norm == "layer" else None
+    layer, how = CudaNorm(noise(size, seed=2).to(dtype), 1e-5, norm, bias), QuantizedInput(kind, static)
+    for before in (None, residual):
+        given = [each if each is None else each.clone() for each in (before, before, before)]
+        plain = layer(x) if before is None else layer.add(x, given[0])
+        right, right_scales = quantization.quantize_rows(plain, kind, static)
+        fused, beside = how.norm(layer, x, given[1]), how.beside_plain().norm(layer, x, given[2])
+        for rows in (fused, beside):
+            assert torch.equal(rows.scales, right_scales)
+            assert torch.equal(rows.codes.view(torch.uint8), right.view(torch.uint8))
+        assert fused.plain is None and torch.equal(beside.plain, plain)
+        assert before is None or all(torch.equal(each, residual + x) for each in given)
+
+
+@pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4]], ids=named)
+def test_a_model_quantizes_in_its_norms(scheme):
+    """A dense block gets codes and nothing else; experts get them beside the rows that the router reads. What the layer
+    gives is the same as if it had quantized the rows itself.
+    """
+    cuda, x, residual = InterpretedCuda(), noise(3, 160), noise(3, 160, seed=1)
+    norm = cuda.norm(noise(160, seed=2), 1e-5)
+    gate_up, down = random_weight(scheme, 2 * 24, 160), random_weight(scheme, 160, 24, seed=1)
+    dense = DenseMlp(cuda.linear(gate_up, activation="silu_and_mul"), cuda.linear(down))
+    router, stack = (
+        cuda.linear(noise(2, 160, seed=4)),
+        (random_weight(scheme, 2, 48, 160), random_weight(scheme, 2, 160, 24)),
+    )
+    experts = MoeMlp(router, cuda.experts(*stack, Routing(1, True, False)))
+    for block in (dense, experts):
+        rows = normed(norm, x, residual.clone(), block.fused_input)
+        assert isinstance(rows, QuantizedRows)
+        assert (rows.plain is None) == (block is dense)
+        assert torch.equal(block(rows), block(norm.add(x, residual.clone())))
+    assert fused(dense.gate_up, router).plain and fused(router) is None
+    other = cuda.linear(random_weight(W8A8[4] if scheme is W8A8[0] else W8A8[0], 8, 160))
+    assert fused(dense.gate_up, other) is None  # one result does not do for both
 
 
 @DTYPES

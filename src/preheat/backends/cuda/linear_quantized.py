@@ -24,10 +24,11 @@ from torch import Tensor
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import Tile
 from preheat.ops.kinds import Scheme
-from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 
 STEP: tl.constexpr = tl.constexpr(128)
 """Inputs of a step. Of these, a byte of four-bit codes holds one of the first half, in its low bits, and the one as
@@ -187,15 +188,20 @@ def _store(y, result, row, first, rows, outputs, OUTPUTS: tl.constexpr, ROWS: tl
 @triton.jit
 def fp8_step(
     acc, x, codes, x_scales, scales, token, out, k, inputs, outputs, X_GROUPS, GROUPED: tl.constexpr,
-    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr,
+    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """``acc`` [outputs, rows] and the sum of a step's products, scaled where scales are of groups. ``scales`` are
-    [groups, outputs], ``out`` the rows of ``codes``.
+    [groups, outputs], ``out`` the rows of ``codes``. ``EVEN``: a step divides ``inputs``.
     """
     columns = k + tl.arange(0, STEP)
-    inside = columns < inputs
-    xs = tl.load(x + token[None, :] * inputs + columns[:, None], mask=inside[:, None], other=0.0)
-    ws = tl.load(codes + out.to(tl.int64)[:, None] * inputs + columns[None, :], mask=inside[None, :], other=0.0)
+    x_at = x + token[None, :] * inputs + columns[:, None]
+    w_at = codes + out.to(tl.int64)[:, None] * inputs + columns[None, :]
+    if EVEN:
+        xs, ws = tl.load(x_at), tl.load(w_at)
+    else:
+        inside = columns < inputs
+        xs = tl.load(x_at, mask=inside[:, None], other=0.0)
+        ws = tl.load(w_at, mask=inside[None, :], other=0.0)
     part = tl.dot(ws, xs, out_dtype=tl.float32)
     if GROUPED:
         part *= tl.load(x_scales + token * X_GROUPS + (k // STEP if X_GROUPED else 0))[None, :]
@@ -215,7 +221,8 @@ def fp8_result(acc, x_scales, scales, bias, token, out, GROUPED: tl.constexpr, d
 @triton.jit(do_not_specialize=["rows"])
 def in_order_fp8(
     x, x_scales, codes, scales, bias, y, rows, outputs, inputs, X_GROUPS, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-    GROUPED: tl.constexpr, X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
+    GROUPED: tl.constexpr, X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile [OUTPUTS, ROWS] of y a program, of float8 ``x`` and ``codes``. ``outputs`` are the columns of y."""
     begin(overlap)
@@ -227,12 +234,13 @@ def in_order_fp8(
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for k in range(0, inputs, STEP):
         acc = fp8_step(
-            acc, x, codes, x_scales, scales, token, out, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED, W_GROUPED
-        )
+            acc, x, codes, x_scales, scales, token, out, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED, W_GROUPED,
+            EVEN,
+        )  # fmt: skip
         if gated:
             acc_up = fp8_step(
                 acc_up, x, codes, x_scales, scales, token, out + outputs, k, inputs, height, X_GROUPS, GROUPED,
-                X_GROUPED, W_GROUPED,
+                X_GROUPED, W_GROUPED, EVEN,
             )  # fmt: skip
     dtype: tl.constexpr = y.dtype.element_ty
     result = fp8_result(acc, x_scales, scales, bias, token, out, GROUPED, dtype)
@@ -295,22 +303,49 @@ def _scheme(weight: DeviceWeight) -> dict[str, Any]:
 
 def by_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
     """``y`` [rows, columns] from ``x`` [rows, inputs] by the kernel that reads codes; all contiguous."""
-    grid = (triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows),)
-    common: dict[str, Any] = {
-        "OUTPUTS": tile.outputs, "ROWS": tile.rows, "gated": gated,
-        **options(num_warps=tile.warps, num_stages=tile.stages),
-    }  # fmt: skip
-    if weight.scheme.activations is None:
-        in_order_codes[grid](
-            x, weight.codes, weight.scales, weight.zeros, weight.index, bias, y, len(x), y.shape[1], x.shape[1],
-            *_layout(weight), **_scheme(weight), **common,
-        )  # fmt: skip
-        return
-    codes, scales = quantize_rows(x, weight.scheme.activations, weight.static)
-    in_order_fp8[grid](
-        codes, scales, weight.codes, weight.scales, bias, y, len(x), y.shape[1], x.shape[1], scales.shape[1],
-        **grouping(scales, weight), enable_fp_fusion=False, **common,
+    in_order_codes[_grid(tile, y)](
+        x, weight.codes, weight.scales, weight.zeros, weight.index, bias, y, len(x), y.shape[1], x.shape[1],
+        *_layout(weight), **_scheme(weight), **_tile(tile, gated),
     )  # fmt: skip
+
+
+def by_float8(
+    tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor | None
+) -> Tensor:
+    """The same of float8 ``x``, which is quantized first if it is not, into ``y`` or a new tensor."""
+    rows = codes_of(x, weight)
+    inputs, columns = weight.shape[1], len(weight) // 2 if gated else len(weight)
+    if y is None:
+        y = torch.empty((len(rows), columns), dtype=weight.dtype, device=rows.codes.device)
+    in_order_fp8[_grid(tile, y)](
+        rows.codes, rows.scales, weight.codes, weight.scales, bias, y, len(rows), columns, inputs, rows.scales.shape[1],
+        **grouping(rows.scales, weight), EVEN=inputs % STEP.value == 0, enable_fp_fusion=False, **_tile(tile, gated),
+    )  # fmt: skip
+    return y
+
+
+def _grid(tile: Tile, y: Tensor) -> tuple[int]:
+    return (triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(y), tile.rows),)
+
+
+def _tile(tile: Tile, gated: bool) -> dict[str, Any]:
+    launch = options(num_warps=tile.warps, num_stages=tile.stages)
+    return {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "gated": gated, **launch}
+
+
+def codes_of(x: Tensor | QuantizedRows, weight: DeviceWeight) -> QuantizedRows:
+    """``x`` as the layer of ``weight`` reads it."""
+    if isinstance(x, QuantizedRows):
+        return x
+    assert weight.scheme.activations is not None
+    return quantize_rows(x, weight.scheme.activations, weight.static)
+
+
+def quantized_input(weight: Tensor | DeviceWeight) -> QuantizedInput | None:
+    """How a layer of ``weight`` reads what the norm before it gives, if not as it is."""
+    if not isinstance(weight, DeviceWeight) or weight.scheme.activations is None:
+        return None
+    return QuantizedInput(weight.scheme.activations, weight.static)
 
 
 def grouping(x_scales: Tensor, weight: DeviceWeight) -> dict[str, bool]:

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.linear_hopper import fits, wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input
 from preheat.backends.cuda.moe_fp8 import experts_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
+from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, LinearShape, Tile, Wide
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
+from preheat.ops.quantization import QuantizedRows
 
 ALONE = 4
 """With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
@@ -103,10 +105,11 @@ class ExpertsConfigs:
 
 
 Weights = Tensor | DeviceWeight
+Rows = Tensor | QuantizedRows
 
 
 def experts_forward(
-    config: ExpertsConfig, x: Tensor, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor
+    config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor
 ) -> Tensor:
     """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`."""
     arrangement = arrange(logits, routing, config.block, counts)
@@ -114,10 +117,11 @@ def experts_forward(
     return combine(_layer(config.down, inner, down, arrangement, gated=False), arrangement)
 
 
-def _layer(choice: Tile | Wide, x: Tensor, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
+def _layer(choice: Tile | Wide, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
     if isinstance(weight, DeviceWeight):
         assert isinstance(choice, Tile)
         return experts_fp8(choice, x, weight, arrangement, gated=gated)
+    assert isinstance(x, Tensor)
     if isinstance(choice, Tile):
         return experts_linear(choice, x, weight, arrangement, gated=gated)
     rows = spread(x, arrangement) if gated else x
@@ -138,11 +142,16 @@ class CudaExperts:
         self.shape = ExpertsShape(num_experts, hidden, inner, routing.top_k, down.dtype, scheme)
         self._counts = torch.zeros(num_experts, dtype=torch.int32, device=codes.device)
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """Of experts with float8 activations: their norm may give them."""
+        return quantized_input(self._gate_up)
+
+    def __call__(self, x: Rows, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
         return self.by(self.configs(self.shape, len(x)), x, logits)
 
-    def by(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
         """The same by the kernels of ``config``."""
         try:
             return experts_forward(config, x, logits, self._gate_up, self._down, self._routing, self._counts)
