@@ -191,6 +191,39 @@ def test_experts_in_float8_are_layers_of_their_own(scheme, block):
     assert torch.equal(alone, found[-2:])
 
 
+@pytest.mark.parametrize("depth", [128, 256])
+@pytest.mark.parametrize("scheme", [SCHEMES[0], W8A8[0], W8A8[4]], ids=named)
+def test_deeper_tiles_change_no_bits(scheme, depth):
+    """Nor do they where they do not divide the inputs."""
+    for inputs in (512, 384):
+        weight, x = (
+            DeviceWeight.of(random_weight(scheme, 40, inputs, dtype=torch.bfloat16)),
+            noise(3, inputs).bfloat16(),
+        )
+        for gated in (False, True):
+            right = apply(TILES[0], x, weight, None, gated)
+            assert torch.equal(apply(Tile(64, 16, depth, 4, 3), x, weight, None, gated), right)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.indexed], ids=named)
+def test_experts_of_codes_are_the_dequantized_ones(scheme, block):
+    routing, dtype = Routing(2, True, False), torch.bfloat16
+    inner = 128 if scheme.group else 24
+    weights = (
+        random_weight(scheme, 3, 2 * inner, 256, dtype=dtype),
+        random_weight(scheme, 3, 256, inner, dtype=dtype, seed=1),
+    )
+    x, logits, counts = noise(4, 256).to(dtype), noise(4, 3, seed=1).to(dtype), torch.zeros(3, dtype=torch.int32)
+    plain = [quantization.dequantize(weight) for weight in weights]
+    codes = [DeviceWeight.of(weight) for weight in weights]
+    tile, usual = Tile(64, 16, 256, 4, 3), Tile(32, 16, 64, 4, 3)
+    right = experts_forward(ExpertsConfig(16, usual, usual), x, logits, *plain, routing, counts)
+    assert torch.equal(experts_forward(ExpertsConfig(block, tile, tile), x, logits, *codes, routing, counts), right)
+    expanded = ExpertsConfig(16, Expanded(usual), Expanded(usual))
+    assert torch.equal(experts_forward(expanded, x, logits, *codes, routing, counts), right)
+
+
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], *SCHEMES[:3]], ids=named)
 def test_what_the_proof_at_boot_computes_is_zero(scheme):
     """All that is left of sums that cancel is the order in which they were added."""

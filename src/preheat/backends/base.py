@@ -64,12 +64,11 @@ class Machine:
 @dataclass(frozen=True)
 class QuantizedKernel:
     """What computes linear layers that are quantized in one way. ``itemsize``: bytes of a weight in memory, where it is
-    not held as codes and scales; 0 stands for those of the model's dtype. ``experts``: those too.
+    not held as codes and scales; 0 stands for those of the model's dtype.
     """
 
     kernel: str
     itemsize: int | None = None
-    experts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from preheat.backends.cuda.linear_hopper import fits, wide
 from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input
+from preheat.backends.cuda.moe_codes import dequantized_experts, experts_codes
 from preheat.backends.cuda.moe_fp8 import experts_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, LinearShape, Tile, Wide
+from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, Expanded, LinearShape, Tile, Wide
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedRows
@@ -53,8 +54,8 @@ class ExpertsConfig(NamedTuple):
     """
 
     block: int
-    gate_up: Tile | Wide
-    down: Tile | Wide
+    gate_up: Tile | Wide | Expanded
+    down: Tile | Wide | Expanded
 
 
 def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
@@ -63,7 +64,8 @@ def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
     alone = slots * ALONE <= shape.num_experts
     if shape.scheme is not None:
         rows = 16 if slots <= 16 * shape.num_experts else 64
-        return ExpertsConfig(1 if alone else rows, Tile(64, rows, 128, 4, 4), Tile(64, rows, 128, 4, 4))
+        tile = Tile(64, rows, 256 if alone else 128, 4, 4)
+        return ExpertsConfig(1 if alone else rows, tile, tile)
     if shape.dtype != torch.bfloat16:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
     mean = slots / shape.num_experts
@@ -84,7 +86,12 @@ PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENC
 
 def plain_config(shape: ExpertsShape) -> ExpertsConfig:
     """What ``shape`` is compared with."""
-    return PLAIN[shape.dtype] if shape.scheme is None else ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+    if shape.scheme is None:
+        return PLAIN[shape.dtype]
+    if shape.scheme.activations is not None:
+        return ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+    tile = REFERENCE[shape.dtype]
+    return ExpertsConfig(tile.rows, Expanded(tile), Expanded(tile))
 
 
 class ExpertsConfigs:
@@ -117,13 +124,21 @@ def experts_forward(
     return combine(_layer(config.down, inner, down, arrangement, gated=False), arrangement)
 
 
-def _layer(choice: Tile | Wide, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
-    if isinstance(weight, DeviceWeight):
+def _layer(
+    choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool
+) -> Tensor:
+    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
         assert isinstance(choice, Tile)
         return experts_fp8(choice, x, weight, arrangement, gated=gated)
     assert isinstance(x, Tensor)
+    if isinstance(weight, DeviceWeight):
+        if isinstance(choice, Tile):
+            return experts_codes(choice, x, weight, arrangement, gated=gated)
+        assert isinstance(choice, Expanded)
+        return _layer(choice.choice, x, dequantized_experts(weight), arrangement, gated=gated)  # type: ignore[arg-type]
     if isinstance(choice, Tile):
         return experts_linear(choice, x, weight, arrangement, gated=gated)
+    assert isinstance(choice, Wide)
     rows = spread(x, arrangement) if gated else x
     y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
@@ -131,8 +146,8 @@ def _layer(choice: Tile | Wide, x: Rows, weight: Weights, arrangement: Arrangeme
 
 
 class CudaExperts:
-    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or with
-    float8 activations, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
+    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or
+    quantized, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
     """
 
     def __init__(self, gate_up: Weights, down: Weights, routing: Routing, configs: ExpertsConfigs) -> None:
