@@ -68,7 +68,7 @@ def _measured(record: dict) -> str:
 
 
 def _kernels() -> str:
-    lines = ["| Computed as | Device | Kernel | Bits |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| Computed as | Device | Kernel | Bits |", "| --- | --- | --- | --- |"]
     for kind in (W8A8, W8A16, W4A16):
         lines += [_row(kind, facts) for facts in (CPU, CUDA)]
     return "\n".join(lines)
