@@ -26,7 +26,7 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.tuning import Tile, whole_groups
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 
@@ -133,12 +133,14 @@ def _step(
         w = _weights(
             _signed(pair >> 4), scales, zeros, index, out, k + HALF, inputs, outputs, groups, GROUP, EVEN, HALF, dtype
         )
-        return tl.dot(w, xs_high, acc, input_precision="ieee")
-    columns = k + tl.arange(0, STEP)
-    at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]
-    numbers = tl.load(at, mask=columns[None, :] < inputs, other=0.0).to(tl.float32)
-    w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
-    return tl.dot(w, xs, acc, input_precision="ieee")
+        acc = tl.dot(w, xs_high, acc, input_precision="ieee")
+    else:
+        columns = k + tl.arange(0, STEP)
+        at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]
+        numbers = tl.load(at, mask=columns[None, :] < inputs, other=0.0).to(tl.float32)
+        w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -326,9 +328,8 @@ def layout(weight: DeviceWeight) -> tuple[int, int]:
 
 def scheme_options(weight: DeviceWeight) -> dict[str, Any]:
     """Keywords of a launch that say how codes become weights."""
-    four, group = weight.scheme.code == "int4", weight.scheme.group
-    depth = STEP.value // 2 if four else STEP.value
-    return {"FOUR": four, "GROUP": group, "EVEN": weight.index is None and group % depth == 0}
+    scheme = weight.scheme
+    return {"FOUR": scheme.code == "int4", "GROUP": scheme.group, "EVEN": whole_groups(scheme)}
 
 
 def by_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:

@@ -307,15 +307,24 @@ def codes_rule(shape: LinearShape, rows: int) -> Tile:
         return Tile(128, 128, 128, 8, 4)
     height = max(16, min(1 << (rows - 1).bit_length(), 64))
     few = shape.columns * -(-rows // 64) <= 64 * PROCESSORS
-    depth = next((depth for depth in ((512, 256) if few else (256,)) if shape.inputs % depth == 0), 128)
+    deep = ((512, 256) if few else (256,)) if whole_groups(shape.scheme) else ()
+    depth = next((depth for depth in deep if shape.inputs % depth == 0), 128)
     width = 64 if shape.scheme.activations or not few else 32
     room = SHARED_BYTES if few else SHARED_BYTES // 2
     stages = max(2, min(8, room // codes_bytes(shape, width, height, depth)))
     return Tile(width, height, depth, width // 16, stages)
 
 
+def whole_groups(scheme: Scheme) -> bool:
+    """Whether all weights that are dequantized at a time are of one group: half a step of four bits, else a step."""
+    return not scheme.indexed and scheme.group % (64 if scheme.code == "int4" else 128) == 0
+
+
 def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
     """Of a stage of a tile of codes, and of its inputs, in shared memory."""
     assert shape.scheme is not None
-    weights = width * (2 if shape.gated else 1) * depth // (2 if shape.scheme.code == "int4" else 1)
-    return weights + height * depth * (1 if shape.scheme.activations else 2)
+    weights = width * (2 if shape.gated else 1) * depth
+    held = weights // (2 if shape.scheme.code == "int4" else 1)
+    if not whole_groups(shape.scheme):
+        held += weights * (6 if shape.scheme.zeros else 4)  # each weight's scale and zero point
+    return held + height * depth * (1 if shape.scheme.activations else 2)
