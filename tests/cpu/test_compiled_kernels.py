@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
