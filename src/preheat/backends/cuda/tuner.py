@@ -76,7 +76,8 @@ def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
     height = min(max(16, _power(rows)), 256)
     widths = (64, 128) if shape.scheme.activations or rows > 64 else (16, 32, 64, 128)
     depths = (128, 256, 512) if rows <= 32 else (128, 256) if rows <= 64 else (128,)
-    depths = depths if whole_groups(shape.scheme) else (128,)
+    if shape.scheme.activations is None:  # deeper ones take the compiler half a minute
+        depths = depths[:2] if whole_groups(shape.scheme) else (128,)
     heights = sorted({height, min(height, 64), min(height, 128)})
     for outputs, each, depth, stages in product(widths, heights, depths, (2, 3, 4, 6, 8)):
         registers = outputs * each * (3 if shape.gated else 2) <= 192 * 256  # accumulators, and what is added to them

@@ -307,7 +307,7 @@ def codes_rule(shape: LinearShape, rows: int) -> Tile:
         return Tile(128, 128, 128, 8, 4)
     height = max(16, min(1 << (rows - 1).bit_length(), 64))
     few = shape.columns * -(-rows // 64) <= 64 * PROCESSORS
-    deep = ((512, 256) if few else (256,)) if whole_groups(shape.scheme) else ()
+    deep = (512, 256) if few and shape.scheme.activations else (256,) if whole_groups(shape.scheme) else ()
     depth = next((depth for depth in deep if shape.inputs % depth == 0), 128)
     width = 64 if shape.scheme.activations or not few else 32
     room = SHARED_BYTES if few else SHARED_BYTES // 2
