@@ -1,6 +1,6 @@
 """Where the time of a decoding step goes: each kernel, beside what its bytes cost at least, and the idle time between.
 
-    python -m benchmarks kernels [--shape llama-3.1-8b] [--rows 1 32 256] [--context 1024] [--steps 20] [--output DIR]
+    python -m benchmarks kernels [--shape llama-3.1-8b] [--format fp8] [--rows 1 32 256] [--context 1024] [--steps 20]
 
 Profiles steps in which all rows decode. The bandwidth is that of a copy on this device, read and written bytes counted.
 Kernels are told apart by their names; a kind's floor is its bytes over that bandwidth. Kernels that are launched behind
@@ -23,20 +23,20 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.decoding import DecodingRows, Span, spans
 from benchmarks.common.report import RESULTS, parser, save
-from benchmarks.common.shapes import CHOICES, config_of
+from benchmarks.common.shapes import CHOICES, FORMATS, named
 from benchmarks.suite.offline import Offline
-from preheat.model.families import read_spec
 from preheat.model.specs import ModelSpec
 
 KINDS = {
     "routing": ("_route", "_arrange", "_spread", "_combine"),
-    "experts": ("_experts_in_order",),
+    "experts": ("_experts_",),
     "attention": ("_decode", "_prefill", "attention"),
     "sampler": ("peaks", "pick", "enter", "weigh", "settle", "penalise", "edit", "tally", "report"),
     "norm": ("norm",),
+    "quantize": ("_quantize",),
     "rope and cache": ("rope", "rotary"),
     "embedding": ("embed", "index_select"),
-    "linear": ("in_order", "_wide", "linear", "gemm", "matmul", "nvjet", "cutlass", "sm90_", "splitk"),
+    "linear": ("in_order", "_wide", "linear", "gemm", "matmul", "_dequantize", "nvjet", "cutlass", "sm90_", "splitk"),
 }
 """A kernel is of the first kind one of whose words is in its name."""
 
@@ -47,10 +47,12 @@ def kind_of(name: str) -> str:
 
 
 def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
-    """Bytes that a step must read at least, in bfloat16: each weight of a linear map once, each key and value once."""
-    numbers = spec.num_params - (0 if spec.tied else spec.embedding.params)
+    """Bytes that a step must read at least, bfloat16 where they are not quantized: each weight of a linear map once,
+    each key and value once.
+    """
+    weights = sum(spec.weight_bytes(2).values()) - (0 if spec.tied else 2 * spec.embedding.params)
     cache = rows * context * spec.kv_bytes_per_token(2)
-    return {"linear": 2.0 * numbers, "attention": float(cache)}
+    return {"linear": float(weights), "attention": float(cache)}
 
 
 def bandwidth(device: torch.device) -> float:
@@ -113,7 +115,7 @@ def decode(offline: Offline, rows: int, context: int, steps: int) -> profile:
 
 
 def measure(offline: Offline, rows: int, speed: float, args: argparse.Namespace) -> dict[str, Any]:
-    spec = read_spec(config_of(args.shape))
+    spec = offline.llm.loop.executor.decoder.spec
     floors = {kind: round(size / speed * 1e6, 1) for kind, size in floor_bytes(spec, rows, args.context).items()}
     listed = spans(decode(offline, rows, args.context, args.steps), torch.cuda.is_available())
     return {
@@ -138,6 +140,7 @@ def show(found: dict[str, Any]) -> None:
 def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
     flags.add_argument("--shape", choices=CHOICES, default="llama-3.1-8b")
+    flags.add_argument("--format", choices=FORMATS, help="of the weights [the shape's own]")
     flags.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     flags.add_argument("--context", type=int, default=1024)
     flags.add_argument("--steps", type=int, default=20)
@@ -146,8 +149,8 @@ def main(words: Sequence[str]) -> None:
     args = flags.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed = bandwidth(device)  # before the engine takes the memory
-    offline, figures = Offline.of_shape(args.shape, args.options), []
+    offline, figures = Offline.of_shape(args.shape, args.options, number_format=args.format), []
     for rows in args.rows:
         figures.append(measure(offline, rows, speed, args))
-        save(f"kernels_{args.shape}", figures, args.output)
+        save(f"kernels_{named(args.shape, args.format, args.options)}", figures, args.output)
         show(figures[-1])

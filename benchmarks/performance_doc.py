@@ -10,12 +10,12 @@ from typing import Any
 
 from benchmarks.common.machine import ROOT
 from benchmarks.common.report import RESULTS, read_parts
-from benchmarks.common.shapes import SHAPES
+from benchmarks.common.shapes import FORMATS, SHAPES
 from benchmarks.common.table import anchors, rows, shown
 
 DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "performance.md"
-DOCUMENTS = (DOCUMENT, DOCS / "determinism.md")
+DOCUMENTS = (DOCUMENT, DOCS / "determinism.md", DOCS / "quantization.md")
 
 BLOCK = re.compile(
     r"(<!-- written by benchmarks/performance_doc\.py: ([\w.-]+) ([\w.-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL
@@ -45,6 +45,34 @@ def beside_vllm(shape: str, results: Path) -> str:
     ]
     lines += [f"\nNot measured: {what}.\n" for what in left_out(parts)]
     return "".join(lines) + "\n"
+
+
+FORMAT_FIGURES = (
+    *(f"ITL, batch {rows}, ms" for rows in (1, 8, 32, 128, 256)),
+    "TTFT of 2,048 tokens, ms", "prefill 32 × 2,048, tokens/s", "nanobench, tokens/s",
+)  # fmt: skip
+
+
+def by_format(shape: str, results: Path) -> str:
+    """``shape`` in the model's dtype and in each format that was measured, ours and vLLM's, a line each."""
+    kinds = ["", *(f"_{name}" for name in FORMATS)]
+    names = [f"{shape}{kind}{kv}" for kind in kinds for kv in ("", "_kv_fp8")]
+    lines = ["\n| Format | | " + " | ".join(FORMAT_FIGURES) + " |\n", "| --- " * (2 + len(FORMAT_FIGURES)) + "|\n"]
+    remarks = []
+    for name in names:
+        parts = read_parts(results / f"{name}.json")
+        found = rows(name, parts)
+        what = (
+            name.removeprefix(shape).removeprefix("_").replace("_kv_", ", KV cache in ").replace("kv_", "KV cache in ")
+        )
+        ours, theirs = {line[0]: line[1] for line in found}, {line[0]: line[2] for line in found}
+        for who, figures in (("preheat", ours), (anchors()["engine"], theirs)):
+            if any(figures.get(figure) is not None for figure in FORMAT_FIGURES):
+                shown_figures = " | ".join(shown(figures.get(figure)) for figure in FORMAT_FIGURES)
+                lines.append(f"| {what or 'bfloat16'} | {who} | {shown_figures} |\n")
+        if parts:
+            remarks.append(f"{what or 'bfloat16'}: {taken(parts)}")
+    return "".join(lines) + "\n" + "\n".join(remarks) + "\n\n"
 
 
 def taken(parts: dict[str, Any]) -> str:
@@ -142,7 +170,13 @@ def svg(shape: str, results: Path) -> str | None:
     )
 
 
-WRITERS = {"beside_vllm": beside_vllm, "invariance_cost": invariance_cost, "kernels": kernels, "plot": plot}
+WRITERS = {
+    "beside_vllm": beside_vllm,
+    "by_format": by_format,
+    "invariance_cost": invariance_cost,
+    "kernels": kernels,
+    "plot": plot,
+}
 
 
 def main() -> None:

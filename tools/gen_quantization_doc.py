@@ -68,7 +68,7 @@ def _measured(record: dict) -> str:
 
 
 def _kernels() -> str:
-    lines = ["| Computed as | Device | Kernel | Experts | Bits |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| Computed as | Device | Kernel | Bits |", "| --- | --- | --- | --- |"]
     for kind in (W8A8, W8A16, W4A16):
         lines += [_row(kind, facts) for facts in (CPU, CUDA)]
     return "\n".join(lines)
@@ -76,8 +76,7 @@ def _kernels() -> str:
 
 def _row(kind: str, facts: Facts) -> str:
     found = facts.quantized[kind]
-    experts = "yes" if found.experts else "refused"
-    return f"| {kind.upper()} | {facts.name} | {found.kernel} | {experts} | {INVARIANCE[kind]}: {WHERE[facts.name]} |"
+    return f"| {kind.upper()} | {facts.name} | {found.kernel} | {INVARIANCE[kind]}: {WHERE[facts.name]} |"
 
 
 def with_tables(text: str) -> str:

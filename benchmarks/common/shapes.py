@@ -100,6 +100,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 CHOICES = (*SHAPES, BUNDLED)
 
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+"""How the weights are quantized, by ``--format``: the checkpoint's ``quantization_config``, or, of fp8, while they are
+loaded."""
+
+
+def named(shape: str, number_format: str | None, options: dict[str, Any]) -> str:
+    """What a result is called: its shape, and the formats of weights and cache where they are not the model's own."""
+    kv = options.get("kv_cache_dtype", "auto")
+    return "_".join([shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])])
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -159,13 +173,21 @@ ENGINE: dict[str, Any] = {
 SMALL_ENGINE: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-def engine_options(shape: str, given: dict[str, Any], folder: Path, *, tiny: bool) -> dict[str, Any]:
-    """Options for an engine of ``shape``; ``folder`` is where its config is written."""
+def engine_options(
+    shape: str, given: dict[str, Any], folder: Path, *, tiny: bool, number_format: str | None = None
+) -> dict[str, Any]:
+    """Options for an engine of ``shape``, quantized as one of ``FORMATS`` if that is said; ``folder`` is where its
+    config is written.
+    """
     defaults = ENGINE | (SMALL_ENGINE if tiny else {})
+    if number_format == "fp8":
+        defaults = defaults | {"quantization": "fp8"}
     if shape == BUNDLED:
         return defaults | {"model": BUNDLED, "max_model_len": min(2048, defaults["max_model_len"])} | given
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    stored = FORMATS.get(number_format or "")
+    config = SHAPES[shape] | ({"quantization_config": stored} if stored else {})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return defaults | {"model": str(folder), "load_format": "dummy"} | given
 
 

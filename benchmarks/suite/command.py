@@ -16,11 +16,13 @@ from benchmarks.common.process import flags
 from benchmarks.common.report import Clock, PartReport, read_parts
 from benchmarks.common.shapes import (
     CHOICES,
+    FORMATS,
     FULL,
     TINY,
     Sizes,
     engine_options,
     long_length,
+    named,
     vocabulary,
     with_weights,
 )
@@ -36,7 +38,7 @@ from preheat.utils.text import did_you_mean
 TOGETHER = (("startup",), ("first", "latency", "throughput"), ("serve",), ("long",))
 """Benchmarks that share a process, in the order in which they run."""
 
-OWN = ("parts", "shape", "output", "seconds", "tiny", "checkpoint", "caches")
+OWN = ("parts", "shape", "format", "output", "seconds", "tiny", "checkpoint", "caches")
 """The arguments that are not options of the engine."""
 
 
@@ -51,7 +53,8 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
     )
     parser.add_argument("parts", nargs="+", metavar="NAME", choices=(*SUITE, ALL), help="as listed below")
     parser.add_argument("--shape", choices=CHOICES, default="llama-3.1-8b", help="sizes of the model [%(default)s]")
-    parser.add_argument("--output", metavar="DIR", default=".", help="where SHAPE.json is written [%(default)s]")
+    parser.add_argument("--format", choices=FORMATS, help="of the weights [the shape's own]")
+    parser.add_argument("--output", metavar="DIR", default=".", help="where SHAPE_FORMAT.json is written [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3600.0, help="what does not fit is left out [%(default)g]")
     parser.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
     parser.add_argument("--checkpoint", action="store_true", help="startup from files of the right size, written first")
@@ -72,6 +75,9 @@ def main(words: Sequence[str]) -> int:
     """
     values = arguments(words)
     own = argparse.Namespace(**{name: values.pop(name) for name in OWN})
+    own.name = named(own.shape, own.format, values)
+    if own.shape == BUNDLED and own.format not in {None, "fp8"}:
+        raise SettingsError(f"--format {own.format} is a checkpoint's: take a shape that is not the bundled model's")
     if "model" in values:
         raise SettingsError("bench takes --shape in place of --model", param="model")
     if own.checkpoint and (own.parts != ["startup"] or own.shape == BUNDLED):
@@ -87,7 +93,7 @@ def main(words: Sequence[str]) -> int:
         failed = False
     else:
         failed = _spread(groups, own, flags(values), clock)
-    print(table.render(own.shape, read_parts(_path(own))))
+    print(table.render(own.name, read_parts(_path(own))))
     return int(failed)
 
 
@@ -99,6 +105,7 @@ def _spread(groups: list[tuple[str, ...]], own: argparse.Namespace, engine: list
     failed = False
     with _folder(own.caches) as folder:
         shared = [f"--shape={own.shape}", f"--output={own.output}", *(["--tiny"] if own.tiny else []), *engine]
+        shared += [f"--format={own.format}"] if own.format else []
         for group in groups:
             command = [sys.executable, "-m", "benchmarks", *group, *shared]
             command += [f"--seconds={max(clock.left - 5, 0):.0f}"]
@@ -126,7 +133,7 @@ def _folder(given: str | None) -> Iterator[Path]:
 def _measure(group: tuple[str, ...], own: argparse.Namespace, given: dict[str, Any], clock: Clock) -> None:
     sizes = TINY if own.tiny else FULL
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
-        options = engine_options(own.shape, given, Path(folder), tiny=own.tiny)
+        options = engine_options(own.shape, given, Path(folder), tiny=own.tiny, number_format=own.format)
         if group == ("startup",):
             name = "startup from files" if own.checkpoint else "startup"
             options = with_weights(own.shape, options) if own.checkpoint else options
@@ -152,7 +159,7 @@ def _offline(
 
 
 def _path(own: argparse.Namespace) -> Path:
-    return Path(own.output) / f"{own.shape}.json"
+    return Path(own.output) / f"{own.name}.json"
 
 
 def _report(part: str, own: argparse.Namespace, options: dict[str, Any]) -> PartReport:

@@ -33,10 +33,12 @@ class Offline:
         self._random = random.Random(0)
 
     @classmethod
-    def of_shape(cls, shape: str, options: dict[str, Any], *, tiny: bool = False) -> Self:
+    def of_shape(
+        cls, shape: str, options: dict[str, Any], *, tiny: bool = False, number_format: str | None = None
+    ) -> Self:
         """An engine of ``shape`` with ``options`` in this process, without a limit of time."""
         with tempfile.TemporaryDirectory() as folder:
-            llm = LLM(**engine_options(shape, options, Path(folder), tiny=tiny))
+            llm = LLM(**engine_options(shape, options, Path(folder), tiny=tiny, number_format=number_format))
         return cls(llm, TINY if tiny else FULL, vocabulary(shape), Clock(float("inf")))
 
     def prompt(self, length: int) -> list[int]:

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from benchmarks.common.checkpoint import write_checkpoint
+from benchmarks.common.shapes import FORMATS, engine_options, named
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.cli import main
 from preheat.model.families import read_spec
+from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 
 CONFIG = {
@@ -38,6 +40,21 @@ def test_offline_parts_share_an_engine_and_find_nothing_cold(tmp_path, capsys):
     assert found["throughput"]["options"]["on_cold"] == "raise"
     assert found["throughput"]["machine"]["versions"]["torch"] == torch.__version__
     assert "nanobench, tokens/s" in capsys.readouterr().out
+
+
+def test_a_format_has_a_file_of_its_own(tmp_path):
+    """And its engine is quantized. A format of a checkpoint is in the shape's config."""
+    line = ["bench", "throughput", "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--on-cold", "count"]
+    assert main([*line, "--format", "fp8", "--kv-cache-dtype", "fp8"]) == 0
+    found = json.loads((tmp_path / "bundled_fp8_kv_fp8.json").read_text())["parts"]["throughput"]
+    assert found["options"]["quantization"] == "fp8"
+    assert [named("x", "awq", {}), named("x", None, {"kv_cache_dtype": "auto"})] == ["x_awq", "x"]
+    for name in FORMATS:
+        options = engine_options("qwen3-30b-a3b", {}, tmp_path, tiny=True, number_format=name)
+        spec = read_spec(read_config(tmp_path), options.get("quantization"))
+        assert spec.layers[0].mlp.experts.scheme is not None
+    with pytest.raises(SystemExit):
+        main([*line, "--format", "int3"])
 
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path):

@@ -101,6 +101,7 @@ def test_prompts_that_see_unrounded_keys_are_found(monkeypatch):
     run = verification(max_model_len=320)
     assert next(result for result in run.results() if result.first).identical < SIZE.prompts
     assert "decode: " in run.blocked_reason
+    assert "fp8 cache: " in run.blocked_reason
 
 
 def test_scales_of_the_first_forward_are_found(monkeypatch):

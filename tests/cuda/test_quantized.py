@@ -2,6 +2,8 @@
 is the dequantized model, or the contract of float8 within what its accumulator rounds.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,12 +13,15 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs, plain_config
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuner import candidates
 from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, reference, rule
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
+from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
 from preheat.settings import Settings
 
@@ -29,7 +34,7 @@ WHOLE = [
     Scheme(code="fp8", scales="channel"),
 ]
 ROWS = [1, 2, 8, 16, 17, 33, 64, 65, 128, 300, 512, 1000, 2048]
-SIZES = [(1152, 896, False), (2048, 1024, True)]
+SIZES = [(1152, 896, False), (2048, 1024, True), (4096, 512, False), (1024, 2048, True)]
 
 
 def named(scheme):
@@ -78,9 +83,26 @@ def test_activations_have_the_codes_of_the_reference_on_a_cpu(kind):
     x = (noise(200, 4000) * noise(200, 4000, seed=1).exp()).bfloat16()
     static = torch.tensor(0.3) if kind == "static" else None
     right, right_scales = quantization.quantize_rows(x, kind, static)
-    codes, scales = quantize_rows(x.cuda(), kind, None if static is None else static.cuda())
-    assert torch.equal(scales.cpu(), right_scales)
-    assert torch.equal(codes.cpu().view(torch.uint8), right.view(torch.uint8))
+    rows = quantize_rows(x.cuda(), kind, None if static is None else static.cuda())
+    assert torch.equal(rows.scales.cpu(), right_scales)
+    assert torch.equal(rows.codes.cpu().view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [896, 4096, 5120])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("kind", ["token", "block", "static"])
+def test_a_norm_gives_the_codes_of_its_result(kind, norm, size):
+    """The order in which it adds up a row is that of the norm alone: codes are stored as a matrix for this."""
+    x, residual, weight = (noise(64, size, seed=seed).mul_(9).exp_().bfloat16().cuda() for seed in range(3))
+    layer = CudaNorm(weight[0].contiguous(), 1e-5, norm)
+    static = torch.tensor(0.02, device="cuda") if kind == "static" else None
+    how = QuantizedInput(kind, static)
+    plain = layer.add(x, residual.clone())
+    right = quantize_rows(plain, kind, static)
+    for rows in (how.norm(layer, x, residual.clone()), how.beside_plain().norm(layer, x, residual.clone())):
+        assert torch.equal(rows.scales, right.scales)
+        assert torch.equal(rows.codes.view(torch.uint8), right.codes.view(torch.uint8))
+        assert rows.plain is None or torch.equal(rows.plain, plain)
 
 
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS], ids=named)
@@ -88,12 +110,45 @@ def test_float8_is_close_to_float64_of_its_codes(scheme):
     """The matrix unit keeps about 14 bits of a sum of 128 products."""
     shape = shape_of(scheme)
     weight, x = random_weight(shape, torch.device("cuda"), 0), torch.randn(64, 896, device="cuda").bfloat16()
-    codes, scales = quantize_rows(x, scheme.activations, None)
+    rows = quantize_rows(x, scheme.activations, None)
+    codes, scales = rows.codes, rows.scales
     wide = codes.double() * scales.double().repeat_interleave(896 // scales.shape[1], 1)
     per_input = weight.scales.t().double().repeat_interleave(896 // len(weight.scales), 1)
     exact = wide @ (weight.codes.double() * per_input).t()
     found = apply(rule(shape, 64), x, weight, None, False).double()
     assert (found - exact).abs().max() < 1e-2 * exact.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(128, 2048, 768, 8), (8, 1024, 1792, 2)], ids=str)
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0], WHOLE[2]], ids=named)
+def test_experts_have_the_bits_of_the_reference(scheme, shape):
+    """For one token, for a few, and for so many that each expert has whole blocks; weights of codes are those of the
+    dequantized experts.
+    """
+    num_experts, hidden, inner, top_k = shape
+    experts = CudaExperts(
+        stacked(scheme, num_experts, 2 * inner, hidden), stacked(scheme, num_experts, hidden, inner),
+        Routing(top_k, True, False), ExpertsConfigs(),
+    )  # fmt: skip
+    x, logits = (
+        torch.randn(700, hidden, device="cuda").bfloat16(),
+        torch.randn(700, num_experts, device="cuda").bfloat16(),
+    )
+    right = experts.by(plain_config(experts.shape), x, logits)
+    assert right.isfinite().all()
+    for tokens in (1, 2, 16, 65, 700):
+        assert torch.equal(experts(x[:tokens], logits[:tokens]).view(torch.int16), right[:tokens].view(torch.int16))
+
+
+def stacked(scheme, count, outputs, inputs):
+    one = [random_weight(LinearShape(outputs, inputs, scheme=scheme), torch.device("cuda"), 0) for _ in range(2)]
+    parts = [one[number % 2] for number in range(count)]
+
+    def stack(name):
+        return None if getattr(parts[0], name) is None else torch.stack([getattr(part, name) for part in parts])
+
+    shape = torch.Size((count, outputs, inputs))
+    return replace(parts[0], shape=shape, codes=stack("codes"), scales=stack("scales"), zeros=stack("zeros"))
 
 
 @pytest.mark.parametrize("batches", [1, 7])

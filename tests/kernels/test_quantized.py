@@ -11,15 +11,18 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
 from preheat.backends.cuda.moe_route import arrange
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import fill
 from preheat.backends.cuda.prove import random_weight as random_codes
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import Expanded, LinearShape, Tile
+from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import quantization
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing, route, routed
 from preheat.ops.proof import noise
+from preheat.ops.quantization import QuantizedRows
 from tests.cpu.test_quantized_layers import KINDS, W8A8, WHOLE, random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_linear import in_order
@@ -40,10 +43,55 @@ def test_codes_and_scales_of_rows(kind, dtype):
     x = (noise(4, 2500) * noise(4, 2500, seed=1).exp()).to(dtype)
     x[1] = 0
     static = torch.tensor(0.3) if kind == "static" else None
-    codes, scales = quantize_rows(x, kind, static)
+    rows = quantize_rows(x, kind, static)
     right, right_scales = quantization.quantize_rows(x, kind, static)
-    assert torch.equal(scales, right_scales)
-    assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
+    assert torch.equal(rows.scales, right_scales)
+    assert torch.equal(rows.codes.view(torch.uint8), right.view(torch.uint8))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("norm", "size"), [("rms", 300), ("rms_plus_one", 128), ("layer", 96)])
+def test_a_norm_gives_the_codes_of_its_result(norm, size, kind, dtype):
+    """With the residual or without, and beside the result itself where somebody reads that."""
+    x, residual = noise(3, size).to(dtype), noise(3, size, seed=1).to(dtype)
+    static = torch.tensor(0.02) if kind == "static" else None
+    bias = noise(size, seed=3).to(dtype) if norm == "layer" else None
+    layer, how = CudaNorm(noise(size, seed=2).to(dtype), 1e-5, norm, bias), QuantizedInput(kind, static)
+    for before in (None, residual):
+        given = [each if each is None else each.clone() for each in (before, before, before)]
+        plain = layer(x) if before is None else layer.add(x, given[0])
+        right, right_scales = quantization.quantize_rows(plain, kind, static)
+        fused, beside = how.norm(layer, x, given[1]), how.beside_plain().norm(layer, x, given[2])
+        for rows in (fused, beside):
+            assert torch.equal(rows.scales, right_scales)
+            assert torch.equal(rows.codes.view(torch.uint8), right.view(torch.uint8))
+        assert fused.plain is None and torch.equal(beside.plain, plain)
+        assert before is None or all(torch.equal(each, residual + x) for each in given)
+
+
+@pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4]], ids=named)
+def test_a_model_quantizes_in_its_norms(scheme):
+    """A dense block gets codes and nothing else; experts get them beside the rows that the router reads. What the layer
+    gives is the same as if it had quantized the rows itself.
+    """
+    cuda, x, residual = InterpretedCuda(), noise(3, 160), noise(3, 160, seed=1)
+    norm = cuda.norm(noise(160, seed=2), 1e-5)
+    gate_up, down = random_weight(scheme, 2 * 24, 160), random_weight(scheme, 160, 24, seed=1)
+    dense = DenseMlp(cuda.linear(gate_up, activation="silu_and_mul"), cuda.linear(down))
+    router, stack = (
+        cuda.linear(noise(2, 160, seed=4)),
+        (random_weight(scheme, 2, 48, 160), random_weight(scheme, 2, 160, 24)),
+    )
+    experts = MoeMlp(router, cuda.experts(*stack, Routing(1, True, False)))
+    for block in (dense, experts):
+        rows = normed(norm, x, residual.clone(), block.fused_input)
+        assert isinstance(rows, QuantizedRows)
+        assert (rows.plain is None) == (block is dense)
+        assert torch.equal(block(rows), block(norm.add(x, residual.clone())))
+    assert fused(dense.gate_up, router).plain and fused(router) is None
+    other = cuda.linear(random_weight(W8A8[4] if scheme is W8A8[0] else W8A8[0], 8, 160))
+    assert fused(dense.gate_up, other) is None  # one result does not do for both
 
 
 @DTYPES
@@ -141,6 +189,39 @@ def test_experts_in_float8_are_layers_of_their_own(scheme, block):
     assert torch.equal(found, routed(x, route(logits, routing)[0], weights, 2, expert))
     alone = experts_forward(ExpertsConfig(1, tile, tile), x[-2:], logits[-2:], *device, routing, counts)
     assert torch.equal(alone, found[-2:])
+
+
+@pytest.mark.parametrize("depth", [128, 256])
+@pytest.mark.parametrize("scheme", [SCHEMES[0], W8A8[0], W8A8[4]], ids=named)
+def test_deeper_tiles_change_no_bits(scheme, depth):
+    """Nor do they where they do not divide the inputs."""
+    for inputs in (512, 384):
+        weight, x = (
+            DeviceWeight.of(random_weight(scheme, 40, inputs, dtype=torch.bfloat16)),
+            noise(3, inputs).bfloat16(),
+        )
+        for gated in (False, True):
+            right = apply(TILES[0], x, weight, None, gated)
+            assert torch.equal(apply(Tile(64, 16, depth, 4, 3), x, weight, None, gated), right)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.indexed], ids=named)
+def test_experts_of_codes_are_the_dequantized_ones(scheme, block):
+    routing, dtype = Routing(2, True, False), torch.bfloat16
+    inner = 128 if scheme.group else 24
+    weights = (
+        random_weight(scheme, 3, 2 * inner, 256, dtype=dtype),
+        random_weight(scheme, 3, 256, inner, dtype=dtype, seed=1),
+    )
+    x, logits, counts = noise(4, 256).to(dtype), noise(4, 3, seed=1).to(dtype), torch.zeros(3, dtype=torch.int32)
+    plain = [quantization.dequantize(weight) for weight in weights]
+    codes = [DeviceWeight.of(weight) for weight in weights]
+    tile, usual = Tile(64, 16, 256, 4, 3), Tile(32, 16, 64, 4, 3)
+    right = experts_forward(ExpertsConfig(16, usual, usual), x, logits, *plain, routing, counts)
+    assert torch.equal(experts_forward(ExpertsConfig(block, tile, tile), x, logits, *codes, routing, counts), right)
+    expanded = ExpertsConfig(16, Expanded(usual), Expanded(usual))
+    assert torch.equal(experts_forward(expanded, x, logits, *codes, routing, counts), right)
 
 
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], *SCHEMES[:3]], ids=named)

@@ -9,6 +9,7 @@ import torch
 from benchmarks.common.shapes import SHAPES as CONFIGS
 from preheat.backends.cuda.tuning import (
     FP8_REFERENCE,
+    PROCESSORS,
     REFERENCE,
     SHARED_BYTES,
     Entry,
@@ -20,6 +21,7 @@ from preheat.backends.cuda.tuning import (
     Table,
     Tile,
     Wide,
+    codes_bytes,
     encode,
     kernel_configs,
     merged,
@@ -129,17 +131,28 @@ def test_tables_tell_formats_apart(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 64, 65, 300, 512, 8192])
-def test_codes_are_read_by_tiles_of_128_inputs(rows):
-    """At least 64 outputs and four warps: the instruction that the reference has. Whole numbers of many rows become
-    plain weights first."""
+def test_codes_are_read_in_whole_steps(rows):
+    """In float8 at least 64 outputs and four warps: the instruction that the reference has. Whole numbers of many rows
+    become plain weights first."""
     for shape in (INT4, FP8, FP8._replace(gated=True), INT4._replace(gated=True)):
         choice = rule(shape, rows)
         if isinstance(choice, Expanded):
             assert shape.scheme.activations is None and rows >= 512
             assert choice.choice == rule(shape._replace(scheme=None), rows)
             continue
-        assert choice.inputs == 128 and choice.outputs >= 64 and choice.warps >= 4
-        assert choice.outputs * choice.rows * (4 if shape.gated else 2) <= 128 * 128 * 2
+        assert choice.inputs % 128 == 0 == shape.inputs % choice.inputs
+        assert shape.scheme.activations is None or (choice.outputs >= 64 and choice.warps >= 4)
+        assert choice.outputs * choice.rows * (3 if shape.gated else 2) <= 192 * 32 * choice.warps
+        assert codes_bytes(shape, choice.outputs, choice.rows, choice.inputs) * choice.stages <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])
+def test_a_row_has_enough_of_the_weights_on_its_way(size):
+    """Latency times bandwidth of an H200 is about 4 MB: so much in all programs that run at once, a stage less."""
+    choice = rule(LinearShape(*size, scheme=FP8.scheme), 1)
+    weights = codes_bytes(FP8._replace(gated=size[2]), choice.outputs, 0, choice.inputs) * (choice.stages - 1)
+    at_once = min(-(-size[0] // (choice.outputs * (2 if size[2] else 1))), 2 * PROCESSORS)
+    assert weights * at_once >= 4 << 20
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
@@ -151,7 +164,8 @@ def test_the_tuner_tries_what_has_that_instruction(rows, monkeypatch):
     for shape in (INT4, FP8, FP8._replace(gated=True)):
         tried = list(tuner.candidates(shape, rows))
         tiles = [choice for choice in tried if isinstance(choice, Tile)]
-        assert tiles and all(tile.inputs == 128 and tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)
+        assert tiles and all(tile.inputs % 128 == 0 == shape.inputs % tile.inputs for tile in tiles)
+        assert shape is INT4 or all(tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)
         assert (Expanded(Library()) in tried) == (shape == INT4 and rows >= 128)
         assert len(tried) == len(set(tried))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from preheat.backends.cold import Watched
     from preheat.core import Level
     from preheat.ops.moe import Routing
-    from preheat.ops.quantization import QuantizedWeight
+    from preheat.ops.quantization import QuantizedRows, QuantizedWeight
     from preheat.ops.sampling import SamplingInput
 
 HOST_COPIES = 2
@@ -64,12 +64,11 @@ class Machine:
 @dataclass(frozen=True)
 class QuantizedKernel:
     """What computes linear layers that are quantized in one way. ``itemsize``: bytes of a weight in memory, where it is
-    not held as codes and scales; 0 stands for those of the model's dtype. ``experts``: those too.
+    not held as codes and scales; 0 stands for those of the model's dtype.
     """
 
     kernel: str
     itemsize: int | None = None
-    experts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +261,23 @@ class Norm(Protocol):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, then the norm of the sum, a new tensor."""
+
+
+class FusedInput(Protocol):
+    """How a linear layer reads its inputs, where the norm before it can give them so. A layer or experts that have it
+    have it as ``fused_input``.
+    """
+
+    def norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> QuantizedRows:
+        """The ``norm`` of ``x``, or of what it is added to: ``residual``, in place. All that read so take it in place
+        of a tensor.
+        """
+
+    def same(self, other: FusedInput) -> bool:
+        """Whether one result does for both."""
+
+    def beside_plain(self) -> FusedInput:
+        """The same for layers, some of which read the norm's result as it is."""
 
 
 Region = Callable[..., "Tensor"]

@@ -343,7 +343,7 @@ class Executor:
         residual, normed, out = self._residual[:tokens], self._normed[:tokens], self._attended[:tokens]
         before = self._begin(inputs, residual) if begins else normed
         attend, keep = self.attention.attend(inputs, out), self.features.keep if self.features else None
-        after = decoder.layers(residual, attend, layers, normed=before, eager=tap is not None, tap=tap or keep)
+        after = decoder.layers(residual, attend, layers, given=before, eager=tap is not None, tap=tap or keep)
         if layers[-1] == self._layers[-1]:
             if self.features is not None and tap is None:
                 self.features.store(tokens)

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, Norm, Region
-from preheat.model.layers import Layer, Weights
+from preheat.backends.base import Attend, FusedInput, Norm, Region
+from preheat.model.layers import Layer, Weights, fused, normed
 from preheat.model.rope import rope_table
 from preheat.model.specs import ModelSpec
+
+Inputs = tuple[FusedInput | None, FusedInput | None]
 
 Tap = Callable[[int, Tensor], None]
 """``tap(layer, residual)`` sees the residual stream [tokens, hidden] after a layer; the next layer overwrites it. After
@@ -27,18 +29,22 @@ class Attended(NamedTuple):
     residual: Tensor
 
 
-def project(normed: Tensor, layer: Layer, dim: int) -> Tensor:
-    """Queries, keys and values of ``normed`` [tokens, hidden], as [tokens, all heads, dim]."""
-    return layer.attention.qkv(normed).view(len(normed), -1, dim)
+def project(x: Tensor, layer: Layer, dim: int) -> Tensor:
+    """Queries, keys and values of normed ``x`` [tokens, hidden], as [tokens, all heads, dim]."""
+    return layer.attention.qkv(x).view(len(x), -1, dim)
 
 
-def after_attention(attended: Tensor, residual: Tensor, layer: Layer, norm: Norm) -> Tensor:
+def after_attention(
+    attended: Tensor, residual: Tensor, layer: Layer, norm: Norm, inputs: Inputs = (None, None)
+) -> Tensor:
     """The rest of a layer, from the attention's output ``attended`` [tokens, heads * dim].
 
-    Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, the input of the next layer.
+    Adds to ``residual`` [tokens, hidden] in place and returns its ``norm``, the input of the next layer. ``inputs``:
+    how the layer's second block reads its input, and how the next layer does.
     """
-    normed = layer.post_norm.add(layer.attention_output(attended), residual)
-    return norm.add(layer.mlp_output(normed), residual)
+    here, following = inputs
+    x = normed(layer.post_norm, layer.attention_output(attended), residual, here)
+    return normed(norm, layer.mlp_output(x), residual, following)
 
 
 class Decoder:
@@ -70,6 +76,7 @@ class Decoder:
             for each in {layer.attention.alibi for layer in spec.layers}
         }
         self.alibi = [slopes[layer.attention.alibi] for layer in spec.layers]
+        self._fused = [(fused(layer.attention.qkv), fused(layer.mlp)) for layer in weights.layers]
         self._last = len(weights.layers) - 1
         self._eager = project, after_attention
         self._built = build(project), build(after_attention)
@@ -80,7 +87,7 @@ class Decoder:
         attend: Attend,
         only: Sequence[int] | None = None,
         *,
-        normed: Tensor | None = None,
+        given: Tensor | None = None,
         eager: bool = False,
         tap: Tap | None = None,
     ) -> Tensor:
@@ -88,27 +95,34 @@ class Decoder:
         overwritten. ``eager`` runs the regions uncompiled; ``tap`` is called after every layer but the last.
 
         ``only`` runs some of the layers, ascending. If the last one is not among them, the input of the next one is
-        returned, to be passed as ``normed`` together with ``residual``.
+        returned, to be passed as ``given`` together with ``residual``.
         """
         before, after = self._eager if eager else self._built
         weights = self.weights.layers
-        if normed is None:
-            normed = weights[0].input_norm(residual)
-        for index in range(len(weights)) if only is None else only:
-            attended = attend(index, before(normed, weights[index], self.spec.layers[index].attention.head_dim))
+        part = range(len(weights)) if only is None else only
+        x = self._first(residual) if given is None else given
+        for index in part:
+            attended = attend(index, before(x, weights[index], self.spec.layers[index].attention.head_dim))
             if index == self._last:
                 return attended
-            normed = after(attended, residual, weights[index], weights[index + 1].input_norm)
+            following = None if index == part[-1] else self._fused[index + 1][0]
+            norm = weights[index + 1].input_norm
+            x = after(attended, residual, weights[index], norm, (self._fused[index][1], following))
             if tap is not None:
                 tap(index, residual)
-        return normed
+        return x
+
+    def _first(self, residual: Tensor) -> Tensor:
+        """The first layer's input."""
+        return normed(self.weights.layers[0].input_norm, residual, None, self._fused[0][0])
 
     def finish(self, attended: Attended, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
         """Hidden states [tokens, hidden] after the final norm; the residual stream is overwritten. ``eager`` is as in
         :meth:`layers`; ``tap`` is called after the last layer.
         """
         _, after = self._eager if eager else self._built
-        hidden = after(attended.out, attended.residual, self.weights.layers[self._last], self.weights.final_norm)
+        layer, here = self.weights.layers[self._last], self._fused[self._last][1]
+        hidden = after(attended.out, attended.residual, layer, self.weights.final_norm, (here, None))
         if tap is not None:
             tap(self._last, attended.residual)
         return hidden

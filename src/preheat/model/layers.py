@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Collective, Experts, Linear, Norm
+from preheat.backends.base import Collective, Experts, FusedInput, Linear, Norm
+from preheat.ops.quantization import QuantizedRows
 
 if TYPE_CHECKING:
     from preheat.model.vision import VisionWeights
@@ -41,6 +42,11 @@ class DenseMlp:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
 
+    @property
+    def fused_input(self) -> FusedInput | None:
+        """How the block reads its inputs, see :func:`fused`."""
+        return fused(self.gate_up)
+
     def linears(self) -> Linears:
         yield "gate_up", self.gate_up
         yield "down", self.down
@@ -69,7 +75,14 @@ class MoeMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         routed = self.experts(x, self.router(x))
-        return routed if self.shared is None else self.shared(x, routed)
+        if self.shared is None:
+            return routed
+        return self.shared(plain_rows(x), routed)
+
+    @property
+    def fused_input(self) -> FusedInput | None:
+        """How the experts read their inputs; the router and a shared expert read them too."""
+        return fused(self.experts, self.router, *(() if self.shared is None else (self.shared,)))
 
     def linears(self) -> Linears:
         yield "router", self.router
@@ -152,6 +165,33 @@ class Weights:
             yield from below(f"layers.{index}", layer.linears())
         if not isinstance(self.head, HiddenStates):
             yield "head", self.head
+
+
+def fused(*readers: object) -> FusedInput | None:
+    """How all of ``readers`` read what a norm gives; None: as a tensor."""
+    found = [getattr(reader, "fused_input", None) for reader in readers]
+    wanted = [each for each in found if each is not None]
+    if not wanted or not all(wanted[0].same(each) for each in wanted):
+        return None
+    first: FusedInput = wanted[0]
+    return first if len(wanted) == len(found) else first.beside_plain()
+
+
+def normed(norm: Norm, x: Tensor, residual: Tensor | None, how: FusedInput | None = None) -> Tensor:
+    """The ``norm`` of ``x``, which is added to ``residual`` in place first, if that is given; for layers that read it
+    ``how``.
+    """
+    if how is not None:
+        return cast(Tensor, how.norm(norm, x, residual))
+    return norm(x) if residual is None else norm.add(x, residual)
+
+
+def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
+    """What :func:`normed` gave, as a tensor."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.plain is not None
+    return x.plain
 
 
 def below(path: str, linears: Linears) -> Linears:

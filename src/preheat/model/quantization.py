@@ -85,11 +85,9 @@ def check_backend(spec: ModelSpec, facts: Facts) -> None:
     for path, leaf in leaves(spec):
         if not isinstance(leaf, LinearSpec | ExpertsSpec) or leaf.scheme is None:
             continue
-        experts = isinstance(leaf, ExpertsSpec)
-        kinds = [kind for kind, found in facts.quantized.items() if found.experts or not experts]
-        if leaf.scheme.kind not in kinds:
-            what = f"{'experts' if experts else 'layers'} in {leaf.scheme.kind} ({leaf.scheme.name})"
-            known = ", ".join(kinds) or "none"
+        if leaf.scheme.kind not in facts.quantized:
+            what = f"layers in {leaf.scheme.kind} ({leaf.scheme.name})"
+            known = ", ".join(facts.quantized) or "none"
             raise ModelError(f"{path}: {what} are not supported on {facts.name}; supported: {known}")
 
 

@@ -69,6 +69,20 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations of a linear layer: ``codes`` e4m3fn [rows, inputs] and ``scales`` fp32 [rows, groups] of
+    :func:`quantize_rows`; ``plain`` [rows, inputs] in the model's dtype, where other layers read those.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    plain: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
 def empty_weight(scheme: Scheme, *shape: int, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
     """Room for a weight of ``shape`` [..., outputs, inputs]. A static scale is 0, below any that is read; -1 stands for
     groups that are not known yet.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
+from preheat.model.kv_scales import FP8
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.structured import preloads_of
@@ -36,6 +37,7 @@ def check_names(
         "offloaded": bool(settings.kv_offloading_size) and longest > limits.block_size,
         "decode": longest > 1,
         "resumed": longest > 1,
+        "fp8 cache": settings.kv_cache_dtype in FP8 and longest > 1,
         "long context": settings.enable_chunked_prefill and long_context(limits, facts) is not None,
         "full step": neighbours,
         "drafts": settings.speculation is not None and longest > 1,

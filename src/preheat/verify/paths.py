@@ -159,6 +159,16 @@ def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
         yield runner.step(slot)
 
 
+def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """In two steps, cut behind its first token, at the end of a block, in the middle and before its last token: the
+    second step reads from the cache what the first one rounded, and has to see its own keys and values rounded too.
+    """
+    length, block = len(tokens), runner.slots.block_size
+    for cut in sorted({1, min(block, length - 1), length // 2, length - 1} - {0}):
+        if runner.bucket_of([Row(0, cut)]) and runner.bucket_of([Row(cut, length - cut)]):
+            yield from _in_steps(runner, tokens, [cut])
+
+
 def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     """In as few steps as hold it; the long context is compared with this."""
     size = len(tokens)
@@ -251,6 +261,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         "offloaded": offloaded,
         "decode": decode,
         "resumed": resumed,
+        "fp8 cache": fp8_cache,
         "long context": long_context,
         "full step": full_step,
         "drafts": drafts,

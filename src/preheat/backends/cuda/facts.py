@@ -24,8 +24,8 @@ FACTS = Facts(
     captures=True,
     quantized={
         "w8a8": QuantizedKernel("float8 matrix unit, promoted to fp32 every 128 inputs"),
-        "w8a16": QuantizedKernel("dequantized in the tile; in memory for many rows", experts=False),
-        "w4a16": QuantizedKernel("dequantized in the tile; in memory for many rows", experts=False),
+        "w8a16": QuantizedKernel("dequantized in the tile; layers, for many rows, in memory"),
+        "w4a16": QuantizedKernel("dequantized in the tile; layers, for many rows, in memory"),
     },
     ignored=NO_BRIDGE,
     rejected={

@@ -26,10 +26,12 @@ from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_hopper import wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight, by_codes, dequantized
+from preheat.backends.cuda.linear_quantized import DeviceWeight, by_codes, by_float8, dequantized, quantized_input
 from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
 from preheat.ops.kinds import Activation
+from preheat.ops.quantization import QuantizedRows
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def in_order(
 
 def apply(
     choice: KernelConfig,
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Tensor | DeviceWeight,
     bias: Tensor | None,
     gated: bool,
@@ -107,6 +109,12 @@ def apply(
 
     All are contiguous.
     """
+    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
+        assert isinstance(choice, Tile)
+        return by_float8(choice, x, weight, bias, gated, out)
+    if isinstance(x, QuantizedRows):
+        assert x.plain is not None
+        x = x.plain
     if isinstance(weight, DeviceWeight):
         if isinstance(choice, Expanded):
             return apply(choice.choice, x, dequantized(weight), bias, gated, out)
@@ -182,7 +190,12 @@ class CudaLinear:
         scheme = weight.scheme if isinstance(weight, DeviceWeight) else None
         self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None, scheme)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """Of a layer with float8 activations: its norm may give them."""
+        return quantized_input(self._weight)
+
+    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs], at least one row -> [rows, outputs], half as many if gated: ``out`` or a new tensor.
 
         Both are contiguous.
@@ -205,7 +218,7 @@ class FinishedLinear(CudaLinear):
         super().__init__(weight, bias, configs=configs)
         self._activation, self._limit = activation, limit
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """A new tensor."""
         y = super().__call__(x)
         if self._activation is not None:

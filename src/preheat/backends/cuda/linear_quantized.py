@@ -24,10 +24,11 @@ from torch import Tensor
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, options, widened
 from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.tuning import Tile, whole_groups
 from preheat.ops.kinds import Scheme
-from preheat.ops.quantization import QuantizedWeight
+from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 
 STEP: tl.constexpr = tl.constexpr(128)
 """Inputs of a step. Of these, a byte of four-bit codes holds one of the first half, in its low bits, and the one as
@@ -142,11 +143,34 @@ def _step(
     return acc
 
 
+@triton.jit
+def codes_step(
+    acc, acc_up, x, codes, scales, zeros, index, token, out, k, inputs, outputs, groups, row_bytes, FOUR: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
+):  # fmt: skip
+    """Both accumulators and the products of a step's inputs; ``outputs`` are the columns of the result."""
+    height = outputs * 2 if gated else outputs
+    if FOUR:
+        xs, high = _inputs(x, token, k, inputs, STEP // 2), _inputs(x, token, k + STEP // 2, inputs, STEP // 2)
+    else:
+        xs = _inputs(x, token, k, inputs, STEP)
+        high = xs
+    acc = _step(
+        acc, codes, scales, zeros, index, xs, high, out, k, inputs, height, groups, row_bytes, FOUR, GROUP, EVEN
+    )
+    if gated:
+        acc_up = _step(
+            acc_up, codes, scales, zeros, index, xs, high, out + outputs, k, inputs, height, groups, row_bytes, FOUR,
+            GROUP, EVEN,
+        )  # fmt: skip
+    return acc, acc_up
+
+
 @triton.jit(do_not_specialize=["rows"])
 def in_order_codes(
     x, codes, scales, zeros, index, bias, y, rows, outputs, inputs, groups, row_bytes, OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr, FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
-    overlap: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    gated: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile [OUTPUTS, ROWS] of y a program, as :func:`preheat.backends.cuda.linear.in_order`, whose tiles are loaded
     as codes. ``outputs`` are the columns of y.
@@ -155,22 +179,14 @@ def in_order_codes(
     first, row = corner(rows, outputs, OUTPUTS, ROWS)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    height = outputs * 2 if gated else outputs
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for k in range(0, inputs, STEP):
-        if FOUR:
-            xs, high = _inputs(x, token, k, inputs, STEP // 2), _inputs(x, token, k + STEP // 2, inputs, STEP // 2)
-        else:
-            xs = _inputs(x, token, k, inputs, STEP)
-            high = xs
-        acc = _step(
-            acc, codes, scales, zeros, index, xs, high, out, k, inputs, height, groups, row_bytes, FOUR, GROUP, EVEN
-        )
-        if gated:
-            acc_up = _step(
-                acc_up, codes, scales, zeros, index, xs, high, out + outputs, k, inputs, height, groups, row_bytes,
-                FOUR, GROUP, EVEN,
+    for start in range(0, inputs, INPUTS):
+        for part in tl.static_range(INPUTS // STEP):
+            k = tl.cast(start, tl.int32) + part * STEP
+            acc, acc_up = codes_step(
+                acc, acc_up, x, codes, scales, zeros, index, token, out, k, inputs, outputs, groups,
+                row_bytes, FOUR, GROUP, EVEN, gated,
             )  # fmt: skip
     dtype: tl.constexpr = y.dtype.element_ty
     result = rounded(acc, bias, out, dtype)
@@ -189,20 +205,43 @@ def _store(y, result, row, first, rows, outputs, OUTPUTS: tl.constexpr, ROWS: tl
 @triton.jit
 def fp8_step(
     acc, x, codes, x_scales, scales, token, out, k, inputs, outputs, X_GROUPS, GROUPED: tl.constexpr,
-    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr,
+    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """``acc`` [outputs, rows] and the sum of a step's products, scaled where scales are of groups. ``scales`` are
-    [groups, outputs], ``out`` the rows of ``codes``.
+    [groups, outputs], ``out`` the rows of ``codes``. ``EVEN``: a step divides ``inputs``.
     """
     columns = k + tl.arange(0, STEP)
-    inside = columns < inputs
-    xs = tl.load(x + token[None, :] * inputs + columns[:, None], mask=inside[:, None], other=0.0)
-    ws = tl.load(codes + out.to(tl.int64)[:, None] * inputs + columns[None, :], mask=inside[None, :], other=0.0)
+    x_at = x + token[None, :] * inputs + columns[:, None]
+    w_at = codes + out.to(tl.int64)[:, None] * inputs + columns[None, :]
+    if EVEN:
+        xs, ws = tl.load(x_at), tl.load(w_at)
+    else:
+        inside = columns < inputs
+        xs = tl.load(x_at, mask=inside[:, None], other=0.0)
+        ws = tl.load(w_at, mask=inside[None, :], other=0.0)
     part = tl.dot(ws, xs, out_dtype=tl.float32)
     if GROUPED:
         part *= tl.load(x_scales + token * X_GROUPS + (k // STEP if X_GROUPED else 0))[None, :]
         part *= tl.load(scales + (k // STEP if W_GROUPED else 0) * outputs + out)[:, None]
     return acc + part
+
+
+@triton.jit
+def fp8_steps(
+    acc, acc_up, x, codes, x_scales, scales, token, out, k, inputs, outputs, X_GROUPS, GROUPED: tl.constexpr,
+    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
+):  # fmt: skip
+    """The same of both accumulators; ``outputs`` are the columns of the result."""
+    height = outputs * 2 if gated else outputs
+    acc = fp8_step(
+        acc, x, codes, x_scales, scales, token, out, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED, W_GROUPED, EVEN
+    )
+    if gated:
+        acc_up = fp8_step(
+            acc_up, x, codes, x_scales, scales, token, out + outputs, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED,
+            W_GROUPED, EVEN,
+        )  # fmt: skip
+    return acc, acc_up
 
 
 @triton.jit
@@ -217,24 +256,22 @@ def fp8_result(acc, x_scales, scales, bias, token, out, GROUPED: tl.constexpr, d
 @triton.jit(do_not_specialize=["rows"])
 def in_order_fp8(
     x, x_scales, codes, scales, bias, y, rows, outputs, inputs, X_GROUPS, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-    GROUPED: tl.constexpr, X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
+    INPUTS: tl.constexpr, GROUPED: tl.constexpr, X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr,
+    gated: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile [OUTPUTS, ROWS] of y a program, of float8 ``x`` and ``codes``. ``outputs`` are the columns of y."""
     begin(overlap)
     first, row = corner(rows, outputs, OUTPUTS, ROWS)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    height = outputs * 2 if gated else outputs
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for k in range(0, inputs, STEP):
-        acc = fp8_step(
-            acc, x, codes, x_scales, scales, token, out, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED, W_GROUPED
-        )
-        if gated:
-            acc_up = fp8_step(
-                acc_up, x, codes, x_scales, scales, token, out + outputs, k, inputs, height, X_GROUPS, GROUPED,
-                X_GROUPED, W_GROUPED,
+    for start in range(0, inputs, INPUTS):
+        for part in tl.static_range(INPUTS // STEP):
+            k = tl.cast(start, tl.int32) + part * STEP
+            acc, acc_up = fp8_steps(
+                acc, acc_up, x, codes, x_scales, scales, token, out, k, inputs, outputs, X_GROUPS,
+                GROUPED, X_GROUPED, W_GROUPED, EVEN, gated,
             )  # fmt: skip
     dtype: tl.constexpr = y.dtype.element_ty
     result = fp8_result(acc, x_scales, scales, bias, token, out, GROUPED, dtype)
@@ -278,41 +315,71 @@ def dequantized(weight: DeviceWeight) -> Tensor:
     outputs, inputs = weight.shape
     result = torch.empty((outputs, inputs), dtype=weight.dtype, device=weight.codes.device)
     _dequantize[(triton.cdiv(outputs, 32), triton.cdiv(inputs, STEP.value))](
-        weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *_layout(weight), OUTPUTS=32,
-        **_scheme(weight), **options(num_warps=4, num_stages=1),
+        weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
+        **scheme_options(weight), **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return result
 
 
-def _layout(weight: DeviceWeight) -> tuple[int, int]:
+def layout(weight: DeviceWeight) -> tuple[int, int]:
     """Groups, and bytes of an output's codes."""
     return weight.scales.shape[-2], weight.codes.shape[-1]
 
 
-def _scheme(weight: DeviceWeight) -> dict[str, Any]:
-    four, group = weight.scheme.code == "int4", weight.scheme.group
-    depth = STEP.value // 2 if four else STEP.value
-    return {"FOUR": four, "GROUP": group, "EVEN": weight.index is None and group % depth == 0}
+def scheme_options(weight: DeviceWeight) -> dict[str, Any]:
+    """Keywords of a launch that say how codes become weights."""
+    scheme = weight.scheme
+    return {"FOUR": scheme.code == "int4", "GROUP": scheme.group, "EVEN": whole_groups(scheme)}
 
 
 def by_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
     """``y`` [rows, columns] from ``x`` [rows, inputs] by the kernel that reads codes; all contiguous."""
-    grid = (triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows),)
-    common: dict[str, Any] = {
-        "OUTPUTS": tile.outputs, "ROWS": tile.rows, "gated": gated,
-        **options(num_warps=tile.warps, num_stages=tile.stages),
-    }  # fmt: skip
-    if weight.scheme.activations is None:
-        in_order_codes[grid](
-            x, weight.codes, weight.scales, weight.zeros, weight.index, bias, y, len(x), y.shape[1], x.shape[1],
-            *_layout(weight), **_scheme(weight), **common,
-        )  # fmt: skip
-        return
-    codes, scales = quantize_rows(x, weight.scheme.activations, weight.static)
-    in_order_fp8[grid](
-        codes, scales, weight.codes, weight.scales, bias, y, len(x), y.shape[1], x.shape[1], scales.shape[1],
-        **grouping(scales, weight), enable_fp_fusion=False, **common,
+    in_order_codes[_grid(tile, y)](
+        x, weight.codes, weight.scales, weight.zeros, weight.index, bias, y, len(x), y.shape[1], x.shape[1],
+        *layout(weight), **scheme_options(weight), **tile_options(tile, x.shape[1], gated),
     )  # fmt: skip
+
+
+def by_float8(
+    tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor | None
+) -> Tensor:
+    """The same of float8 ``x``, which is quantized first if it is not, into ``y`` or a new tensor."""
+    rows = codes_of(x, weight)
+    inputs, columns = weight.shape[1], len(weight) // 2 if gated else len(weight)
+    if y is None:
+        y = torch.empty((len(rows), columns), dtype=weight.dtype, device=rows.codes.device)
+    in_order_fp8[_grid(tile, y)](
+        rows.codes, rows.scales, weight.codes, weight.scales, bias, y, len(rows), columns, inputs, rows.scales.shape[1],
+        **grouping(rows.scales, weight), EVEN=inputs % STEP.value == 0, enable_fp_fusion=False,
+        **tile_options(tile, inputs, gated),
+    )  # fmt: skip
+    return y
+
+
+def _grid(tile: Tile, y: Tensor) -> tuple[int]:
+    return (triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(y), tile.rows),)
+
+
+def tile_options(tile: Tile, inputs: int, gated: bool) -> dict[str, Any]:
+    """Keywords of a launch. A tile is as deep as it says where that divides ``inputs``, else one step."""
+    launch = options(num_warps=tile.warps, num_stages=tile.stages)
+    depth = STEP.value if inputs % tile.inputs else tile.inputs
+    return {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": depth, "gated": gated, **launch}
+
+
+def codes_of(x: Tensor | QuantizedRows, weight: DeviceWeight) -> QuantizedRows:
+    """``x`` as the layer of ``weight`` reads it."""
+    if isinstance(x, QuantizedRows):
+        return x
+    assert weight.scheme.activations is not None
+    return quantize_rows(x, weight.scheme.activations, weight.static)
+
+
+def quantized_input(weight: Tensor | DeviceWeight) -> QuantizedInput | None:
+    """How a layer of ``weight`` reads what the norm before it gives, if not as it is."""
+    if not isinstance(weight, DeviceWeight) or weight.scheme.activations is None:
+        return None
+    return QuantizedInput(weight.scheme.activations, weight.static)
 
 
 def grouping(x_scales: Tensor, weight: DeviceWeight) -> dict[str, bool]:

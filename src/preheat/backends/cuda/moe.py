@@ -14,13 +14,25 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.linear_hopper import fits, wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input
+from preheat.backends.cuda.moe_codes import dequantized_experts, experts_codes
 from preheat.backends.cuda.moe_fp8 import experts_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
-from preheat.backends.cuda.tuning import FP8_REFERENCE, REFERENCE, ExpertsEntry, LinearShape, Table, Tile, Wide
+from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.tuning import (
+    FP8_REFERENCE,
+    REFERENCE,
+    Expanded,
+    ExpertsEntry,
+    LinearShape,
+    Table,
+    Tile,
+    Wide,
+)
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
+from preheat.ops.quantization import QuantizedRows
 
 ALONE = 4
 """With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
@@ -57,8 +69,8 @@ class ExpertsConfig(NamedTuple):
     """
 
     block: int
-    gate_up: Tile | Wide
-    down: Tile | Wide
+    gate_up: Tile | Wide | Expanded
+    down: Tile | Wide | Expanded
 
     def entry(self, shape: ExpertsShape, tokens: int, microseconds: float) -> ExpertsEntry:
         """As a table has it."""
@@ -86,7 +98,8 @@ def experts_config(shape: ExpertsShape, tokens: int) -> ExpertsConfig:
     alone = slots * ALONE <= shape.num_experts
     if shape.scheme is not None:
         rows = 16 if slots <= 16 * shape.num_experts else 64
-        return ExpertsConfig(1 if alone else rows, Tile(64, rows, 128, 4, 4), Tile(64, rows, 128, 4, 4))
+        tile = Tile(64, rows, 256 if alone else 128, 4, 4)
+        return ExpertsConfig(1 if alone else rows, tile, tile)
     if shape.dtype != torch.bfloat16:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
     mean = slots / shape.num_experts
@@ -107,7 +120,12 @@ PLAIN = {dtype: ExpertsConfig(tile.rows, tile, tile) for dtype, tile in REFERENC
 
 def plain_config(shape: ExpertsShape) -> ExpertsConfig:
     """What ``shape`` is compared with."""
-    return PLAIN[shape.dtype] if shape.scheme is None else ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+    if shape.scheme is None:
+        return PLAIN[shape.dtype]
+    if shape.scheme.activations is not None:
+        return ExpertsConfig(64, FP8_REFERENCE, FP8_REFERENCE)
+    tile = REFERENCE[shape.dtype]
+    return ExpertsConfig(tile.rows, Expanded(tile), Expanded(tile))
 
 
 class ExpertsConfigs:
@@ -141,10 +159,11 @@ class ExpertsConfigs:
 
 
 Weights = Tensor | DeviceWeight
+Rows = Tensor | QuantizedRows
 
 
 def experts_forward(
-    config: ExpertsConfig, x: Tensor, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor
+    config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor
 ) -> Tensor:
     """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`."""
     arrangement = arrange(logits, routing, config.block, counts)
@@ -152,13 +171,22 @@ def experts_forward(
     return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
 
 
-def experts_layer(choice: Tile | Wide, x: Tensor, weight: Weights, arrangement: Arrangement, *, gated: bool) -> Tensor:
+def experts_layer(
+    choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool
+) -> Tensor:
     """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.moe_linear.experts_linear`."""
-    if isinstance(weight, DeviceWeight):
+    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
         assert isinstance(choice, Tile)
         return experts_fp8(choice, x, weight, arrangement, gated=gated)
+    assert isinstance(x, Tensor)
+    if isinstance(weight, DeviceWeight):
+        if isinstance(choice, Tile):
+            return experts_codes(choice, x, weight, arrangement, gated=gated)
+        assert isinstance(choice, Expanded)
+        return experts_layer(choice.choice, x, dequantized_experts(weight), arrangement, gated=gated)  # type: ignore[arg-type]
     if isinstance(choice, Tile):
         return experts_linear(choice, x, weight, arrangement, gated=gated)
+    assert isinstance(choice, Wide)
     rows = spread(x, arrangement) if gated else x
     y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
@@ -166,8 +194,8 @@ def experts_layer(choice: Tile | Wide, x: Tensor, weight: Weights, arrangement: 
 
 
 class CudaExperts:
-    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or with
-    float8 activations, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
+    """The experts of ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], plain or
+    quantized, used as they lie in memory. ``configs`` say which kernels serve a number of tokens.
     """
 
     def __init__(self, gate_up: Weights, down: Weights, routing: Routing, configs: ExpertsConfigs) -> None:
@@ -177,11 +205,16 @@ class CudaExperts:
         self.shape = ExpertsShape(num_experts, hidden, inner, routing.top_k, down.dtype, scheme)
         self._counts = torch.zeros(num_experts, dtype=torch.int32, device=codes.device)
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """Of experts with float8 activations: their norm may give them."""
+        return quantized_input(self._gate_up)
+
+    def __call__(self, x: Rows, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
         return self.by(self.configs(self.shape, len(x)), x, logits)
 
-    def by(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
         """The same by the kernels of ``config``."""
         try:
             return experts_forward(config, x, logits, self._gate_up, self._down, self._routing, self._counts)

@@ -4,23 +4,34 @@ block of rows has weights and scales of its own. Not yet run on a GPU.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight, fp8_result, fp8_step, grouping
+from preheat.backends.cuda.launch import begin
+from preheat.backends.cuda.linear_quantized import (
+    STEP,
+    DeviceWeight,
+    codes_of,
+    fp8_result,
+    fp8_steps,
+    grouping,
+    tile_options,
+)
+from preheat.backends.cuda.moe_linear import placed
 from preheat.backends.cuda.moe_route import Arrangement
-from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import Tile
+from preheat.ops.quantization import QuantizedRows
 
 
 @triton.jit
 def _experts_fp8(
     x, x_scales, codes, scales, y, experts, starts, counts, tokens, columns, inputs, X_GROUPS, groups, K: tl.constexpr,
-    EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, X_GROUPED: tl.constexpr,
-    W_GROUPED: tl.constexpr, gated: tl.constexpr, arranged: tl.constexpr, overlap: tl.constexpr,
+    EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, GROUPED: tl.constexpr,
+    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, arranged: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`. ``gated``:
     rows of x are tokens, else they lie as those of y.
@@ -28,20 +39,9 @@ def _experts_fp8(
     begin(overlap)
     tile = tl.program_id(0)
     across = tl.cdiv(columns, OUTPUTS)
-    if arranged:
-        if tile >= tl.load(starts + EXPERTS) * across:
-            return
-        expert = tl.load(experts + tile // across)
-        start, rows = tl.load(starts + expert), tl.load(counts + expert)
-        blocks = tl.cdiv(rows, ROWS)
-        inside = tile - start * across
-        below = inside % blocks * ROWS
-        first = inside // blocks * OUTPUTS
-        start = start * ROWS
-    else:
-        expert = tl.load(experts + tile // across)
-        start, rows, below = tile // across, 1, 0
-        first = tile % across * OUTPUTS
+    if tile >= (tl.load(starts + EXPERTS) * across if arranged else tl.num_programs(0)):
+        return
+    expert, start, rows, below, first = placed(tile, across, experts, starts, counts, OUTPUTS, ROWS, arranged)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), columns - 1)
     place = start + tl.minimum(below + tl.arange(0, ROWS), rows - 1)
     source = place
@@ -54,14 +54,12 @@ def _experts_fp8(
 
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for k in range(0, inputs, STEP):
-        acc = fp8_step(
-            acc, x, codes, x_scales, scales, source, out, k, inputs, height, X_GROUPS, GROUPED, X_GROUPED, W_GROUPED
-        )
-        if gated:
-            acc_up = fp8_step(
-                acc_up, x, codes, x_scales, scales, source, out + columns, k, inputs, height, X_GROUPS, GROUPED,
-                X_GROUPED, W_GROUPED,
+    for step in range(0, inputs, INPUTS):
+        for part in tl.static_range(INPUTS // STEP):
+            k = tl.cast(step, tl.int32) + part * STEP
+            acc, acc_up = fp8_steps(
+                acc, acc_up, x, codes, x_scales, scales, source, out, k, inputs, columns, X_GROUPS,
+                GROUPED, X_GROUPED, W_GROUPED, EVEN, gated,
             )  # fmt: skip
     dtype: tl.constexpr = y.dtype.element_ty
     result = fp8_result(acc, x_scales, scales, None, source, out, GROUPED, dtype)
@@ -73,17 +71,18 @@ def _experts_fp8(
     tl.store(y + (start + below).to(tl.int64) * columns + outs, result, mask=stored)
 
 
-def experts_fp8(tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool) -> Tensor:
+def experts_fp8(
+    tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool
+) -> Tensor:
     """As :func:`preheat.backends.cuda.moe_linear.experts_linear`, with ``weight`` and its activations in float8."""
-    assert weight.scheme.activations is not None
     num_experts, outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
-    codes, scales = quantize_rows(x, weight.scheme.activations, weight.static)
-    y = x.new_empty(arrangement.rows, columns)
+    rows = codes_of(x, weight)
+    y = torch.empty((arrangement.rows, columns), dtype=weight.dtype, device=rows.codes.device)
     _experts_fp8[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
-        codes, scales, weight.codes, weight.scales, y, arrangement.experts, arrangement.starts, arrangement.counts,
-        arrangement.tokens, columns, inputs, scales.shape[1], weight.scales.shape[-2], K=arrangement.top_k,
-        EXPERTS=num_experts, OUTPUTS=tile.outputs, ROWS=tile.rows, gated=gated, arranged=arrangement.block > 1,
-        enable_fp_fusion=False, **grouping(scales, weight), **options(num_warps=tile.warps, num_stages=tile.stages),
+        rows.codes, rows.scales, weight.codes, weight.scales, y, arrangement.experts, arrangement.starts,
+        arrangement.counts, arrangement.tokens, columns, inputs, rows.scales.shape[1], weight.scales.shape[-2],
+        K=arrangement.top_k, EXPERTS=num_experts, arranged=arrangement.block > 1, EVEN=inputs % STEP.value == 0,
+        enable_fp_fusion=False, **grouping(rows.scales, weight), **tile_options(tile, inputs, gated),
     )  # fmt: skip
     return y

@@ -20,6 +20,25 @@ from preheat.backends.cuda.tuning import Tile
 
 
 @triton.jit
+def placed(tile, across, experts, starts, counts, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, arranged: tl.constexpr):
+    """Whose tile it is; that expert's first row and number of rows; the tile's first row among these, and its first
+    output. ``across``: tiles of a block of rows.
+    """
+    expert = tl.load(experts + tile // across)
+    if arranged:
+        start, rows = tl.load(starts + expert), tl.load(counts + expert)
+        blocks = tl.cdiv(rows, ROWS)
+        inside = tile - start * across
+        below = inside % blocks * ROWS
+        first = inside // blocks * OUTPUTS
+        start = start * ROWS
+    else:
+        start, rows, below = tile // across, 1, 0
+        first = tile % across * OUTPUTS
+    return expert, start, rows, below, first
+
+
+@triton.jit
 def _experts_in_order(
     x, weight, y, weight_tiles, experts, starts, counts, tokens, columns, inputs, K: tl.constexpr,
     EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
@@ -33,20 +52,9 @@ def _experts_in_order(
     begin(overlap)
     tile = tl.program_id(0)
     across = tl.cdiv(columns, OUTPUTS)
-    if arranged:
-        if tile >= tl.load(starts + EXPERTS) * across:
-            return
-        expert = tl.load(experts + tile // across)
-        start, rows = tl.load(starts + expert), tl.load(counts + expert)
-        blocks = tl.cdiv(rows, ROWS)
-        inside = tile - start * across
-        below = inside % blocks * ROWS
-        first = inside // blocks * OUTPUTS
-        start = start * ROWS
-    else:
-        expert = tl.load(experts + tile // across)
-        start, rows, below = tile // across, 1, 0
-        first = tile % across * OUTPUTS
+    if tile >= (tl.load(starts + EXPERTS) * across if arranged else tl.num_programs(0)):
+        return
+    expert, start, rows, below, first = placed(tile, across, experts, starts, counts, OUTPUTS, ROWS, arranged)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), columns - 1).to(tl.int64)
     place = start + tl.minimum(below + tl.arange(0, ROWS), rows - 1)
     source = place

@@ -1,12 +1,16 @@
 """Norms on CUDA, alone or with the residual addition before them.
 
 Contract. As in :mod:`preheat.ops.norm`; of kind "rms": per row, in fp32, the sum of the squares, times 1 / length, plus
-eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. Nothing is fused. The order of
-a sum is fixed by the length alone: one program a row, whose block and warps follow from the length.
+eps, reciprocal square root, times x; rounded to the dtype; times weight, rounded again. No multiplication is fused with
+an addition. The order of a sum is fixed by the length alone: one program a row, whose block and warps follow from it.
+
+For a linear layer with float8 activations the same program goes on to codes and scales of the row, those that
+:func:`preheat.backends.cuda.quantize.quantize_rows` gives for the norm's result.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.backends.base import FusedInput, Norm
 from preheat.backends.cuda.launch import begin, options
-from preheat.ops.kinds import NormKind
+from preheat.backends.cuda.quantize import empty_codes, store_codes
+from preheat.ops.kinds import ActivationScales, NormKind
+from preheat.ops.quantization import QuantizedRows
 
 
 @triton.jit
@@ -26,10 +33,12 @@ def inverse_rms(total, share, eps):
 
 @triton.jit
 def _norm(
-    x, residual, weight, bias, out, share, eps,
-    KIND: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
+    x, residual, weight, bias, out, static, codes, row_scales, share, eps,
+    KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; with ``residual``, x is added to it first."""
+    """One row a program; with ``residual``, x is added to it first. The result goes to ``out``, if there is one, and
+    its codes to ``codes``.
+    """
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
     scales = tl.load(weight + at, mask=inside, other=0.0)  # no kernel writes weights, so this need not wait
@@ -46,36 +55,28 @@ def _norm(
         result = centred * inverse_rms(tl.sum(centred * centred, 0), share, eps) * scales.to(tl.float32)
         if bias is not None:
             result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + here, result.to(row.dtype), mask=inside)
+        result = result.to(row.dtype)
     elif KIND == "rms_plus_one":
         result = wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * (1.0 + scales.to(tl.float32))
-        tl.store(out + here, result.to(row.dtype), mask=inside)
+        result = result.to(row.dtype)
     else:
         normed = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps)).to(row.dtype)
-        tl.store(out + here, (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype), mask=inside)
+        result = (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype)
+    if out is not None:
+        tl.store(out + here, result, mask=inside)
+    if codes is not None:
+        result = tl.where(inside, result, 0.0)  # a bias, or a weight that is not finite, reaches beyond the row
+        store_codes(result, static, codes, row_scales, tl.program_id(0).to(tl.int64), SIZE, WIDTH, SCALES)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of ``x`` [tokens, size], contiguous, with ``weight`` [size]: a new tensor."""
-    return _launch(x, None, weight, eps)
+    return CudaNorm(weight, eps)(x)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add ``x`` to ``residual`` in place, both [tokens, size], contiguous; then the norm of the sum: a new tensor."""
-    return _launch(x, residual, weight, eps)
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    kind: NormKind = "rms",
-    bias: Tensor | None = None,
-) -> Tensor:
-    size, out = x.shape[1], torch.empty_like(x)
-    _norm[(len(x),)](x, residual, weight, bias, out, 1.0 / size, eps, KIND=kind, SIZE=size, **layout(size))
-    return out
+    return CudaNorm(weight, eps).add(x, residual)
 
 
 def layout(size: int) -> dict[str, Any]:
@@ -91,7 +92,49 @@ class CudaNorm:
         self.weight, self.eps, self.kind, self._bias = weight, eps, kind, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _launch(x, None, self.weight, self.eps, self.kind, self._bias)
+        out = torch.empty_like(x)
+        self._launch(x, None, out)
+        return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return _launch(x, residual, self.weight, self.eps, self.kind, self._bias)
+        out = torch.empty_like(x)
+        self._launch(x, residual, out)
+        return out
+
+    def quantized(self, x: Tensor, residual: Tensor | None, how: QuantizedInput) -> QuantizedRows:
+        """The same, ``how`` a linear layer reads it."""
+        codes, scales = empty_codes(x, how.kind)
+        out = torch.empty_like(x) if how.plain else None
+        self._launch(x, residual, out, how.kind, how.static, codes, scales)
+        return QuantizedRows(codes, scales, out)
+
+    def _launch(
+        self, x: Tensor, residual: Tensor | None, out: Tensor | None, kind: ActivationScales | None = None,
+        static: Tensor | None = None, codes: Tensor | None = None, scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        size = x.shape[1]
+        _norm[(len(x),)](
+            x, residual, self.weight, self._bias, out, static, codes, scales, 1.0 / size, self.eps, KIND=self.kind,
+            SCALES=kind, SIZE=size, **layout(size),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedInput:
+    """Float8 inputs of a linear layer, made by the norm before it; ``static`` is their scale, if it is not their own.
+    ``plain``: other layers read the norm's result too, as it is.
+    """
+
+    kind: ActivationScales
+    static: Tensor | None
+    plain: bool = False
+
+    def norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> QuantizedRows:
+        assert isinstance(norm, CudaNorm)
+        return norm.quantized(x, residual, self)
+
+    def same(self, other: FusedInput) -> bool:
+        return isinstance(other, QuantizedInput) and self.kind == other.kind and self.static is other.static
+
+    def beside_plain(self) -> QuantizedInput:
+        return replace(self, plain=True)

@@ -1,7 +1,7 @@
 """Float8 codes and scales of activations on CUDA, by the contract of :mod:`preheat.ops.quantization`: one launch before
-each layer with float8 activations. Not yet run on a GPU.
+a layer with float8 activations, or part of the norm before it (:mod:`preheat.backends.cuda.norm`).
 
-A maximum has no order, so how a row is cut into pieces changes no bits. Divisions are IEEE's.
+A maximum has no order, so how a row is laid out changes no bits. Divisions are IEEE's.
 """
 
 from __future__ import annotations
@@ -13,53 +13,63 @@ from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
 from preheat.ops.kinds import ActivationScales
-from preheat.ops.quantization import E4M3, E4M3_MAX, LEAST_SCALE, PROMOTED
-
-COLUMNS = 2048
-"""Numbers of a row that are looked at together."""
+from preheat.ops.quantization import E4M3, E4M3_MAX, LEAST_SCALE, PROMOTED, QuantizedRows
 
 MOST: tl.constexpr = tl.constexpr(E4M3_MAX)
 LEAST: tl.constexpr = tl.constexpr(LEAST_SCALE)
+GROUP: tl.constexpr = tl.constexpr(PROMOTED)
+
+
+@triton.jit
+def store_codes(row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    """Codes and scales of a ``row`` [WIDTH] of SIZE numbers, zeros beyond, go to the place of ``token``.
+
+    They are stored as a matrix with a row for each group: a store of eight bits as wide as the row would change how the
+    row itself is spread over threads, and so the order in which a norm adds it up.
+    """
+    BLOCK: tl.constexpr = KIND == "block" and WIDTH > GROUP
+    GROUPS: tl.constexpr = WIDTH // GROUP if BLOCK else 1
+    STORED: tl.constexpr = (SIZE + GROUP - 1) // GROUP if BLOCK else 1
+    wide = tl.reshape(row.to(tl.float32), [GROUPS, WIDTH // GROUPS])
+    group = tl.arange(0, GROUPS)
+    if KIND == "static":
+        scale = tl.zeros([GROUPS], tl.float32) + tl.load(static)
+    else:
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 1), tl.full([GROUPS], MOST, tl.float32)), LEAST)
+    quotient = tl.div_rn(wide, tl.zeros([GROUPS, WIDTH // GROUPS], tl.float32) + scale[:, None])
+    quotient = tl.maximum(quotient, -MOST, propagate_nan=tl.PropagateNan.ALL)
+    quotient = tl.minimum(quotient, MOST, propagate_nan=tl.PropagateNan.ALL)
+    at = group[:, None] * (WIDTH // GROUPS) + tl.arange(0, WIDTH // GROUPS)[None, :]
+    tl.store(codes + token * SIZE + at, quotient.to(tl.float8e4nv), mask=at < SIZE)
+    tl.store(scales + token * STORED + group, scale, mask=group < STORED)
 
 
 @triton.jit
 def _quantize(
-    x, static, codes, scales, inputs, groups, size, KIND: tl.constexpr, COLUMNS: tl.constexpr, overlap: tl.constexpr
+    x, static, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, overlap: tl.constexpr
 ):
-    """One group of a row: ``size`` numbers, of all ``inputs`` if there is one group."""
+    """One row a program."""
     begin(overlap)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = group * size
-    last = tl.minimum(first + size, inputs)
-    if KIND == "static":
-        scale = tl.load(static)
-    else:
-        greatest = tl.zeros([COLUMNS], tl.float32)
-        for start in range(first, last, COLUMNS):
-            at = start + tl.arange(0, COLUMNS)
-            part = tl.load(x + row * inputs + at, mask=at < last, other=0.0).to(tl.float32)
-            greatest = tl.maximum(greatest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        scale = tl.maximum(tl.div_rn(tl.max(greatest, 0), MOST), LEAST)
-    for start in range(first, last, COLUMNS):
-        at = start + tl.arange(0, COLUMNS)
-        part = tl.load(x + row * inputs + at, mask=at < last, other=0.0).to(tl.float32)
-        quotient = tl.div_rn(part, tl.zeros([COLUMNS], tl.float32) + scale)
-        quotient = tl.maximum(quotient, -MOST, propagate_nan=tl.PropagateNan.ALL)
-        quotient = tl.minimum(quotient, MOST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(codes + row * inputs + at, quotient.to(tl.float8e4nv), mask=at < last)
-    tl.store(scales + row * groups + group, scale)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    row = tl.load(x + token * SIZE + at, mask=at < SIZE, other=0.0)
+    store_codes(row, static, codes, scales, token, SIZE, WIDTH, KIND)
 
 
-def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes [rows, inputs] and scales fp32 [rows, groups] of ``x`` [rows, inputs], contiguous."""
+def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
+    """Room for codes and scales of ``x`` [rows, inputs]."""
     rows, inputs = x.shape
-    size = PROMOTED if kind == "block" else inputs
-    groups = triton.cdiv(inputs, size)
+    groups = triton.cdiv(inputs, PROMOTED) if kind == "block" else 1
     codes = torch.empty((rows, inputs), dtype=E4M3, device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    columns = min(COLUMNS, triton.next_power_of_2(size))
-    _quantize[(rows, groups)](
-        x, static, codes, scales, inputs, groups, size, KIND=kind, COLUMNS=columns,
-        **options(num_warps=1 if kind == "block" else 4, num_stages=1),
+    return codes, torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+
+
+def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None) -> QuantizedRows:
+    """``x`` [rows, inputs], contiguous, quantized."""
+    codes, scales = empty_codes(x, kind)
+    width = triton.next_power_of_2(x.shape[1])
+    _quantize[(len(x),)](
+        x, static, codes, scales, SIZE=x.shape[1], WIDTH=width, KIND=kind,
+        **options(num_warps=min(max(width // 512, 1), 32), num_stages=1),
     )  # fmt: skip
-    return codes, scales
+    return QuantizedRows(codes, scales, None)

@@ -19,7 +19,20 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits
 from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
-from preheat.backends.cuda.tuning import SHARED_BYTES, Entry, Expanded, KernelConfig, Library, LinearShape, Tile, Wide
+from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.tuning import (
+    SHARED_BYTES,
+    Entry,
+    Expanded,
+    KernelConfig,
+    Library,
+    LinearShape,
+    Tile,
+    Wide,
+    codes_bytes,
+    whole_groups,
+)
+from preheat.ops.quantization import QuantizedRows
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 COPIED_BYTES = 200 << 20
@@ -67,11 +80,19 @@ def fitting_tiles(
 
 
 def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
-    """Tiles of the kernels that read codes, of 128 inputs, with at least 64 outputs and four warps."""
-    height = min(max(16, _power(rows)), 128)
-    for outputs, each, stages in product((64, 128), sorted({height, min(height, 64)}), (3, 4, 6)):
-        if outputs * each * (4 if shape.gated else 2) <= 128 * 128 * 2:
-            yield Tile(outputs, each, 128, 8 if outputs * each > 64 * 64 else 4, stages)
+    """Tiles of the kernels that read codes. Those that multiply in float8 have at least 64 outputs and four warps."""
+    assert shape.scheme is not None
+    height = min(max(16, _power(rows)), 256)
+    widths = (64, 128) if shape.scheme.activations or rows > 64 else (16, 32, 64, 128)
+    depths = (128, 256, 512) if rows <= 32 else (128, 256) if rows <= 64 else (128,)
+    if shape.scheme.activations is None:  # deeper ones take the compiler half a minute
+        depths = depths[:2] if whole_groups(shape.scheme) else (128,)
+    heights = sorted({height, min(height, 64), min(height, 128)})
+    for outputs, each, depth, stages in product(widths, heights, depths, (2, 3, 4, 6, 8)):
+        registers = outputs * each * (3 if shape.gated else 2) <= 192 * 256  # accumulators, and what is added to them
+        memory = codes_bytes(shape, outputs, each, depth) * stages
+        if registers and (depth == 128 or shape.inputs % depth == 0) and 24_000 < memory < SHARED_BYTES:
+            yield Tile(outputs, each, depth, 8 if outputs * each > 64 * 64 else min(4, outputs // 16), stages)
 
 
 def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
@@ -118,11 +139,20 @@ class Bench:
         else:
             self.weights = [random_weight(shape, torch.device("cuda"), 0) for _ in range(copies)]
         self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
+        self._codes: QuantizedRows | None = None
+        if shape.scheme is not None and shape.scheme.activations is not None:
+            self._codes = quantize_rows(self._x, shape.scheme.activations, self.weights[0].static)  # type: ignore[union-attr]
         self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
+
+    def _inputs(self, rows: int) -> Tensor | QuantizedRows:
+        """As a norm gives them."""
+        if self._codes is None:
+            return self._x[:rows]
+        return QuantizedRows(self._codes.codes[:rows], self._codes.scales[:rows], None)
 
     def microseconds(self, choice: KernelConfig, rows: int, replays: int) -> float:
         """Median of ``replays``; infinite for what cannot run."""
-        x, gated = self._x[:rows], self.shape.gated
+        gated, x = self.shape.gated, self._inputs(rows)
         try:
             apply(choice, x, self.weights[0], self._bias, gated)
         except (TritonError, RuntimeError):

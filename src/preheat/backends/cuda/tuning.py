@@ -95,6 +95,9 @@ REFERENCE = {torch.bfloat16: Tile(64, 64, 64, 4, 3), torch.float32: Tile(32, 32,
 FP8_REFERENCE = Tile(64, 64, 128, 4, 3)
 """The same of layers with float8 activations."""
 
+PROCESSORS = 132
+"""Of a Hopper GPU."""
+
 MANY_ROWS = 512
 """From so many rows on, quantized weights are dequantized first: reading them is then little beside the product."""
 
@@ -326,10 +329,36 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
 
 
 def codes_rule(shape: LinearShape, rows: int) -> Tile:
-    """The kernel that reads codes, 128 inputs a step, with tiles as low as the rows allow. Two accumulators of a gated
-    layer, and what is to be added to them, have to fit into registers.
+    """The kernel that reads codes, with tiles as low as the rows allow. Two accumulators of a gated layer, and what is
+    to be added to them, have to fit into registers.
+
+    For few rows the time is that of the weights' bytes, of which each processor has to have tens of kilobytes on their
+    way: as many stages as fit, twice where a processor has more than one program; and tiles as deep as the inputs
+    allow, since the steps of a program follow each other.
     """
+    assert shape.scheme is not None
+    if -(-shape.columns // 128) * (rows // 128) >= PROCESSORS * 3 // 4 and shape.scheme.activations:
+        return Tile(128, 128, 128, 8, 4)
     height = max(16, min(1 << (rows - 1).bit_length(), 64))
-    if rows > 64 and shape.scheme is not None and shape.scheme.activations and not shape.gated:
-        return Tile(128, 128, 128, 8, 3)
-    return Tile(64, height, 128, 4, 3 if height > 32 else 4)
+    few = shape.columns * -(-rows // 64) <= 64 * PROCESSORS
+    deep = (512, 256) if few and shape.scheme.activations else (256,) if whole_groups(shape.scheme) else ()
+    depth = next((depth for depth in deep if shape.inputs % depth == 0), 128)
+    width = 64 if shape.scheme.activations or not few else 32
+    room = SHARED_BYTES if few else SHARED_BYTES // 2
+    stages = max(2, min(8, room // codes_bytes(shape, width, height, depth)))
+    return Tile(width, height, depth, width // 16, stages)
+
+
+def whole_groups(scheme: Scheme) -> bool:
+    """Whether all weights that are dequantized at a time are of one group: half a step of four bits, else a step."""
+    return not scheme.indexed and scheme.group % (64 if scheme.code == "int4" else 128) == 0
+
+
+def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
+    """Of a stage of a tile of codes, and of its inputs, in shared memory."""
+    assert shape.scheme is not None
+    weights = width * (2 if shape.gated else 1) * depth
+    held = weights // (2 if shape.scheme.code == "int4" else 1)
+    if not whole_groups(shape.scheme):
+        held += weights * (6 if shape.scheme.zeros else 4)  # each weight's scale and zero point
+    return held + height * depth * (1 if shape.scheme.activations else 2)

@@ -1,0 +1,101 @@
+"""The linear layers of experts with codes for weights and plain activations on CUDA: those of
+:mod:`preheat.backends.cuda.linear_quantized`, in which each block of rows has weights of its own, with the bits of the
+dequantized experts. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.launch import begin
+from preheat.backends.cuda.linear_quantized import (
+    STEP,
+    DeviceWeight,
+    codes_step,
+    dequantized,
+    layout,
+    scheme_options,
+    tile_options,
+)
+from preheat.backends.cuda.moe_linear import placed
+from preheat.backends.cuda.moe_route import Arrangement
+from preheat.backends.cuda.tuning import Tile
+
+
+@triton.jit
+def _experts_codes(
+    x, codes, scales, zeros, y, experts, starts, counts, tokens, columns, inputs, groups, row_bytes,
+    K: tl.constexpr, EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, arranged: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`. ``gated``:
+    rows of x are tokens, else they lie as those of y.
+    """
+    begin(overlap)
+    tile = tl.program_id(0)
+    across = tl.cdiv(columns, OUTPUTS)
+    if tile >= (tl.load(starts + EXPERTS) * across if arranged else tl.num_programs(0)):
+        return
+    expert, start, rows, below, first = placed(tile, across, experts, starts, counts, OUTPUTS, ROWS, arranged)
+    out = tl.minimum(first + tl.arange(0, OUTPUTS), columns - 1)
+    place = start + tl.minimum(below + tl.arange(0, ROWS), rows - 1)
+    source = place
+    if gated:
+        source = tl.load(tokens + place) if arranged else place // K
+    source = source.to(tl.int64)
+    height = columns * 2 if gated else columns
+    codes += expert.to(tl.int64) * height * row_bytes
+    scales += expert.to(tl.int64) * groups * height
+    if zeros is not None:
+        zeros += expert.to(tl.int64) * groups * height
+
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for step in range(0, inputs, INPUTS):
+        for part in tl.static_range(INPUTS // STEP):
+            k = tl.cast(step, tl.int32) + part * STEP
+            acc, acc_up = codes_step(
+                acc, acc_up, x, codes, scales, zeros, None, source, out, k, inputs, columns, groups,
+                row_bytes, FOUR, GROUP, EVEN, gated,
+            )  # fmt: skip
+    result = acc.to(y.dtype.element_ty)
+    if gated:
+        result = silu_mul(result, acc_up.to(y.dtype.element_ty))
+    outs, below = first + tl.arange(0, OUTPUTS)[:, None], below + tl.arange(0, ROWS)[None, :]
+    stored = (outs < columns) & (below < rows)
+    tl.store(y + (start + below).to(tl.int64) * columns + outs, result, mask=stored)
+
+
+def experts_codes(tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool) -> Tensor:
+    """As :func:`preheat.backends.cuda.moe_linear.experts_linear`, with ``weight`` as codes. Groups of inputs
+    follow each other: others are refused.
+    """
+    num_experts, outputs, inputs = weight.shape
+    columns = outputs // 2 if gated else outputs
+    y = x.new_empty(arrangement.rows, columns)
+    _experts_codes[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
+        x, weight.codes, weight.scales, weight.zeros, y, arrangement.experts, arrangement.starts,
+        arrangement.counts, arrangement.tokens, columns, inputs, *layout(weight), K=arrangement.top_k,
+        EXPERTS=num_experts, arranged=arrangement.block > 1, **scheme_options(weight),
+        **tile_options(tile, inputs, gated),
+    )  # fmt: skip
+    return y
+
+
+def dequantized_experts(weight: DeviceWeight) -> Tensor:
+    """The weights [experts, outputs, inputs] in the model's dtype, a new tensor."""
+    return torch.stack([dequantized(_expert(weight, number)) for number in range(weight.shape[0])])
+
+
+def _expert(weight: DeviceWeight, number: int) -> DeviceWeight:
+    zeros = None if weight.zeros is None else weight.zeros[number]
+    return replace(
+        weight, shape=weight.shape[1:], codes=weight.codes[number], scales=weight.scales[number], zeros=zeros
+    )

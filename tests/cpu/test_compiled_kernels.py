@@ -1,0 +1,115 @@
+"""Quantized kernels compiled for Hopper, which needs no GPU: what Triton's interpreter takes and the compiler refuses,
+the instructions, and the layout that decides in which order a norm adds up its row.
+"""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
+from preheat.backends.cuda.moe_codes import _experts_codes
+from preheat.backends.cuda.moe_fp8 import _experts_fp8
+from preheat.backends.cuda.norm import _norm
+from preheat.backends.cuda.quantize import _quantize
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED = 232_448
+"""Bytes of shared memory that a program may have."""
+FP8, NUMBERS = "*fp8e4nv", ("rows", "outputs", "inputs", "columns", "groups", "row_bytes", "X_GROUPS")
+TYPES = {
+    **dict.fromkeys(("scales", "x_scales", "row_scales", "static"), "*fp32"), "zeros": "*i16", "index": "*i32",
+    **dict.fromkeys(("x", "y", "weight", "residual", "out"), "*bf16"), "share": "fp32", "eps": "fp32", "codes": FP8,
+}  # fmt: skip
+PLACES = {"experts": "*i32", "starts": "*i32", "counts": "*i32", "tokens": "*i32"}
+
+
+def compiled(kernel, warps, stages, types=(), **constants):
+    """``constants`` are arguments with a value; the others have their usual types, or those of ``types``."""
+    known = TYPES | PLACES | dict.fromkeys(NUMBERS, "i32") | dict(types)
+    names = kernel.arg_names
+    constants["overlap"] = True
+    signature = {name: "constexpr" if name in constants else known[name] for name in names}
+    whole = [name for name in names if name not in constants and known[name] not in {"fp32"} and name != "rows"]
+    source = ASTSource(
+        kernel, signature, {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in whole},
+    )  # fmt: skip
+    found = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
+    assert found.metadata.shared <= SHARED
+    return found
+
+
+def instructions(found):
+    return set(re.findall(r"wgmma\.mma_async\S*|mma\.sync\S*", found.asm["ptx"]))
+
+
+FLOAT8 = {"bias": None, "EVEN": True}
+WHOLE = {"bias": None, "index": None, "EVEN": True}
+EXPERTS = {"K": 8, "EXPERTS": 128}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "rows", "inputs", "gated"), [(64, 16, 512, False), (64, 16, 256, True), (128, 128, 128, False)]
+)
+def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, grouped):
+    found = compiled(
+        in_order_fp8, 8 if rows == 128 else 4, 3, {"x": FP8}, **FLOAT8, OUTPUTS=outputs, ROWS=rows, INPUTS=inputs,
+        GROUPED=grouped, X_GROUPED=grouped, W_GROUPED=grouped, gated=gated,
+    )  # fmt: skip
+    assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
+
+
+@pytest.mark.parametrize("arranged", [False, True])
+def test_experts_compile(arranged):
+    tile = {"OUTPUTS": 64, "ROWS": 16, "INPUTS": 128, "gated": arranged, "arranged": arranged}
+    scales = {"GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}
+    found = compiled(_experts_fp8, 4, 4, {"x": FP8}, **EXPERTS, **tile, **scales, EVEN=True)
+    assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"}
+    for four, dtype in ((True, "*u8"), (False, "*i8")):
+        layout = {"FOUR": four, "GROUP": 128, "EVEN": True}
+        found = compiled(_experts_codes, 4, 4, {"codes": dtype}, **EXPERTS, **tile, **layout)
+        assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"}
+
+
+@pytest.mark.parametrize(("dtype", "more"), [
+    ("*u8", {"FOUR": True, "GROUP": 128, **WHOLE}), ("*u8", {"FOUR": True, "GROUP": 32, "bias": None, "EVEN": False}),
+    ("*i8", {"FOUR": False, "GROUP": 0, "zeros": None, **WHOLE}),
+    (FP8, {"FOUR": False, "GROUP": 0, "zeros": None, **WHOLE}),
+])  # fmt: skip
+def test_codes_become_operands_of_the_matrix_unit(dtype, more):
+    for outputs, instruction in ((64, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"), (32, "mma.sync")):
+        tile = {"OUTPUTS": outputs, "ROWS": 16, "INPUTS": 128, "gated": outputs == 64}
+        found = instructions(compiled(in_order_codes, outputs // 16, 3, {"codes": dtype}, **tile, **more))
+        assert len(found) == 1 and found.pop().startswith(instruction)
+
+
+def sums(found):
+    """The layouts of rows that are added up or looked through, those of one dimension."""
+    text = found.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>", text, re.M))
+    return [(size, layouts[name]) for size, name in re.findall(r"\}\) : \(tensor<(\d+)xf32, (#\w+)>\)", text)]
+
+
+@pytest.mark.parametrize(("size", "warps"), [(2048, 4), (4096, 8), (5120, 16)])
+def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(size, warps):
+    """Threads have the same numbers of the row: a store of eight bits must not change that."""
+    row = {"bias": None, "KIND": "rms", "SIZE": size, "WIDTH": triton.next_power_of_2(size)}
+    none = dict.fromkeys(("static", "codes", "row_scales", "SCALES"))
+    usual = sums(compiled(_norm, warps, 1, **row, **none))
+    assert len(usual) == 1
+    for more in ({"SCALES": "token", "static": None}, {"SCALES": "block", "static": None, "out": None},
+                 {"SCALES": "static", "out": None}):  # fmt: skip
+        assert sums(compiled(_norm, warps, 1, **row, **more)) == usual
+
+
+@pytest.mark.parametrize("kind", ["token", "block"])
+def test_rows_are_quantized_in_registers(kind):
+    found = compiled(_quantize, 32, 1, static=None, SIZE=14336, WIDTH=16384, KIND=kind)
+    assert "ld.local" not in found.asm["ptx"]
