@@ -20,6 +20,8 @@ from preheat import LLM, SamplingParams, StructuredOutputsParams, llm, startup
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
+from tests.cpu.eagle_reference import Reference, random_tensors, save_head, save_target
+from tests.cpu.test_eagle import agreeing, heard
 from tests.kernels.backend import InterpretedCuda
 from tests.tokenizers import byte_level
 
@@ -130,6 +132,22 @@ def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
     assert_close(found[1].outputs[0].logprobs, expected[1].outputs[0].logprobs)
     stats = engine.loop.scheduler.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens + ("model" in config)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_head_says_what_plain_torch_says(tmp_path):
+    """Of EAGLE-3, over the features that steps on the device keep; the answers are those without it."""
+    target, tensors = save_target(tmp_path), random_tensors()
+    config = {"method": "eagle3", "model": save_head(tmp_path / "head", tensors), "num_speculative_tokens": 2}
+    options = {**OPTIONS, "load_format": "auto", "dtype": "float32"}
+    prompts = [[5, 9, 200, 31, 77], [300, 12, *range(40, 58)]]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    right = LLM(str(tmp_path), device="cpu", **options).generate(prompts, params, use_tqdm=False)
+    engine = LLM(str(tmp_path), **options, speculative_config=config)
+    found = heard(engine)
+    assert tokens_of(engine.generate(prompts, params, use_tqdm=False)) == tokens_of(right)
+    assert len(found) > 6
+    assert agreeing(Reference(target, tensors), found) == 1.0
 
 
 def _every_third_wrong(truth: list[list[int]], slots: Any, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
