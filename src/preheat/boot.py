@@ -157,7 +157,7 @@ def _boot(
         )
         if (speculates := settings.speculation) is not None:
             proposer, times = make_proposer(speculates, drafter), StepTimes(plan, warm.seconds)
-            scheduler.drafting = make_drafting(speculates, plan, proposer, times, backend.facts, waits=overlap)
+            scheduler.drafting = make_drafting(speculates, plan, proposer, times, waits=overlap)
         start = partial(
             Loop,
             scheduler=scheduler,

@@ -120,9 +120,9 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("config", [{"method": "ngram"}, {"model": "itself"}], ids=["right or wrong", "draft model"])
 def test_with_drafts_the_answers_are_those_of_the_cpu(model, expected, config):
-    """Drafts that are right but for every third, or those of the model itself. Rows with penalties have none."""
+    """Drafts that are right but for every third, or those of the model itself."""
     config = {key: value if key == "method" else model for key, value in config.items()}
-    names = list(REQUESTS)[: 4 if "method" in config else 2]
+    names = list(REQUESTS)[: 4 if "method" in config else 3]
     engine = LLM(model, **OPTIONS, speculative_config=config | {"num_speculative_tokens": 3})
     drafting = engine.loop.scheduler.drafting
     if "method" in config:
@@ -157,7 +157,6 @@ def _every_third_wrong(truth: list[list[int]], slots: Any, rows: np.ndarray, mos
         answer = truth[list(LENGTHS.values()).index(prompt)]
         places = range(slots.device_len[slot] - prompt, min(slots.device_len[slot] - prompt + count, len(answer)))
         found.append(np.array([(answer[at] + (at % 3 == 2)) % VOCAB for at in places], np.int32))
-        assert not (len(found[-1]) and slots.needs_penalty[slot])
     return found
 
 
