@@ -154,6 +154,7 @@ def _boot(
             grammars=grammars,
             offload=offload,
             draft_steps=_draft_steps(drafter, backend, mode),
+            overlap=overlap,
         )
         if (speculates := settings.speculation) is not None:
             proposer, times = make_proposer(speculates, drafter), StepTimes(plan, warm.seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class Drafting:
         room = len(rows) if planned else max_rows - len(step.prefill)
         if not self.most or not len(rows) or room < 1:
             return
+        began = perf_counter()
         most = self._wanted(step, running)
         forced = forced_drafts(slots, rows, most)
         free = most.copy()
@@ -79,6 +81,7 @@ class Drafting:
                     running.grow(slot, int(slots.device_len[slot]) + count)
                     step.add_drafts(slot, own[:count])
                     room -= 1
+        self.length.asked(len(rows), self.most, sum(lengths), perf_counter() - began)
 
     def _wanted(self, step: NextStep, running: RunningSequences) -> np.ndarray:
         """The most drafts that each decoding row can use, int64 [rows]."""
