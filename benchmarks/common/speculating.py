@@ -105,19 +105,19 @@ def decode(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> Timed:
 
 
 class Pair:
-    """The two engines for ``shape``. The speculating one raises for anything cold after its boot."""
+    """The two engines for ``shape``."""
 
     def __init__(self, shape: str, batches: Sequence[int], tokens: Mapping[int, int], options: dict[str, Any]) -> None:
         rows, length = max(batches), CONTEXT + BLOCK + max(tokens.values())
         blocks = sum(-(-(CONTEXT + 1 + tokens[batch]) // BLOCK) * batch for batch in batches) + rows + 8
         common = {
             "max_num_seqs": rows, "max_model_len": length, "block_size": BLOCK, "num_gpu_blocks_override": blocks,
-            "enable_prefix_caching": True, "boot_check": "off", "gpu_memory_utilization": 0.85, **options,
+            "enable_prefix_caching": True, "boot_check": "off", "gpu_memory_utilization": 0.85, "on_cold": "off", **options,
         }  # fmt: skip
         config = {"method": "ngram", "num_speculative_tokens": MOST}
         with tempfile.TemporaryDirectory() as folder:
             given = engine_options(shape, common, Path(folder), tiny=False)
-            self.plain = LLM(**given | {"on_cold": "off"})  # the other one's boot is no concern of its
+            self.plain = LLM(**given)
             self.speculating = LLM(**given | {"speculative_config": config, "speculative_k": "auto"})
         chance, known = random.Random(0), vocabulary(shape) - 1000
         self.prompts = {
