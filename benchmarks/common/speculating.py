@@ -112,7 +112,8 @@ class Pair:
         blocks = sum(-(-(CONTEXT + 1 + tokens[batch]) // BLOCK) * batch for batch in batches) + rows + 8
         common = {
             "max_num_seqs": rows, "max_model_len": length, "block_size": BLOCK, "num_gpu_blocks_override": blocks,
-            "enable_prefix_caching": True, "boot_check": "off", "gpu_memory_utilization": 0.85, "on_cold": "off", **options,
+            "enable_prefix_caching": True, "boot_check": "off", "gpu_memory_utilization": 0.85,
+            "on_cold": "off", **options,
         }  # fmt: skip
         config = {"method": "ngram", "num_speculative_tokens": MOST}
         with tempfile.TemporaryDirectory() as folder:

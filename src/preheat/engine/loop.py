@@ -175,7 +175,7 @@ class Loop:
         self.launch_timer.preparing()
         schedule, outcomes = self.call("schedule", self.scheduler.schedule), list[Delta]()
         try:
-            if schedule is None and self._in_flight:  # what runs next depends on the results
+            if schedule is None and self._in_flight and self.scheduler.drafting is not None:
                 outcomes = [self._next_outcome() for _ in range(len(self._in_flight))]
                 self.launch_timer.preparing()
                 schedule = self.call("schedule", self.scheduler.schedule)
