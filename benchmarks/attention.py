@@ -3,7 +3,8 @@
     python -m benchmarks attention [--heads 32] [--kv-heads 8] [--dim 128] [--block-size 64]
 
 Microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds;
-medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens. Reading: PROMPTSxTOKENS, causal.
+medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens; +N: with N drafts in every row.
+Reading: PROMPTSxTOKENS, causal.
 ``by_block_us``: the same with a cache in which a block's layers, not a layer's blocks, lie side by side.
 """
 
@@ -27,13 +28,15 @@ from preheat.backends.cuda.paged_attention import (
     prefill_attention,
     prefill_config,
     query_tile,
+    verify_queries,
 )
 from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
-from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles
 from preheat.backends.registry import pick_backend
 from preheat.settings import Settings
 
 DECODING = ("1x128", "32x128", "256x128", "256x1000", "64xragged", "256xragged", "32x8192", "4x32768")
+DRAFTED = ("1x1000+4", "32x1000+4", "256x1000+1", "256x1000+4", "1x8192+4", "32x8192+4", "4x32768+7")
 READING = ("1x2048", "4x2048", "8x1024", "1x16384")
 
 
@@ -75,18 +78,25 @@ def whole_numbers(values: Any) -> Tensor:
     return torch.as_tensor(np.asarray(values, np.int32), device="cuda")
 
 
-def decoding(lengths: Sequence[int], heads: AttentionSizes, by_block: bool) -> float:
-    """Microseconds of a layer in which every sequence has one token."""
-    rows, pages, positions = len(lengths), Pages(lengths, heads, by_block), np.asarray(lengths) - 1
-    work = decode_work(np.arange(rows), positions, SPLIT, None)
-    slots, at, pieces, count = map(whole_numbers, (range(rows), positions, work, [len(work)]))
-    q = heads.queries(rows)
-    out, space = torch.empty_like(q), Workspace(len(work), rows, heads.heads, heads.dim, q.device)
+def decoding(lengths: Sequence[int], drafts: int, heads: AttentionSizes, by_block: bool) -> float:
+    """Microseconds of a layer in which every sequence has one token and so many ``drafts``."""
+    rows, width, pages = len(lengths), 1 + drafts, Pages(lengths, heads, by_block)
+    first, extend = np.asarray(lengths) - width, np.full(rows, width)
+    tile = verify_queries(heads.heads, heads.kv_heads, width, heads.dim, torch.bfloat16)
+    starts, begin, count = query_tiles(extend.cumsum(), extend, first, tile if drafts else 1)
+    work = decode_work(starts, begin, SPLIT, None, queries=count if drafts else None)
+    positions = (first[:, None] + np.arange(width)).reshape(-1)
+    numbers = np.arange(rows).repeat(width), positions, work, [len(work)]
+    slots, at, pieces, num_pieces = map(whole_numbers, numbers)
+    q = heads.queries(rows * width)
+    out, space = torch.empty_like(q), Workspace(len(work) * tile, rows * width, heads.heads, heads.dim, q.device)
     scale = heads.dim**-0.5
 
     def step() -> None:
         for cache in pages.layers:
-            decode_attention(q, cache, pages.table, slots, at, pieces, count, out, space, scale, None, rows=rows)
+            decode_attention(
+                q, cache, pages.table, slots, at, pieces, num_pieces, out, space, scale, None, rows=rows, width=width
+            )
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)
@@ -113,11 +123,11 @@ def reading(prompts: int, length: int, heads: AttentionSizes, by_block: bool) ->
 def measure(heads: AttentionSizes) -> list[dict[str, Any]]:
     chance, lines = np.random.default_rng(0), []
     cases: list[tuple[str, str, Callable[[bool], float], float]] = []
-    for name in DECODING:
-        rows, context = name.split("x", 1)
+    for name in (*DECODING, *DRAFTED):
+        rows, context, drafts = *name.partition("+")[0].split("x", 1), int(name.partition("+")[2] or 0)
         lengths = chance.integers(100, 2048, int(rows)) if context == "ragged" else [int(context)] * int(rows)
         size = sum(int(each) for each in lengths) * heads.token_bytes
-        cases.append((name, "tb_s", partial(decoding, list(lengths), heads), size))
+        cases.append((name, "tb_s", partial(decoding, list(lengths), drafts, heads), size))
     for name in READING:
         prompts, length = map(int, name.split("x"))
         operations = 2 * prompts * heads.heads * heads.dim * length**2

@@ -2,6 +2,7 @@
 
     python -m benchmarks speculation [--batch 1] [--tokens 64] [--prompts 8] [--drafts 4] [--draft PATH]
         [--eagle3 PATH] [--model NAME]
+    python -m benchmarks speculation --shape llama-3.1-8b [--batches 1 32 256] [--turns 3] [--options JSON] [--save]
 
 Every run must say the same tokens as the one without speculation, which is checked. ``held-out`` are beginnings of
 Python files that the bundled model was not trained on, answered greedily and at temperature 1. ``copies`` are pieces
@@ -11,53 +12,33 @@ with drafts cost. Each is run with a fixed number of drafts and with ``auto``, w
 
 Reported are accepted drafts and tokens a step, and the processor time of a token beside that without speculation, which
 is less disturbed by other work on the machine than a clock is.
+
+With ``--shape`` a model of that shape with random weights is timed by the clock, beside an engine in the same process
+that does not speculate, see :mod:`benchmarks.common.speculating`: for a GPU that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import json
 import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.common.report import parser, save
+from benchmarks.common.shapes import CHOICES
+from benchmarks.common.speculating import TOKENS, Synthetic, measure
 from examples.train_bundled.corpus import HELDOUT_ONE_IN, library_files, path_hash
 from preheat import LLM, SamplingParams
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.proposer import Proposer
-from preheat.schedule.slots import Slots
 
 PIECE, CONTINUED = 120, 24
 """Tokens of a piece that is copied, and of the last copy those that the prompt has."""
-
-
-class Synthetic:
-    """Knows the answers, by prompt, and tells each token with a probability of ``right``; else the token after it."""
-
-    writes_cache = False
-
-    def __init__(self, tokens: int, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
-        self.num_speculative_tokens, self._answers, self._right = tokens, answers, right
-        self._random = random.Random(0)
-
-    def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> list[np.ndarray]:
-        found = list[np.ndarray]()
-        for slot, count in zip(rows.tolist(), most.tolist(), strict=True):
-            request = slots.request[slot]
-            assert request is not None
-            at = int(slots.device_len[slot] - slots.prompt_len[slot])
-            truth = self._answers[tuple(request.prompt)][at : at + count]
-            found.append(np.array([each ^ (self._random.random() >= self._right) for each in truth], np.int32))
-        return found
-
-    def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
-        """Nothing is kept."""
 
 
 def held_out(llm: LLM, count: int) -> list[list[int]]:
@@ -113,7 +94,16 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--eagle3", help="the folder of a head of EAGLE-3")
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
+    flags.add_argument("--shape", choices=CHOICES, help="by the clock, with weights of this shape")
+    flags.add_argument("--batches", type=int, nargs="+", choices=TOKENS, default=list(TOKENS), help="with --shape")
+    flags.add_argument("--turns", type=int, default=3, help="with --shape: runs of each engine")
+    flags.add_argument("--options", type=json.loads, default={}, help="with --shape: more options of the engines, JSON")
     args = flags.parse_args(words)
+    if args.shape:
+        timed = measure(args.shape, args.turns, args.batches, args.options)
+        if args.save:
+            print(save(f"speculation_{args.shape}", {"options": vars(args), "cases": timed}))
+        return
 
     plain = engine(args, None)
     text = held_out(plain, args.prompts)

@@ -154,10 +154,11 @@ def _boot(
             grammars=grammars,
             offload=offload,
             draft_steps=_draft_steps(drafter, backend, mode),
+            overlap=overlap,
         )
         if (speculates := settings.speculation) is not None:
             proposer, times = make_proposer(speculates, drafter), StepTimes(plan, warm.seconds)
-            scheduler.drafting = make_drafting(speculates, plan, proposer, times, backend.facts, waits=overlap)
+            scheduler.drafting = make_drafting(speculates, plan, proposer, times, waits=overlap)
         start = partial(
             Loop,
             scheduler=scheduler,

@@ -123,10 +123,10 @@ def first_chunk_lost(patch) -> None:
     """The features of steps that read prompts go to the pad block."""
     right = Features.place
 
-    def place(self, schedule, tokens):
-        right(self, schedule, tokens)
+    def place(self, turn, schedule, tokens):
+        right(self, turn, schedule, tokens)
         if schedule.num_decode < schedule.rows and not schedule.num_drafted:
-            self._places.zero_()
+            self._places.rows.zero_()
 
     patch.setattr(Features, "place", place)
 
@@ -250,10 +250,10 @@ def test_what_it_does_not_work_with_is_named(saved, options, message):
         speculating(saved, **options)
 
 
-def test_a_device_without_features_is_named(saved):
+def test_a_device_on_which_no_head_ever_ran_is_named(saved):
     asked = {"speculative_config": {"method": "eagle3", "model": saved.head, "num_speculative_tokens": 2}}
-    with pytest.raises(SettingsError, match="eagle3 does not work with cuda yet"):
-        check_options(Settings.load({"model": saved.target, **asked}), FACTS["cuda"])
+    with pytest.raises(SettingsError, match="eagle3 does not work with hpu yet"):
+        check_options(Settings.load({"model": saved.target, **asked}), FACTS["hpu"])
 
 
 def test_a_head_that_is_asked_for_as_a_model_is_named(saved):

@@ -33,7 +33,7 @@ class ToyAttention:
 
     clear = nothing
 
-    def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
+    def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         return ()
 
     def plan(self, step: base.StepRows, tables: base.BlockTables) -> base.AttentionWork:

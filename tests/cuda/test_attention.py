@@ -54,6 +54,19 @@ def test_single_queries(whole, paged):
         assert torch.equal(made.decode(work * 8), expected.repeat(8, 1))
 
 
+@pytest.mark.parametrize("width", [2, 4, 5, 8, 20])
+def test_rows_with_drafts(whole, width):
+    """Rows of up to so many queries that follow each other, on both sides of the edges of splits."""
+    made, outputs = whole
+    firsts = [0, 1, 62, 255, 510, 511, 512, 766, 1023, 1024 - width, 1300 - width]
+    work = [(4, p, width) for p in firsts] + [(i, n - 1, 1) for i, n in enumerate(LENGTHS)]
+    expected = torch.cat([outputs[i][p : p + n] for i, p, n in work])
+    assert torch.equal(made.verify(work, width), expected)
+    assert torch.equal(made.verify(work[8:], width, room=2), expected[8 * width :])  # a tile walks its context alone
+    for _ in range(20):  # who finishes last is another one each time
+        assert torch.equal(made.verify(work * 4, width), expected.repeat(4, 1))
+
+
 def test_chunks_and_tiles(whole, paged):
     made, outputs = whole
     cuts = [0, *sorted(torch.randint(1, 1299, (5,)).unique().tolist()), 1300]

@@ -14,8 +14,9 @@ from preheat.backends.cuda.paged_attention import (
     prefill_attention,
     prefill_config,
     query_tile,
+    verify_queries,
 )  # fmt: skip
-from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles
+from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles
 from preheat.model.families.mpt import alibi_slopes
 from preheat.ops.float8 import round_to
 
@@ -108,6 +109,26 @@ class Pages:
         decode_attention(
             q, self.cache, self.table, slots, positions, on_device, count, out, workspace, scale,
             self.shape.window, split=split, config=config, **more,
+        )  # fmt: skip
+        assert not workspace.arrived.any()
+        return out
+
+    def verify(self, work, width, split=SPLIT, room=None, spare=3):
+        """Attention of rows of up to ``width`` tokens in a program for such: ``work`` is a list of (sequence, first
+        position, number of tokens). Pieces beyond ``room`` make each tile one piece.
+        """
+        shape = self.shape
+        q, slots, positions, out = self._step(work)
+        first, extends = (np.array(x) for x in list(zip(*work, strict=True))[1:])
+        tile = verify_queries(shape.heads, shape.kv_heads, width, shape.dim, shape.dtype)
+        starts, at, lengths = query_tiles(extends.cumsum(), extends, first, tile)
+        pieces = decode_work(starts, at, split, shape.window, queries=lengths, room=room)
+        on_device, count = self._pieces(pieces, spare)
+        workspace = Workspace(len(on_device) * tile, len(q), shape.heads, shape.dim, q.device)
+        scale, more = self._scales
+        decode_attention(
+            q, self.cache, self.table, slots, positions, on_device, count, out, workspace, scale, shape.window,
+            split=split, rows=len(work), width=width, **more,
         )  # fmt: skip
         assert not workspace.arrived.any()
         return out

@@ -47,6 +47,17 @@ def test_a_token_has_the_same_bits_as_a_single_query_whatever_is_beside_it(whole
         assert torch.equal(made.decode(some, SPLIT), torch.stack([outputs[i][p] for i, p in some]))
 
 
+@pytest.mark.parametrize("width", [2, 5, 20])
+def test_rows_with_drafts_have_the_same_bits(whole, width):
+    """Rows of one token to the most there are, on both sides of an edge of splits, and of a window."""
+    _, made, outputs = whole
+    work = [(2, 200 - width, width), (1, 64, 1), (2, 126, min(3, width)), (0, 0, 1), (1, 0, width)]
+    expected = torch.cat([outputs[i][p : p + n] for i, p, n in work])
+    assert torch.equal(made.verify(work, width, SPLIT), expected)
+    assert torch.equal(made.verify(work[:1], width, SPLIT, spare=0), expected[:width])
+    assert torch.equal(made.verify(work, width, SPLIT, room=3), expected)  # each tile walks its context alone
+
+
 def test_chunks_tiles_and_programs_change_no_bits(whole):
     _, made, outputs = whole
     chunks = [made.prefill([(2, 100, 30), (1, 0, 1)], SPLIT, AttentionConfig(rows=32, warps=8, stages=2))[:30]]
@@ -73,6 +84,7 @@ def test_another_split_gives_other_bits():
     """What shows that the tests above could fail."""
     made = pages(Bucket())
     assert not torch.equal(made.decode([(2, 199)], 64), made.decode([(2, 199)], SPLIT))
+    assert not torch.equal(made.verify([(2, 196, 4)], 4, 64), made.verify([(2, 196, 4)], 4, SPLIT))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -6,6 +6,7 @@ tokens are compared where the float64 reference says that rounding cannot decide
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,9 @@ from msgspec.structs import replace as changed
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import sample
-from preheat.backends.cuda.sampler import Cut, DeviceCounts
+from preheat.backends.cuda.sampler import CudaSampler, Cut, DeviceCounts
 from preheat.core import Level, SamplingParams, StructuredOutputsParams
+from preheat.execution import logit_stages
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.logprobs import token_logprobs
 from preheat.ops.philox import gumbel_at
@@ -219,6 +221,39 @@ def test_counts_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler.counts.forget()
     assert not history.any()
     assert follow(8, [1, 1, 2, 0, 0, 1]) == [4, 3, 1]
+
+
+@pytest.mark.parametrize("plant", [None, "drafts", "final"])
+def test_penalties_count_drafts_and_what_is_kept_of_them(plant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with drafts, right or wrong, and without draw what the host draws token by token; and they do not, if the
+    drafts before a row are not counted, or what is drawn for such rows is.
+    """
+    params = SamplingParams(temperature=0.9, presence_penalty=1.0, frequency_penalty=1.9, repetition_penalty=1.4)
+    row = Row(np.random.default_rng(0).standard_normal(11).astype(np.float32), params, [1, 2, 2], [], seed=11)
+    truth, chance, vocab = list[int](), random.Random(1), len(row.logits)
+    for _ in range(64):
+        truth.append(sample_on_host([replace(row, output=list(truth))])[0])
+    if plant == "drafts":
+        monkeypatch.setattr(Penalties, "drafts", property(lambda self: [each[:0] for each in self.tokens]))
+    if plant == "final":
+        monkeypatch.setattr(logit_stages, "_final", lambda slots, rows, position: np.ones(len(rows), bool))
+    slots, sampler = fill([row]), CudaSampler(1, vocab, CpuBackend(), 5, cut=SMALL)
+    found: list[int] = []
+    while len(found) < 60 and found == truth[: len(found)]:
+        count, begin = chance.choice([0, 0, 1, 3]), 3 + len(found)
+        drafts = [(each + (chance.random() < 0.3)) % vocab for each in truth[len(found) :][:count]]
+        slots.tokens[0, begin : begin + count + 1] = [*drafts, -1]
+        slots.device_len[0] = begin + (count or 1)
+        one = np.zeros(1 + count, np.int64)
+        batch = sampling_input(slots, one, begin + np.arange(1 + count))
+        sampler.describe(len(found) % 2, batch, one)
+        sampler.sample(batch.level, logits_of([row] * (1 + count), torch.float32, "cpu", 4 - count))
+        drawn = sampler.tokens[: 1 + count].tolist()
+        kept = next((place for place, each in enumerate(drafts) if each != drawn[place]), count)
+        found += drawn[: kept + 1]
+        slots.tokens[0, begin : begin + kept + 1] = drawn[: kept + 1]
+        slots.device_len[0] = begin + kept + 1
+    assert (found == truth[: len(found)]) is (plant is None)
 
 
 def test_long_sequences_are_counted_in_parts() -> None:

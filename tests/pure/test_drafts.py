@@ -281,3 +281,27 @@ def test_drafts_are_in_the_metrics_where_there_are_any():
         'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0',
     ):
         assert f"preheat:{line}" in text
+
+
+def asked_of(length: MeasuredLength, found: int, seconds: float) -> int:
+    """In how many of 2,000 steps of four rows drafts are asked for, of which so many are found and all are right."""
+    asked = 0
+    for _ in range(2000):
+        if most := length.most(4, 4):
+            asked += 1
+            length.asked(4, most, found * most, seconds)
+            if found:
+                length.learn(np.full(4, most), np.full(4, most))
+    return asked
+
+
+@pytest.mark.parametrize(("waits", "least", "most"), [(True, 10, 80), (False, 2000, 2000)])
+def test_lookups_that_find_nothing_are_given_up_where_asking_waits(waits, least, most) -> None:
+    length = MeasuredLength((2, 3, 5), lambda rows, drafts: 1 + 0.1 * (drafts > 0), waits=waits)
+    assert least <= asked_of(length, 0, 0.0) <= most
+
+
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.1, 2000, 2000), (9.0, 1, 80)])
+def test_what_drafting_takes_the_host_counts(seconds, least, most) -> None:
+    length = MeasuredLength((2, 3, 5), lambda rows, drafts: 1 + 0.1 * (drafts > 0))
+    assert least <= asked_of(length, 4, seconds) <= most

@@ -103,14 +103,20 @@ def test_the_sequence_ends_at_the_first_stop_id_among_its_tokens() -> None:
     assert len(harness.outcomes[1].tokens) > 4
 
 
-def test_a_row_with_drafts_in_flight_is_in_no_other_step() -> None:
+def test_a_row_with_drafts_in_flight_is_in_no_other_step(monkeypatch) -> None:
     harness = Harness(limits(), overlap=True, proposer=Scripted(4, 1.0))
     harness.add(request(0, [1, 2], 30))
-    while not harness.scheduler.idle:
-        flying = [schedule.ids.tolist() for schedule in harness.scheduler._in_flight]
-        launched = harness.step()
-        assert launched is None or not flying or flying[-1] != launched.ids.tolist()
+    scheduler, right, together = harness.scheduler, harness.scheduler.schedule, list[int]()
+
+    def schedule() -> Schedule | None:
+        found = right()
+        together.append(len(scheduler._in_flight))
+        return found
+
+    monkeypatch.setattr(scheduler, "schedule", schedule)
+    harness.run()
     harness.verify()
+    assert max(together) == 1 < len(together)
 
 
 def test_drafts_take_only_what_is_left() -> None:
@@ -224,3 +230,19 @@ def test_where_drafts_do_not_pay_a_step_costs_the_host_what_it_does_without(over
 def test_separate_phases_cannot_speculate() -> None:
     with pytest.raises(SettingsError, match="unified"):
         Scheduler(limits(), mixed_steps=False, drafting=Drafting(Scripted(1, 1.0)))
+
+
+def test_rows_with_drafts_are_launched_before_the_frontend_hears_of_the_last_step(monkeypatch) -> None:
+    harness = Harness(limits(), overlap=True, proposer=Scripted(2, 0.5))
+    harness.add(request(0, [1, 2], 12))
+    order = list[str]()
+
+    def noted(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (order.append(name), function(*args))[1])
+
+    for owner, name in ((harness.parts, "launch"), (harness.scheduler, "process_results"), (harness.transport, "put")):
+        noted(owner, name)
+    harness.run()
+    harness.verify()
+    assert " ".join(order).count("process_results launch put") > 3

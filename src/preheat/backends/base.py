@@ -318,7 +318,8 @@ class BlockTables(Protocol):
 class StepRows:
     """A step's rows as attention sees them: row i computes ``extend[i]`` tokens from position ``first[i]`` on of the
     sequence in slot ``slots[i]``; ``ends`` int64 count the step's tokens up to each row's last. The first
-    ``num_decode`` rows decode, one token each. The step is padded to ``tokens``.
+    ``num_decode`` rows decode, one token each. The step is padded to ``tokens``, and is of a program of ``width``, see
+    :class:`StepInputs`.
     """
 
     slots: np.ndarray
@@ -327,6 +328,7 @@ class StepRows:
     ends: np.ndarray
     num_decode: int
     tokens: int
+    width: int = 0
 
 
 @dataclass(slots=True)
@@ -349,8 +351,9 @@ class StepInputs:
     ``tokens`` [T] are ids, or -1 for the token that the device drew last for the slot, or below that embeddings of
     images, see :meth:`Operations.embed`. ``slots`` [T] name each token's
     sequence, ``positions`` [T] its place in it; padding has the slot beyond all others. ``lists`` are attention's,
-    ``counts`` say how many entries of each are in use. ``rows`` are the most that the program has; ``decode``: all of
-    its rows have one token. ``longest`` and ``blocks`` are those of the bucket, 0 where they are no part of it.
+    ``counts`` say how many entries of each are in use. ``rows`` are the most that the program has. ``width`` is the
+    most tokens of a row where all rows decode: 1, or more with drafts; 0 where rows may read prompts. ``longest`` and
+    ``blocks`` are those of the bucket, 0 where they are no part of it.
     """
 
     tokens: Tensor
@@ -359,9 +362,14 @@ class StepInputs:
     lists: tuple[Tensor, ...]
     counts: Tensor
     rows: int
-    decode: bool
+    width: int
     longest: int = 0
     blocks: int = 0
+
+    @property
+    def decode(self) -> bool:
+        """Whether all rows have one token."""
+        return self.width == 1
 
 
 @dataclass(frozen=True)
@@ -397,8 +405,10 @@ keys and values, attend with its queries; returns [tokens, heads * dim]."""
 class Attention(Protocol):
     """Attention of all layers over the paged cache."""
 
-    def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
-        """The most entries of each list of work, for steps of ``tokens`` in at most ``rows``."""
+    def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
+        """The most entries of each list of work, for steps of ``tokens`` in at most ``rows``, of programs of ``width``,
+        see :class:`StepInputs`.
+        """
 
     def plan(self, step: StepRows, tables: BlockTables) -> AttentionWork:
         """On the host: how ``step`` is cut into work."""

@@ -5,6 +5,7 @@ The life of a request: the transport hands over a Request (``take``); the schedu
 (``launch``); the scheduler applies the outcome (``process_results``); the transport carries the Delta to the frontend.
 
 With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work.
+Rows with drafts must be waited for; then the next step is launched before the frontend hears of the previous one.
 Until a step must be prepared the loop keeps listening, so that requests that arrive in time join it.
 
 A request with an adapter or a grammar first waits beside the queue for those (``admission``). The scheduler says which
@@ -172,8 +173,16 @@ class Loop:
     def _step(self) -> None:
         self._compact()
         self.launch_timer.preparing()
-        schedule = self.call("schedule", self.scheduler.schedule)
-        runs = schedule is not None and self._launch(schedule)
+        schedule, outcomes = self.call("schedule", self.scheduler.schedule), list[Delta]()
+        try:
+            if schedule is None and self._in_flight and self.scheduler.drafting is not None:
+                outcomes = [self._next_outcome() for _ in range(len(self._in_flight))]
+                self.launch_timer.preparing()
+                schedule = self.call("schedule", self.scheduler.schedule)
+            runs = schedule is not None and self._launch(schedule)
+        finally:
+            for outcome in outcomes:
+                self.transport.put(outcome)
         self._process_results(leave=1 if self.overlap and runs else 0)
 
     def _launch(self, schedule: Schedule) -> bool:
@@ -218,9 +227,14 @@ class Loop:
     def _process_results(self, leave: int = 0) -> None:
         """Wait for all steps in flight but the last ``leave``, and send their outcomes to the frontend."""
         while len(self._in_flight) > leave:
-            self.transport.put(self._outcome(self._in_flight[0]))
-            if self._in_flight.popleft().timed:
-                self.launch_timer.finished()
+            self.transport.put(self._next_outcome())
+
+    def _next_outcome(self) -> Delta:
+        """Wait for the oldest step in flight."""
+        delta = self._outcome(self._in_flight[0])
+        if self._in_flight.popleft().timed:
+            self.launch_timer.finished()
+        return delta
 
     def _outcome(self, step: InFlightStep) -> Delta:
         try:

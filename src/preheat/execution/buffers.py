@@ -6,7 +6,7 @@ still read one step's, the next is written into the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -74,7 +74,7 @@ class StepBuffers:
         self.layout = cache(self._layout)
         self.inputs = cache(self._inputs)
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        words = self.layout(Bucket.mixed(tokens, min(limits.max_num_seqs, tokens))).words
+        words = max(self.layout(bucket).words for bucket in _largest(limits, tokens))
         self._device = torch.zeros(words, dtype=torch.int32, device=backend.device)
         self._host = [backend.host_copy(self._device) for _ in range(HOST_COPIES)]
         self._arrays = [host.numpy() for host in self._host]
@@ -96,7 +96,7 @@ class StepBuffers:
 
     def _layout(self, bucket: Bucket) -> Layout:
         tokens = max(bucket.tokens, self._min_tokens)
-        lists = self.attention.list_sizes(tokens, self._rows(bucket), decode=bucket.phase == "decode")
+        lists = self.attention.list_sizes(tokens, self._rows(bucket), width=bucket.width)
         if len(lists) > MAX_LISTS:
             raise ValueError(f"at most {MAX_LISTS - 1} sliding windows in one model, {len(lists) - 1} were given")
         return Layout(self.limits.max_sampled, tokens, lists)
@@ -112,7 +112,7 @@ class StepBuffers:
             lists=tuple(words[begin:end].view(-1, 2) for begin, end in pairwise(layout.lists_at)),
             counts=words[:MAX_LISTS],
             rows=self._rows(bucket),
-            decode=bucket.phase == "decode",
+            width=bucket.width,
             longest=bucket.longest,
             blocks=bucket.blocks,
         )
@@ -140,3 +140,10 @@ class StepBuffers:
     def _view(self, turn: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Words of the device's copy and of a host's."""
         return self._device[start:stop], self._host[turn][start:stop]
+
+
+def _largest(limits: Limits, tokens: int) -> Iterator[Bucket]:
+    """Buckets of which one has the most words, of those of up to ``tokens``."""
+    yield Bucket.mixed(tokens, min(limits.max_num_seqs, tokens))
+    for width in range(2, 2 + limits.num_speculative_tokens):
+        yield Bucket.verify(min(limits.max_num_seqs, tokens // width), width)

@@ -8,21 +8,23 @@ distributions are alike, the same token wins the race. What it drafts has no par
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from preheat.core import Schedule
-from preheat.execution.executor import Executor
+from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
-from preheat.schedule.slots import Slots
+from preheat.schedule.slots import UNSEEN, Slots
 
 NOTHING = np.empty(0, np.int32)
 
 
 class DraftModel:
     """Drafts with one step for the first token of each row, which also reads what is new of its sequence, and one for
-    each further token. A prompt longer than a step is read in several, one for each call.
+    each further token. A prompt longer than a step is read in several, one for each call. Unless it ``waits``, a step
+    is launched while the one before it runs: it reads the token that the device drew last for the row.
     """
 
     writes_cache = True
@@ -36,6 +38,8 @@ class DraftModel:
         self._known = np.zeros(slots.num_slots, np.int64)  # of them those that were no drafts
         self._drafted = np.zeros((slots.num_slots, num_speculative_tokens), np.int32)  # the others
         self._ran: list[InputBatch] = []
+        self._in_flight: deque[tuple[LaunchedStep, Schedule]] = deque()
+        self.waits = not executor.backend.facts.asynchronous
 
     def taken(self) -> list[InputBatch]:
         """The steps since the last call."""
@@ -45,15 +49,17 @@ class DraftModel:
     def propose(self, slots: Slots, rows: np.ndarray, most: np.ndarray) -> Sequence[np.ndarray]:
         """See :class:`preheat.schedule.proposer.Proposer`. It writes drafts into the slots, behind all known tokens."""
         self._ran.clear()
+        self._in_flight.clear()  # of a call that failed
         wanted = dict(zip(rows.tolist(), most.tolist(), strict=True))
         drafts: dict[int, list[int]] = {slot: [] for slot in wanted}
         self._take_back(slots, rows)
-        going = self._read(slots, [slot for slot in wanted if wanted[slot] > 0], drafts)
-        while going := [slot for slot in going if len(drafts[slot]) < wanted[slot]]:
-            chosen = np.array(going, np.int64)
-            first = self._readable(slots, chosen) + np.array([len(drafts[slot]) - 1 for slot in going], np.int32)
-            ones = np.ones(len(going), np.int32)
+        going, done = self._read(slots, [slot for slot in wanted if wanted[slot] > 0], drafts), 1
+        while going := [slot for slot in going if wanted[slot] > done]:
+            chosen, ones = np.array(going, np.int64), np.ones(len(going), np.int32)
+            first = (self._readable(slots, chosen) + (done - 1)).astype(np.int32)
             self._run(slots, Schedule(chosen, first, ones, ones, len(going)), drafts)
+            done += 1
+        self._finish(slots, drafts)
         return [np.array(drafts[slot], np.int32) for slot in wanted]
 
     def ended(self, slots: Slots, stopped: Sequence[int]) -> None:
@@ -98,15 +104,22 @@ class DraftModel:
         return done
 
     def _run(self, slots: Slots, schedule: Schedule, drafts: dict[int, list[int]]) -> None:
-        """Run a step, and write what it drew behind each row."""
+        """Launch a step, and write what it is going to draw behind each row."""
         batch = self.packer.pack(schedule)
-        drawn = self.executor.execute(batch).tokens
+        self._in_flight.append((self.executor.launch(batch), schedule))
         self._ran.append(batch)
         self._computed[schedule.slots] = schedule.ends
-        sampling = schedule.samples.nonzero()[0]
-        for slot, end, token in zip(
-            schedule.slots[sampling].tolist(), schedule.ends[sampling].tolist(), drawn.tolist(), strict=True
-        ):
-            self._drafted[slot, len(drafts[slot])] = token
-            drafts[slot].append(token)
-            slots.tokens[slot, end + self._ahead] = token
+        rows, ends = (each[schedule.samples] for each in (schedule.slots, schedule.ends))
+        slots.tokens[rows, ends + self._ahead] = UNSEEN
+        waits = self.waits or slots.needs_penalty[schedule.slots].any()
+        self._finish(slots, drafts, leave=0 if waits else 1)
+
+    def _finish(self, slots: Slots, drafts: dict[int, list[int]], leave: int = 0) -> None:
+        """Wait for all steps in flight but the last ``leave``, and write what they drew."""
+        while len(self._in_flight) > leave:
+            launched, schedule = self._in_flight.popleft()
+            rows, ends = (each[schedule.samples].tolist() for each in (schedule.slots, schedule.ends))
+            for slot, end, token in zip(rows, ends, launched.result().tokens.tolist(), strict=True):
+                self._drafted[slot, len(drafts[slot])] = token
+                drafts[slot].append(token)
+                slots.tokens[slot, end + self._ahead] = token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import Backend, Facts
+from preheat.backends.base import Backend
 from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
 from preheat.model.eagle import is_head, load_head
@@ -65,10 +65,10 @@ def make_proposer(speculates: Speculation, draft: DraftModel | None) -> Proposer
 
 
 def make_drafting(
-    speculates: Speculation, plan: Plan, proposer: Proposer, times: StepTimes, facts: Facts, *, waits: bool
+    speculates: Speculation, plan: Plan, proposer: Proposer, times: StepTimes, *, waits: bool
 ) -> Drafting:
     """``waits``: what drafts must see the results of the step in flight, which is waited for."""
     widths, drafting = plan.options.verify_widths, times.drafting
     length = MeasuredLength(widths, times, drafting, waits=waits) if speculates.auto else FixedLength()
     only = speculates.method == "grammar"
-    return Drafting(proposer, length, plan.most_drafts, penalised=facts.host_sampler, grammars_only=only)
+    return Drafting(proposer, length, plan.most_drafts, grammars_only=only)

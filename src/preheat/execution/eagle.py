@@ -21,7 +21,7 @@ from torch import Tensor
 from preheat.backends.base import StepInputs
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.executor import Executor
-from preheat.execution.features import Features, places, token_places, write_places
+from preheat.execution.features import Features, Places, places, token_places
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.execution.kv_cache import FeatureCache
 from preheat.model.decoder import Attended, Tap
@@ -42,15 +42,15 @@ class EagleExecutor(Executor):
         tokens, hidden = self._residual.shape
         self._embedded = torch.zeros_like(self._residual)
         self._joined = self._residual.new_zeros(tokens, 2 * hidden)
-        self._at = self._kept.new_zeros(tokens, dtype=torch.int64)
-        self._next = self._kept.new_zeros(self.buffers.limits.max_sampled, dtype=torch.int64)
+        self._at, self._next = Places(tokens, self.backend), Places(self.buffers.limits.max_sampled, self.backend)
 
     def _send(self, batch: InputBatch) -> None:
         """Where the tokens' features are, and where the next position of the rows that are sampled has its own."""
         super()._send(batch)
         slots, schedule = self._slots, batch.schedule
-        write_places(self._at[: len(self.buffers.inputs(batch.bucket).tokens)], token_places(slots, schedule))
-        write_places(self._next[: batch.sampling_size], places(slots, batch.sampled_slots, schedule.sampled()[1]))
+        tokens, following = token_places(slots, schedule), places(slots, batch.sampled_slots, schedule.sampled()[1])
+        self._at.send(batch.turn, tokens, len(self.buffers.inputs(batch.bucket).tokens))
+        self._next.send(batch.turn, following, batch.sampling_size)
 
     def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor:
         """The residual stream begins as the feature; the layer reads norms of embedding and feature side by side."""
@@ -58,7 +58,7 @@ class EagleExecutor(Executor):
         weights, head = self.decoder.weights, self._loaded
         embedded, joined = self._embedded[:tokens], self._joined[:tokens]
         self.backend.embed(inputs, self.sampler.last_token, weights.embedding, embedded)
-        torch.index_select(self._kept, 0, self._at[:tokens], out=residual)
+        torch.index_select(self._kept, 0, self._at.rows[:tokens], out=residual)
         normed = head.hidden_norm(residual)
         joined[:, :hidden].copy_(weights.layers[0].input_norm(embedded))
         joined[:, hidden:].copy_(normed)
@@ -71,7 +71,7 @@ class EagleExecutor(Executor):
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         hidden = self.decoder.finish(sampled, eager=tap is not None, tap=tap)
-        self._kept.index_copy_(0, self._next[:size], sampled.residual)
+        self._kept.index_copy_(0, self._next.rows[:size], sampled.residual)
         return hidden
 
 
@@ -89,10 +89,10 @@ def make_drafter(head: LoadedHead, target: Made, plan: Plan, tokens: int, make: 
     """
     packer, executor = target
     slots, limits = packer.slots, plan.limits
-    device = executor.backend.device
-    kept = FeatureCache(limits.num_blocks, limits.block_size, head.spec.hidden_size, head.dtype, device)
+    backend = executor.backend
+    kept = FeatureCache(limits.num_blocks, limits.block_size, head.spec.hidden_size, head.dtype, backend.device)
     own, runs = make(executor=partial(EagleExecutor, head=head, features=kept, slots=slots))
     tokens_of, hidden = executor.states.residual.shape
-    executor.features = Features(kept, head.fc, head.eagle.layers, slots, size=(tokens_of, hidden))
+    executor.features = Features(kept, head.fc, head.eagle.layers, slots, backend, size=(tokens_of, hidden))
     executor.other_caches += [runs.cache, kept]
     return EagleDrafter(tokens, Packer(slots, plan, own.buffers, ahead=1), runs)

@@ -276,7 +276,7 @@ class Executor:
         inputs = self.buffers.inputs(batch.bucket)
         self.attention.send(batch.turn, batch.work, inputs)
         if self.features is not None:
-            self.features.place(batch.schedule, len(inputs.tokens))
+            self.features.place(batch.turn, batch.schedule, len(inputs.tokens))
         if batch.schedule.images is not None and self.encoder is not None:
             self.encoder.encode(batch.turn, batch.schedule.images.encode)
         if batch.adapters is not None and self.adapters is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Linear
+from preheat.backends.base import HOST_COPIES, Backend, Linear
 from preheat.core import Schedule
 from preheat.execution.kv_cache import FeatureCache
 from preheat.schedule.slots import Slots
@@ -25,7 +25,14 @@ class Features:
     """
 
     def __init__(
-        self, cache: FeatureCache, fc: Linear, layers: Sequence[int], slots: Slots, *, size: tuple[int, int]
+        self,
+        cache: FeatureCache,
+        fc: Linear,
+        layers: Sequence[int],
+        slots: Slots,
+        backend: Backend,
+        *,
+        size: tuple[int, int],
     ) -> None:
         tokens, hidden = size
         self.cache, self._fc, self._slots = cache, fc, slots
@@ -33,11 +40,11 @@ class Features:
         for place, layer in enumerate(layers):
             self._columns.setdefault(layer - 1, []).append(slice(place * hidden, (place + 1) * hidden))
         self._states = cache.rows.new_zeros(tokens, len(layers) * hidden)
-        self._places = cache.rows.new_zeros(tokens, dtype=torch.int64)
+        self._places = Places(tokens, backend)
 
-    def place(self, schedule: Schedule, tokens: int) -> None:
-        """The next step is ``schedule``, padded to ``tokens``."""
-        write_places(self._places[:tokens], token_places(self._slots, schedule))
+    def place(self, turn: int, schedule: Schedule, tokens: int) -> None:
+        """The next step is ``schedule``, in host copy ``turn``, padded to ``tokens``."""
+        self._places.send(turn, token_places(self._slots, schedule), tokens)
 
     def keep(self, layer: int, residual: Tensor) -> None:
         """A :data:`preheat.model.decoder.Tap`."""
@@ -46,7 +53,26 @@ class Features:
 
     def store(self, tokens: int) -> None:
         """Write the features of the step's ``tokens``, padding included, which goes to the pad block."""
-        self.cache.rows.index_copy_(0, self._places[:tokens], self._fc(self._states[:tokens]))
+        self.cache.rows.index_copy_(0, self._places.rows[:tokens], self._fc(self._states[:tokens]))
+
+
+class Places:
+    """Rows of a :class:`FeatureCache`, where a step's programs look for them: ``rows`` int64 [most]. Like the rest of a
+    step they are written into one of the host's copies, from which the device takes them.
+    """
+
+    def __init__(self, most: int, backend: Backend) -> None:
+        self.rows = torch.zeros(most, dtype=torch.int64, device=backend.device)
+        self._host = [backend.host_copy(self.rows) for _ in range(HOST_COPIES)]
+
+    def send(self, turn: int, found: np.ndarray, size: int) -> None:
+        """The next step's are what was ``found``, int64 [n <= size], and up to ``size`` the pad block. Returns before
+        the device has them.
+        """
+        host = self._host[turn]
+        host.numpy()[: len(found)] = found
+        host.numpy()[len(found) : size] = 0
+        self.rows[:size].copy_(host[:size], non_blocking=True)
 
 
 def places(slots: Slots, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -65,9 +91,3 @@ def token_places(slots: Slots, schedule: Schedule) -> np.ndarray:
     ends, extend = schedule.extend.cumsum(), schedule.extend
     positions = np.arange(int(ends[-1])) + (schedule.ends - ends).repeat(extend)
     return places(slots, schedule.slots.repeat(extend), positions)
-
-
-def write_places(out: Tensor, found: np.ndarray) -> None:
-    """Fill ``out`` int64 [size] with what was ``found`` [n <= size]; the rest is in the pad block."""
-    out[: len(found)].copy_(torch.from_numpy(found))
-    out[len(found) :].zero_()

@@ -188,7 +188,7 @@ class Packer:
         if kept is not None and same and kept.work.table_writes in (-1, self.slots.table_writes):
             return kept
         step = StepRows(
-            schedule.slots, schedule.first, schedule.extend, rows.ends, schedule.num_decode, layout.tokens
+            schedule.slots, schedule.first, schedule.extend, rows.ends, schedule.num_decode, layout.tokens, bucket.width
         )  # fmt: skip
         work = self.buffers.attention.plan(step, self.slots)
         pieces = layout.pieces([len(entries) for entries in work.lists])

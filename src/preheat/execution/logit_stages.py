@@ -69,17 +69,22 @@ def sampling_input(
 ) -> SamplingInput:
     """For the slots ``rows`` (integers [size]), in the order of the step's logits.
 
-    Each row draws its sequence's token at ``position`` (integers [size]), by default the one after all known tokens.
+    Each row draws its sequence's token at ``position`` (integers [size]), by default the one after all known tokens,
+    which is final. In a step that is booked, lengths have moved: drafts and what is drawn behind them are beyond those.
     """
+    final = np.ones(len(rows), bool) if position is None else _final(slots, rows, position)
     position = slots.device_len[rows] if position is None else position
     random = (slots.temperature[rows] > 0).nonzero()[0]
     penalised = slots.needs_penalty[rows].nonzero()[0]
     masked = slots.has_grammar[rows].nonzero()[0]
+    penalties = _penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None
+    if penalties is not None:
+        penalties.final = final[penalised]
     needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
         size=len(rows),
         random=_metadata(slots, rows[random], random, position[random]) if len(random) else None,
-        penalties=_penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None,
+        penalties=penalties,
         edits=_edits(slots, rows, position, needs),
         edits_follow=bool(needs),
         masked=masked if len(masked) else None,
@@ -115,6 +120,16 @@ def _penalties(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.
         frequency=slots.frequency_penalty[chosen],
         presence=slots.presence_penalty[chosen],
     )
+
+
+def _final(slots: Slots, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Which rows draw tokens that cannot be taken back, bool [n]: those of sequences that have no drafts in the step
+    and whose length counts what is drawn already.
+    """
+    last = np.zeros(slots.num_slots, np.int64)
+    np.maximum.at(last, rows, position)
+    final: np.ndarray = last[rows] < slots.device_len[rows]
+    return final
 
 
 def _metadata(slots: Slots, chosen: np.ndarray, rows: np.ndarray, position: np.ndarray) -> SamplingMetadata:

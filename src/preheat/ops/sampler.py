@@ -81,7 +81,7 @@ class TokenCounts:
         is in the output, int32 [n].
         """
         seen = self.seen[rows.slots]
-        drafts = [tokens[known:] for tokens, known in zip(rows.tokens, rows.known.tolist(), strict=True)]
+        drafts = rows.drafts
         which = np.repeat(np.arange(len(drafts)), [len(each) for each in drafts])
         drafted = np.concatenate(drafts)
         seen[which, drafted] = True

@@ -20,7 +20,8 @@ class Penalties:
 
     ``tokens[i]`` is the row's prompt (its first ``prompt_len[i]`` tokens) and output. ``owner`` is the request's id: a
     slot's token counts are kept from step to step and belong to one owner. Tokens beyond the first ``known[i]`` are
-    drafts, which may be taken back: they count in this row alone.
+    drafts, which may be taken back: they count in this row alone. ``final``: what the row draws is its sequence's next
+    token, so that it can be counted before the host knows it; else it may be taken back, too.
     """
 
     rows: np.ndarray  # int64, places in the step
@@ -32,10 +33,18 @@ class Penalties:
     frequency: np.ndarray  # float32
     presence: np.ndarray  # float32
     known: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64; by default all tokens are
+    final: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # by default all are
 
     def __post_init__(self) -> None:
         if len(self.known) < len(self.rows):
             self.known = np.array([len(tokens) for tokens in self.tokens], np.int64)
+        if len(self.final) < len(self.rows):
+            self.final = np.ones(len(self.rows), bool)
+
+    @property
+    def drafts(self) -> list[np.ndarray]:
+        """The tokens of each row that may be taken back, int32 each."""
+        return [tokens[known:] for tokens, known in zip(self.tokens, self.known.tolist(), strict=True)]
 
 
 @dataclass(slots=True)

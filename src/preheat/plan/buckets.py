@@ -55,6 +55,11 @@ class Bucket(NamedTuple):
         return cls("verify", rows, rows * width, width)
 
     @property
+    def width(self) -> int:
+        """The most tokens of a row where all rows decode: 1, or more with drafts; 0 where rows may read prompts."""
+        return {"decode": 1, "verify": self.longest}.get(self.phase, 0)
+
+    @property
     def dims(self) -> tuple[int, ...]:
         """The numbers that identify the bucket within its phase, in the order of the log lines."""
         if self.phase == "mixed":

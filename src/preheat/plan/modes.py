@@ -126,8 +126,8 @@ def check_options(settings: Settings, facts: Facts) -> None:
 def _check_head(settings: Settings, facts: Facts) -> None:
     """Raise SettingsError for what a head of EAGLE-3 does not work with."""
     why = None
-    if not facts.on_host:
-        why = f"{facts.name} yet: where a token's features lie is worked out on the host, and copied at every step"
+    if facts.pads_context:
+        why = f"{facts.name} yet: its programs have never run with one"
     elif asked(settings) == "compile":
         why = "execution mode compile: leave it out"
     if why:

@@ -84,7 +84,7 @@ class WholeSequences:
 
     def _inputs(self) -> StepInputs:
         nothing = self.positions[:0]
-        return StepInputs(nothing, nothing, self.positions, (), nothing, len(self.ends), decode=False)
+        return StepInputs(nothing, nothing, self.positions, (), nothing, len(self.ends), width=0)
 
     def _plain(self, layer: AttentionLayer, qkv: Tensor, weight: Tensor | None) -> Tensor:
         """The formula: norm, turn, softmax of the scaled products, in fp32."""

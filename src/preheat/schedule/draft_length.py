@@ -34,6 +34,11 @@ class DraftLength(Protocol):
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
         """How many of its drafts a row may use, where rows have ``lengths`` drafts."""
 
+    def asked(self, rows: int, most: int, found: int, seconds: float) -> None:
+        """For ``rows`` rows up to ``most`` drafts each were asked for; so many were ``found`` in all, in ``seconds`` of
+        the host.
+        """
+
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Of the ``drafted`` tokens of each row so many were ``accepted``; both int [rows]."""
 
@@ -47,6 +52,9 @@ class FixedLength:
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
         return max(lengths, default=0)
 
+    def asked(self, rows: int, most: int, found: int, seconds: float) -> None:
+        """Nothing depends on it."""
+
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Nothing depends on it."""
 
@@ -57,6 +65,8 @@ class MeasuredLength:
     Where nothing pays, not even with drafts in every row, nothing is asked for, and until something is learnt again a
     step costs a lookup. ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds
     of drafting a token for so many rows; with ``waits``, asking costs more than that: the step in flight is waited for.
+    Where drafting has no such price, what it has taken the host lately is that of a step; and if that waits, too, what
+    a step may bring is less by the share of drafts that are not found.
     """
 
     def __init__(
@@ -75,6 +85,8 @@ class MeasuredLength:
         self._since = 0  # steps without drafts
         self._probe = FIRST_PROBE
         self._trying = False
+        self._spent: dict[int, float] = {}  # seconds of drafting on the host, by the bits of the number of rows
+        self._found = 1.0  # the share of drafts that are found
 
     @property
     def shares(self) -> np.ndarray:
@@ -86,7 +98,9 @@ class MeasuredLength:
         """What pays best if all rows have as many drafts as they may; if some have fewer, no more than that pays."""
         best = self._known.get((rows, limit))
         if best is None:
-            best = self._known[rows, limit] = self._best(rows, [limit] * rows, self._asking(rows))
+            asking = self._asking(rows)
+            spent = self._spent.get(rows.bit_length(), 0.0)
+            best = self._known[rows, limit] = self._best(rows, [limit] * rows, asking, spent, self._found)
         if best:
             self._since, self._probe, self._trying = 0, FIRST_PROBE, False
             return best
@@ -98,6 +112,15 @@ class MeasuredLength:
             return max(lengths)
         return self._best(rows, lengths, 0.0)
 
+    def asked(self, rows: int, most: int, found: int, seconds: float) -> None:
+        if self._asking(rows):
+            return
+        before = self._spent.get(rows.bit_length(), seconds)
+        self._spent[rows.bit_length()] = DECAY * before + (1 - DECAY) * seconds
+        if self._waits:
+            self._found = DECAY * self._found + (1 - DECAY) * found / (rows * most)
+        self._known.clear()
+
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         places = np.arange(len(self._tried))[:, None]
         tried = ((places < drafted) & (places <= accepted)).sum(1)
@@ -108,14 +131,14 @@ class MeasuredLength:
         if self._trying:
             self._rest()
 
-    def _best(self, rows: int, lengths: Sequence[int], asking: float) -> int:
+    def _best(self, rows: int, lengths: Sequence[int], asking: float, spent: float = 0.0, found: float = 1.0) -> int:
         limit, shares, counts = max(lengths, default=0), self.shares, np.array(lengths)
         best, best_pace, gain = 0, MARGIN * rows / self._seconds(rows, 0), 0.0
         for before, count in zip(self._choices, self._choices[1:], strict=False):
             if before >= limit:
                 break
             gain += sum(float(shares[place]) * int((counts > place).sum()) for place in range(before, count))
-            pace = (rows + gain) / (self._seconds(rows, count) + asking * min(count, limit))
+            pace = (rows + found * gain) / (self._seconds(rows, count) + spent + asking * min(count, limit))
             if pace > best_pace:
                 best, best_pace = count, pace
         return min(best, limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import numpy as np
 
@@ -22,14 +23,13 @@ Fits = Callable[[int, Callable[[int], tuple[int, int, int]]], int]
 class Drafting:
     """Who drafts, and how much. ``planned`` gives the most drafts of a row in a step of so many rows that all decode;
     None: as many as the budget has room for. A row whose grammar forces tokens drafts those; other rows with a grammar
-    have drafts of a ``proposer`` without a cache, which sees no masks. Unless ``penalised``, rows with penalties have
-    none. With ``grammars_only`` rows without a grammar never have drafts.
+    have drafts of a ``proposer`` without a cache, which sees no masks. With ``grammars_only`` rows without a grammar
+    never have drafts.
     """
 
     proposer: Proposer
     length: DraftLength = field(default_factory=FixedLength)
     planned: Callable[[int], int] | None = None
-    penalised: bool = True
     grammars_only: bool = False
     most: int = field(default=0, init=False)  # drafts that a row of the step being composed may have
 
@@ -59,6 +59,7 @@ class Drafting:
         room = len(rows) if planned else max_rows - len(step.prefill)
         if not self.most or not len(rows) or room < 1:
             return
+        began = perf_counter()
         most = self._wanted(step, running)
         forced = forced_drafts(slots, rows, most)
         free = most.copy()
@@ -80,13 +81,12 @@ class Drafting:
                     running.grow(slot, int(slots.device_len[slot]) + count)
                     step.add_drafts(slot, own[:count])
                     room -= 1
+        self.length.asked(len(rows), self.most, sum(lengths), perf_counter() - began)
 
     def _wanted(self, step: NextStep, running: RunningSequences) -> np.ndarray:
         """The most drafts that each decoding row can use, int64 [rows]."""
         slots, rows = running.slots, step.decode
         most: np.ndarray = np.minimum(self.most, slots.max_len[rows] - slots.device_len[rows] - 1).astype(np.int64)
-        if not self.penalised:
-            most[slots.needs_penalty[rows]] = 0
         return most
 
     def _make_room(self, most: np.ndarray, step: NextStep, running: RunningSequences, fits: Fits | None) -> None:

@@ -90,7 +90,7 @@ def check_draws(runner: CheckRunner) -> None:
 
 def check_drafted_draws(runner: CheckRunner) -> None:
     """Draw for the `ROWS` that have generated tokens at all of their positions at once, as where those are drafts.
-    Raises as :func:`check_draws`. Where sampling is no plain function on the host, rows with penalties have no drafts.
+    Raises as :func:`check_draws`.
     """
     vocab, backend = runner.vocab_size, runner.executor.backend
     if vocab < 2 * len(LOGITS):
@@ -100,8 +100,7 @@ def check_drafted_draws(runner: CheckRunner) -> None:
     line[ids] = torch.tensor(LOGITS, device=backend.device)
     for row in ROWS:
         count = min(row.position, runner.plan.limits.num_speculative_tokens) + 1
-        penalised = any((row.params.presence_penalty, row.params.frequency_penalty)) and not backend.facts.host_sampler
-        if row.position >= runner.slots.max_model_len - 2 or penalised:
+        if row.position >= runner.slots.max_model_len - 2:
             continue
         positions = range(row.position + 1 - count, row.position + 1)
         for position, token in zip(positions, _drawn_at(runner, row, positions, ids, line), strict=True):

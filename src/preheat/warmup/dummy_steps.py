@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from preheat.core import Image, SamplingParams, Swaps
-from preheat.execution.executor import Executor
+from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended
 from preheat.plan.buckets import Bucket
@@ -51,6 +52,20 @@ class DummySteps:
             if batch.bucket != bucket:
                 raise RuntimeError(f"the dummy step for {bucket} runs as {batch.bucket}")
             return run(batch)
+
+    def run_ahead(self, bucket: Bucket, count: int) -> None:
+        """``count`` steps padded to ``bucket``, each launched while the one before it runs."""
+        launched = deque[LaunchedStep]()
+
+        def run(first: InputBatch) -> None:
+            for number in range(count):
+                batch = first if not number else self.packer.pack(first.schedule)
+                launched.append(self.executor.launch(batch))
+                if len(launched) > 1:
+                    launched.popleft().result()
+            launched.popleft().result()
+
+        self.run(bucket, run)
 
     def sample(self, rows: int, params: SamplingParams, times: int) -> bool:
         """Sample ``rows`` rows ``times`` times from random hidden states; False if there are no rows to sample from."""

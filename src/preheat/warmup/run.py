@@ -35,6 +35,8 @@ from preheat.warmup.time_left import TimeLeft
 logger = logging.getLogger(__name__)
 
 PACE_RUNS = 4
+PACE_TOGETHER = 8
+"""Steps that are timed together, where each is launched while the one before it runs."""
 """How often a step is timed; the shortest time counts."""
 
 LATER_RUN = "later run"
@@ -60,7 +62,8 @@ class WarmUp:
     """One warm-up. ``reused`` are items that an earlier boot with the same fingerprint compiled. ``report`` receives
     progress; ``compiled`` gives the seconds of compiling since the process began; ``span`` traces an item; ``level`` is
     that of the lines that tell of every item. ``draft_steps`` run those of the draft model. ``seconds`` gets what steps
-    were measured to take, by whose they are ("target" or "draft") and by bucket. ``first_logits`` are those of the
+    were measured to take, by whose they are ("target" or "draft") and by bucket; with ``overlap`` those without drafts
+    follow each other as they do when they serve. ``first_logits`` are those of the
     process's first step, see :meth:`DummySteps.logits`, which the check of a later run compares too.
     """
 
@@ -78,6 +81,7 @@ class WarmUp:
     first_logits: Tensor | None = None
     draft_steps: DraftWarmUp | None = None
     offload: HostTier | None = None
+    overlap: bool = False
     seconds: dict[tuple[str, Bucket], float] = field(default_factory=dict)
     grammars: Grammars | str = "structured outputs are off"
     _entries: dict[str, ItemRecord] = field(init=False)
@@ -241,7 +245,8 @@ class WarmUp:
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
         steps = self._drafting().steps if draft else self.steps
-        took = [self._timed(lambda: steps.run(bucket, steps.executor.execute)) for _ in range(PACE_RUNS)]
+        together = PACE_TOGETHER if self.overlap and not draft and bucket.phase == "decode" else 1
+        took = [self._timed(lambda: steps.run_ahead(bucket, together)) / together for _ in range(PACE_RUNS)]
         self.seconds["draft" if draft else "target", bucket] = min(took)
 
     def _timed(self, run: Callable[[], object]) -> float:

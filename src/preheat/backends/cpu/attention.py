@@ -54,7 +54,7 @@ class CpuAttention:
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._new_rows: dict[int, Tensor] = {}
 
-    def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
+    def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """None: the work is not read from the step's buffers."""
         return ()
 

@@ -1,8 +1,9 @@
 """Attention of all layers on CUDA: the step's work is cut on the host, and kernels read it from the step's buffers.
 
 A row of one token is cut into the splits of its context, each of which any block of the device's grid may take; a
-longer row into tiles of queries, which walk their context alone. List 0 are the tiles, then one list of splits for
-each sliding window of the model.
+longer row into tiles of queries, which walk their context alone. Where all rows decode and some have drafts, a few
+queries that follow each other share the splits. List 0 are the tiles, then one list of splits for each sliding window
+of the model.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ from preheat.backends.cuda.paged_attention import (
     prefill_attention,
     prefill_config,
     query_tile,
+    verify_queries,
 )
 from preheat.backends.cuda.rotary import rope_and_write
-from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, steady_steps
+from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles, steady_steps
 from preheat.limits import Limits
 from preheat.ops.kinds import NormKind
 
 _NO_WORK = np.empty((0, 2), np.int32)
+_FILLING = 256
+"""Queries whose splits fill a device at least twice: more of them may walk their contexts alone, which needs no memory
+for what they find in each split."""
 
 
 class CudaAttention:
@@ -58,15 +63,34 @@ class CudaAttention:
         self._max_splits = -(-limits.max_model_len // split)
         self.table = DeviceTable(limits.max_num_seqs, limits.max_blocks_per_seq, HOST_COPIES, backend)
         tokens, rows = max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
-        self._workspace = Workspace(rows * self._max_splits, tokens, first.num_heads, first.head_dim, backend.device)
+        width = 1 + limits.num_speculative_tokens
+        drafted = rows * -(-width // self._queries(width)) * self._queries(width)
+        self._room = max(rows, min(drafted, _FILLING)) * self._max_splits
+        self._workspace = Workspace(self._room, tokens, first.num_heads, first.head_dim, backend.device)
 
-    def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
+    def _queries(self, width: int) -> int:
+        """The queries of a tile, where rows of up to ``width`` tokens decode."""
+        first = self._layers[0]
+        return verify_queries(first.num_heads, first.num_kv_heads, width, first.head_dim, first.dtype)
+
+    def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """A decoding step has no tiles."""
-        tiles = 0 if decode else tokens // self._tile + rows
-        return (tiles, *(rows * self._max_splits,) * len(self._windows))
+        tiles = 0 if width else tokens // self._tile + rows
+        pieces = rows * self._max_splits
+        if width > 1:
+            pieces = self._pieces(rows, width)
+        return (tiles, *(pieces,) * len(self._windows))
+
+    def _pieces(self, rows: int, width: int) -> int:
+        """The most pieces of a step with drafts: those that fit the workspace, or one for each tile."""
+        queries = self._queries(width)
+        tiles = rows * -(-width // queries)
+        return max(min(tiles * self._max_splits, self._room // queries), tiles)
 
     def plan(self, step: StepRows, tables: BlockTables) -> AttentionWork:
         """Where all rows decode, nothing of it changes until a row begins a split."""
+        if step.width > 1:
+            return self._plan_drafts(step)
         extend = step.extend
         single = (extend == 1).nonzero()[0]
         token_index, positions = step.ends[single] - 1, step.first[single]
@@ -78,6 +102,16 @@ class CudaAttention:
         splits = [decode_work(token_index, positions, self._split, window) for window in self._windows]
         steady = min((steady_steps(positions, self._split, window) for window in self._windows), default=self._max_len)
         return AttentionWork([tiles, *splits], steady, table_writes=-1)
+
+    def _plan_drafts(self, step: StepRows) -> AttentionWork:
+        """Of a step whose rows all decode, with drafts. Its next one has others."""
+        queries = self._queries(step.width)
+        starts, positions, lengths = query_tiles(step.ends, step.extend, step.first, queries)
+        room = self._room // queries
+        splits = [
+            decode_work(starts, positions, self._split, window, queries=lengths, room=room) for window in self._windows
+        ]
+        return AttentionWork([_NO_WORK, *splits], -1, table_writes=-1)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         self.table.write(turn, tables)
@@ -111,7 +145,7 @@ class CudaAttention:
             at = 1 + self._windows.index(window)
             decode_attention(
                 query, layer.cache, table, slots, positions, inputs.lists[at], counts[at : at + 1], out, workspace,
-                scale, window, split=self._split, rows=0 if len(tiles) else inputs.rows,
+                scale, window, split=self._split, rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
                 alibi=layer.alibi, value_scale=value_scale,
             )  # fmt: skip
             return out

@@ -31,13 +31,14 @@ from torch import Tensor
 from preheat.backends.cuda import attention_hopper as hopper
 from preheat.backends.cuda.attention_tile import absorb, blocks_of, merge, nothing
 from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.work import SPLIT
+from preheat.backends.cuda.work import MOST_SPLITS, SPLIT, WHOLE_CONTEXT
 
 TILE = 64
 """Keys of a tile. Part of the contract."""
 
 LOG2_E = 1.4426950408889634
 LOG2E: tl.constexpr = tl.constexpr(LOG2_E)
+SPLITS, WHOLE = tl.constexpr(MOST_SPLITS), tl.constexpr(WHOLE_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,23 @@ def decode_config(rows: int, dim: int, dtype: torch.dtype) -> AttentionConfig:
     )
 
 
+def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:
+    """Query rows of a program of :func:`decode_attention` for rows of ``width`` tokens: what they need, up to what the
+    registers have room for.
+    """
+    group_rows: int = triton.next_power_of_2(heads // kv_heads)
+    most = 16 if dtype == torch.float32 else 64 if dim <= 128 else 32
+    wanted: int = triton.next_power_of_2(width * group_rows)
+    return max(min(wanted, most), 16, group_rows)
+
+
+def verify_queries(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:
+    """The tokens of a tile for :func:`decode_attention`, for rows of ``width`` tokens."""
+    group_rows: int = triton.next_power_of_2(heads // kv_heads)
+    queries: int = verify_rows(heads, kv_heads, width, dim, dtype) // group_rows
+    return queries
+
+
 def prefill_config(dim: int, dtype: torch.dtype) -> AttentionConfig:
     """For heads of ``dim`` numbers. Two outputs of all rows must fit into registers."""
     if dtype == torch.float32:
@@ -75,32 +93,30 @@ def prefill_config(dim: int, dtype: torch.dtype) -> AttentionConfig:
 
 
 @triton.jit
-def _keep_part(parts, tops, totals, piece, head, top, total, acc, own, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Write one split of the ``own`` heads from ``head`` on."""
+def _keep_part(parts, tops, totals, at, top, total, acc, own, DIM: tl.constexpr):
+    """Write one split of the rows that are ``own`` to the places ``at``, int64 [rows]."""
     dims = tl.arange(0, acc.shape[1])
-    at = tl.cast(piece, tl.int64) * HEADS + head + tl.arange(0, acc.shape[0])
     tl.store(tops + at, top, mask=own)
     tl.store(totals + at, tl.max(total, 1), mask=own)  # all columns are equal
     tl.store(parts + at[:, None] * DIM + dims[None, :], acc, mask=own[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit
-def _merge_parts(
-    parts, tops, totals, piece, count, head, own, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Merge the ``count`` splits from ``piece`` on, of the ``own`` heads from ``head`` on: their sums and outputs."""
+def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Merge ``count`` splits of the rows that are ``own``, from the places ``at`` on and ``step`` apart: their sums and
+    outputs.
+    """
     ROWS: tl.constexpr = own.shape[0]
     dims = tl.arange(0, WIDTH)
     real = own[:, None] & (dims < DIM)[None, :]
     top, acc = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
-    at = tl.cast(piece, tl.int64) * HEADS + head + tl.arange(0, ROWS)
     for _ in tl.range(0, count, num_stages=4):
         one_top = tl.load(tops + at, mask=own, other=0.0, cache_modifier=".cg")
         one_total = tl.load(totals + at, mask=own, other=1.0, cache_modifier=".cg")
         one = tl.load(parts + at[:, None] * DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
         top, total, acc = merge(top, total, acc, one_top, one_total[:, None], one)
-        at += HEADS
+        at += step
     return total, acc
 
 
@@ -124,40 +140,57 @@ def _decode(
     q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims, alibi,
     scale, value_scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
-    overlap: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    VERIFY: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of single queries, each with one kv head and the heads of its group. A program that is done claims the
-    next free piece. ``MERGE``: who finishes a query's last piece merges them.
+    """Pieces of tiles of up to ``QUERIES`` queries that follow each other in a sequence, each with one kv head and the
+    heads of its group. A program that is done claims the next free piece; who finishes a tile's last piece merges them.
+    Without ``VERIFY`` a tile is one query. With it, a piece may be the whole context of a tile.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP_ROWS: tl.constexpr = ROWS // QUERIES
     row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    own = row < GROUP
-    real = own[:, None] & (dims < DIM)[None, :]
+    nth, of_group = row // GROUP_ROWS, row % GROUP_ROWS
     units, programs = tl.load(num_work) * KV_HEADS, tl.num_programs(0)
     unit = tl.program_id(0)
     while unit < units:
         piece, kv_head = unit // KV_HEADS, unit % KV_HEADS
         token, split = tl.load(work + piece * 2), tl.load(work + piece * 2 + 1)
+        own, beyond = of_group < GROUP, 0
+        if VERIFY:
+            beyond, split = split // SPLITS, split % SPLITS
+            own &= nth <= beyond
+        real = own[:, None] & (dims < DIM)[None, :]
         position = tl.load(positions + token)
         pages = table + tl.load(slots + token).to(tl.int64) * max_blocks
         seen_to = tl.full([ROWS], 1, tl.int32) + position
+        if VERIFY:
+            seen_to += nth
         seen_from = tl.zeros([ROWS], tl.int32)
-        start, first = split * SPLIT, 0
+        start, first, last = split * SPLIT, 0, position + beyond
+        end = tl.minimum(start + SPLIT, last + 1)
+        if VERIFY:
+            start, end = tl.where(split == WHOLE, 0, start), tl.where(split == WHOLE, last + 1, end)
         if WINDOW > 0:
             oldest = tl.maximum(position - (WINDOW - 1), 0)
-            seen_from += oldest
+            seen_from = tl.maximum(seen_to - WINDOW, 0)
             first = oldest // SPLIT
             start = tl.maximum(start, oldest // TILE * TILE)
-        end = tl.minimum(split * SPLIT + SPLIT, position + 1)
         slopes = None
         if alibi is not None:
-            slopes = tl.load(alibi + kv_head * GROUP + row, mask=own, other=0.0) * LOG2E
+            slopes = tl.load(alibi + kv_head * GROUP + of_group, mask=own, other=0.0) * LOG2E
         begin(overlap)  # this late, so that what the host copied is read while earlier kernels end
-        token_q = q + token.to(tl.int64) * q_stride + kv_head * GROUP * head_stride
-        queries = tl.load(token_q + row[:, None] * head_stride + dims[None, :], mask=real, other=0.0)
+        head = kv_head * GROUP + of_group
+        token_row = tl.full([ROWS], 0, tl.int64) + token
+        if VERIFY:
+            token_row += nth
+        queries = tl.load(
+            q + (token_row * q_stride + head * head_stride)[:, None] + dims[None, :], mask=real, other=0.0
+        )
         keys = cache + kv_head * kv_stride
         top, total, acc = nothing(ROWS, WIDTH)
+        if VERIFY:
+            all_top, all_total, all_acc = nothing(ROWS, WIDTH)
         blocks = blocks_of(pages, start, end, BLOCK, TILE)
         for at in range(start, end, TILE):
             top, total, acc = absorb(
@@ -165,28 +198,37 @@ def _decode(
                 slopes, block_stride, DIM, BLOCK, TILE, False,
             )  # fmt: skip
             blocks = blocks_of(pages, at + TILE, end, BLOCK, TILE)
-        head, count = kv_head * GROUP, position // SPLIT - first + 1
-        result = out + (token.to(tl.int64) * HEADS + head) * DIM + row[:, None] * DIM + dims[None, :]
+            if VERIFY:  # noqa: SIM102  (known when the kernel is compiled, the other when it runs)
+                if ((at + TILE) % SPLIT == 0) & (at + TILE < end):
+                    all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, total, acc)
+                    top, total, acc = nothing(ROWS, WIDTH)
+        count = last // SPLIT - first + 1
+        if VERIFY:
+            count = tl.where(split == WHOLE, 1, count)
+        result = out + ((token_row * HEADS + head) * DIM)[:, None] + dims[None, :]
         if count == 1:
-            done = acc / tl.max(total, 1)[:, None]
+            if VERIFY:
+                all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, total, acc)
+                done = all_acc / tl.max(all_total, 1)[:, None]
+            else:
+                done = acc / tl.max(total, 1)[:, None]
             if value_scale is not None:
                 done = done * value_scale
             tl.store(result, done.to(out.dtype.element_ty), mask=real)
         else:
-            _keep_part(parts, tops, totals, piece, head, top, total, acc, own, HEADS, DIM)
-            if MERGE:
-                tl.debug_barrier()  # all warps have written before one of them says so
-                counter = arrived + token * KV_HEADS + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-                    tl.debug_barrier()
-                    sums, outs = _merge_parts(
-                        parts, tops, totals, piece - (split - first), count, head, own, HEADS, DIM, WIDTH
-                    )
-                    done = outs / sums
-                    if value_scale is not None:
-                        done = done * value_scale
-                    tl.store(result, done.to(out.dtype.element_ty), mask=real)
-                    tl.store(counter, 0)
+            place = (tl.cast(piece, tl.int64) * QUERIES + nth) * HEADS + head
+            _keep_part(parts, tops, totals, place, top, total, acc, own, DIM)
+            tl.debug_barrier()  # all warps have written before one of them says so
+            counter = arrived + token * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                tl.debug_barrier()
+                place -= tl.cast(split - first, tl.int64) * (QUERIES * HEADS)
+                sums, outs = _merge_parts(parts, tops, totals, place, QUERIES * HEADS, count, own, DIM, WIDTH)
+                done = outs / sums
+                if value_scale is not None:
+                    done = done * value_scale
+                tl.store(result, done.to(out.dtype.element_ty), mask=real)
+                tl.store(counter, 0)
         unit = _claim(claims, units, programs)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
 
@@ -277,9 +319,9 @@ def _walk(
 
 
 class Workspace:
-    """What queries of several splits keep between their pieces: room for ``max_work`` pieces of ``heads`` heads of
-    ``dim`` numbers, a count of the pieces done for each of ``max_tokens`` tokens and kv heads, and one of the pieces
-    claimed; the counts are zero between calls.
+    """What queries of several splits keep between their pieces: room for ``max_work`` splits of ``heads`` heads of
+    ``dim`` numbers (a piece takes as many as its tile may have queries), a count of the pieces done for each of
+    ``max_tokens`` tokens and kv heads, and one of the pieces claimed; the counts are zero between calls.
     """
 
     def __init__(self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> None:
@@ -312,15 +354,18 @@ def decode_attention(
     split: int = SPLIT,
     config: AttentionConfig | None = None,
     rows: int = 0,
+    width: int = 1,
     alibi: Tensor | None = None,
     value_scale: float | None = None,
 ) -> None:
-    """Attention of tokens that are the only one of their sequence in the step, written to their rows of ``out``.
+    """Attention of tokens that are the only ones of their sequence in the step, or up to ``width`` of them, written to
+    their rows of ``out``.
 
     ``q`` [tokens, heads, dim] (any strides but the last), ``cache`` [blocks, 2, kv heads, block size, dim] (any strides
     but the last two), ``table`` int32 [slots, max blocks], ``slots`` and ``positions`` int32 [tokens], ``out`` [tokens,
     heads * dim]. ``work`` int32 [most pieces, 2], of which ``num_work`` [1] count, is what
-    :func:`preheat.backends.cuda.work.decode_work` gives for the same ``split`` and ``window``. What the host copies for
+    :func:`preheat.backends.cuda.work.decode_work` gives for the same ``split`` and ``window`` and, where rows are
+    longer than one token, for tiles of :func:`verify_queries`. What the host copies for
     a step (``work``, ``num_work``, ``slots``, ``positions``) is read before earlier kernels end: no kernel may write
     it. The grid is persistent, of a program for every kv head of ``rows`` at least: a grid for all the work that there
     can be would mostly start programs that have nothing to do. ``alibi`` fp32 [heads] are slopes. ``cache`` may be of
@@ -330,16 +375,19 @@ def decode_attention(
     kv_heads, block = cache.shape[2:4]
     units = len(work) * kv_heads
     config = config or decode_config(rows, dim, q.dtype)
-    group_rows = triton.next_power_of_2(heads // kv_heads)
-    programs = min(units, max(config.programs * processors(q.device), rows * kv_heads)) if config.programs else units
+    query_rows, queries, warps = max(config.rows, triton.next_power_of_2(heads // kv_heads)), 1, config.warps
+    if width > 1:
+        query_rows, warps = verify_rows(heads, kv_heads, width, dim, q.dtype), max(warps, 4)
+        queries = verify_queries(heads, kv_heads, width, dim, q.dtype)
+    tiles = rows * -(-width // queries)
+    programs = min(units, max(config.programs * processors(q.device), tiles * kv_heads)) if config.programs else units
     _decode[(programs,)](
         q, cache, table, slots, positions, work, num_work, out,
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims, alibi,
         scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
-        ROWS=max(config.rows, group_rows),
-        BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, MERGE=True,
-        **options(num_warps=max(config.warps, group_rows // 16), num_stages=config.stages),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), ROWS=query_rows, QUERIES=queries,
+        BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, VERIFY=width > 1,
+        **options(num_warps=max(warps, query_rows // 16), num_stages=config.stages),
     )  # fmt: skip
 
 

@@ -33,6 +33,9 @@ ROW = np.dtype(
         ("frequency", np.float32),
         ("presence", np.float32),
         ("masked", np.int32),  # 1: the row has a mask
+        ("drafts", np.int32),  # where the drafts before it are in the settings, and how many: its penalties count them
+        ("drafted", np.int32),
+        ("final", np.int32),  # 1: what it draws is counted for its penalties
     ]
 )
 """AttentionConfig a row is sampled, as the kernels read it: 32-bit words, one record a row."""
@@ -53,6 +56,7 @@ ROW_WORDS = tl.constexpr(ROW.itemsize // 4)
 SLOT, TEMPERATURE, SEED, POSITION, CHOICE = map(_word, ("slot", "temperature", "seed", "position", "choice"))
 TOP_P, TOP_K, FURTHEST = map(_word, ("top_p", "top_k", "furthest"))
 REPETITION, FREQUENCY, PRESENCE, MASKED = map(_word, ("repetition", "frequency", "presence", "masked"))
+DRAFTS, DRAFTED, FINAL = map(_word, ("drafts", "drafted", "final"))
 
 IMPOSSIBLE = tl.constexpr(-float(np.finfo(np.float32).max))
 """The logit of what the model rules out. Minus infinity is that of a banned token, which is worse still."""

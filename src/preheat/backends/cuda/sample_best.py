@@ -6,7 +6,19 @@ import triton
 import triton.language as tl
 
 from preheat.backends.cuda.launch import begin
-from preheat.backends.cuda.sample import FREQUENCY, PRESENCE, REPETITION, SLOT, id_of, order, read, real, winner, word
+from preheat.backends.cuda.sample import (
+    FINAL,
+    FREQUENCY,
+    PRESENCE,
+    REPETITION,
+    SLOT,
+    id_of,
+    order,
+    read,
+    real,
+    winner,
+    word,
+)
 
 
 @triton.jit
@@ -39,12 +51,14 @@ def best_of(leads, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def emit(settings, row, token, tokens, last_token, history, VOCAB: tl.constexpr):
-    """Give ``token`` to ``row`` and to its slot, and count it if the row has penalties and there is a ``history``."""
+    """Give ``token`` to ``row`` and to its slot, and count it if the row has penalties, the token is final and there is
+    a ``history``.
+    """
     slot = word(settings, row, SLOT)
     tl.store(tokens + row, token)
     tl.store(last_token + slot, token)
     if history is not None:  # noqa: SIM102  (known when the kernel is compiled, the other when it runs)
-        if is_penalised(settings, row):
+        if is_penalised(settings, row) & (word(settings, row, FINAL) != 0):
             at = history + slot.to(tl.int64) * VOCAB + token
             tl.store(at, tl.load(at) + 2)
 

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from preheat.backends.cuda.launch import begin
 from preheat.backends.cuda.sample import (
+    DRAFTED,
+    DRAFTS,
     EDIT,
     FREQUENCY,
     HEADER_WORDS,
@@ -39,8 +41,9 @@ def penalise(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, rows): ``edited`` float32 [rows, vocab] gets mended logits after repetition_penalty on every token
-    seen, then frequency and presence on those of the output; minus infinity where the row's mask has no bit.
-    ``masks`` int32 [rows, WORDS]: bit i % 32 of word i // 32 allows token i; None where no row ever has one.
+    seen, then frequency and presence on those of the output, the drafts before the row included; minus infinity where
+    the row's mask has no bit. ``masks`` int32 [rows, WORDS]: bit i % 32 of word i // 32 allows token i; None where no
+    row ever has one.
     """
     begin(overlap)
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -50,6 +53,9 @@ def penalise(
     value = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
     if is_penalised(settings, row):
         past = tl.load(history + word(settings, row, SLOT).to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0)
+        drafts = settings + word(settings, row, DRAFTS)
+        for place in range(word(settings, row, DRAFTED)):
+            past += tl.where(ids == tl.load(drafts + place), 2, 0)
         count = past >> 1
         repetition = real(settings, row, REPETITION) + tl.zeros_like(value)
         repeated = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)

@@ -60,8 +60,8 @@ class Arrival:
 class DeviceCounts:
     """The device's counts of each slot's tokens, and whose they are.
 
-    A step counts the tokens that it draws for rows with penalties. The host only sees to it that a sequence that takes
-    a slot is counted from its beginning.
+    A step counts the tokens that it draws for rows with penalties, if they are final. The host sees to it that a
+    sequence that takes a slot is counted from its beginning, and counts what was kept of drafts.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, backend: Backend) -> None:
@@ -74,33 +74,38 @@ class DeviceCounts:
         self._copied = Arrival(backend.device)
 
     def follow(self, rows: Penalties) -> None:
-        """Before a step of level full is launched, count the sequences of which the device does not know yet.
+        """Before a step of level full is launched, count what the device does not know yet of the sequences' known
+        tokens: all of a sequence that is new in its slot, or what came behind drafts.
 
-        The step's own tokens are counted when they are drawn. Raises ValueError for a sequence that must be counted
-        although its last token is not known to the host.
+        The step's own tokens are counted when they are drawn, if they are final. Raises ValueError for a sequence of
+        which a token must be counted that is not known to the host.
         """
-        lengths = np.array([len(tokens) for tokens in rows.tokens], np.int64)
-        known = (self._owner[rows.slots] == rows.owner) & (self._length[rows.slots] == lengths)
-        if not known.all():
-            self._recount(rows, np.flatnonzero(~known))
-        self._owner[rows.slots], self._length[rows.slots] = rows.owner, lengths + 1
+        slots, once = np.unique(rows.slots, return_index=True)
+        owner, lengths = rows.owner[once], rows.known[once]
+        counted = np.where(self._owner[slots] == owner, self._length[slots], 0)
+        counted[counted > lengths] = 0
+        if (lacking := counted < lengths).any():
+            self._count_tails(rows, once[lacking], counted[lacking])
+        self._owner[slots], self._length[slots] = owner, lengths + rows.final[once]
 
     def forget(self) -> None:
         """Be as new."""
         self.history.zero_()
         self._owner[:], self._length[:] = _NO_OWNER, 0
 
-    def _recount(self, rows: Penalties, which: np.ndarray) -> None:
-        """Count these sequences from their beginning, in one launch unless they are many or long."""
+    def _count_tails(self, rows: Penalties, which: np.ndarray, counted: np.ndarray) -> None:
+        """Count these sequences' tokens behind those that are ``counted``, in one launch unless they are many or long.
+        Those of which none is begin anew.
+        """
         parts = list[tuple[int, int, np.ndarray]]()
-        for i in which.tolist():
-            slot, tokens, prompt_len = int(rows.slots[i]), rows.tokens[i], int(rows.prompt_len[i])
-            if (tokens < 0).any():
+        for i, begin in zip(which.tolist(), counted.tolist(), strict=True):
+            slot, tokens, prompt_len = int(rows.slots[i]), rows.tokens[i][: rows.known[i]], int(rows.prompt_len[i])
+            if (tokens[begin:] < 0).any():
                 raise ValueError(f"the sequence in slot {slot} cannot be counted while a token of it is being drawn")
-            starts = range(0, len(tokens), _COUNTED)
+            starts = range(begin, len(tokens), _COUNTED)
             parts += [(slot, prompt_len - first, tokens[first : first + _COUNTED]) for first in starts]
-        slots = np.sort(rows.slots[which])
-        for run in np.split(slots, (np.diff(slots) != 1).nonzero()[0] + 1):
+        slots = np.sort(rows.slots[which[counted == 0]])
+        for run in np.split(slots, (np.diff(slots) != 1).nonzero()[0] + 1) if len(slots) else ():
             self.history[run[0] : run[-1] + 1].zero_()
         for first in range(0, len(parts), _TOGETHER):
             self._count(parts[first : first + _TOGETHER])

@@ -1,7 +1,8 @@
 """What the device must know to sample a step, in one stretch of 32-bit words that travels with the step's other input.
 
 A header (the number of rows and of edits), one record a row (:data:`preheat.backends.cuda.sample.ROW`), then the edits:
-logit_bias and banned stop ids. Only the words up to the last edit need be copied.
+logit_bias and banned stop ids; then the drafts before each row with penalties. Only the words up to the last of them
+need be copied.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import numpy as np
 
 from preheat.backends.cuda.sample import EDIT, HEADER, ROW
 from preheat.core import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from preheat.ops.sampling import Edits, SamplingInput
+from preheat.ops.sampling import Edits, Penalties, SamplingInput
 from preheat.ops.top_k_top_p import SamplingMetadata, furthest
+from preheat.utils.speculation import MAX_TOKENS
 
 EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
 """Room for all that a request may ask for, in every row."""
@@ -21,11 +23,14 @@ EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
 
 @dataclass(frozen=True, slots=True)
 class SamplerLayout:
-    """The layout for at most ``max_rows`` rows of ``vocab_size`` logits; rows that pad belong to slot ``pad_slot``."""
+    """The layout for at most ``max_rows`` rows of ``vocab_size`` logits; rows that pad belong to slot ``pad_slot``.
+    Before a row are at most ``max_drafts`` drafts.
+    """
 
     max_rows: int
     vocab_size: int
     pad_slot: int
+    max_drafts: int = MAX_TOKENS
 
     @property
     def max_edits(self) -> int:
@@ -34,7 +39,7 @@ class SamplerLayout:
     @property
     def words(self) -> int:
         """The size of the stretch, in int32."""
-        return self._edits_at + self.max_edits * EDIT
+        return self._edits_at + self.max_edits * EDIT + self.max_rows * self.max_drafts
 
     @property
     def _edits_at(self) -> int:
@@ -61,16 +66,27 @@ class SamplerLayout:
         if penalties := step.penalties:
             for name in ("repetition", "frequency", "presence"):
                 records[name][penalties.rows] = getattr(penalties, name)
+            records["final"][penalties.rows] = penalties.final
         if step.masked is not None:
             records["masked"][step.masked] = 1
         count = self._pack_edits(host[self._edits_at :], step.edits) if step.edits else 0
         host[:HEADER] = step.size, count, 0, 0
-        return self._edits_at + count * EDIT
+        used = self._edits_at + count * EDIT
+        return self._pack_drafts(host, records, used, step.penalties) if step.penalties else used
 
     def advance(self, host: np.ndarray, random: SamplingMetadata) -> None:
         """``host`` describes the same rows at other positions, and now those of ``random``."""
         records = host[HEADER : self._edits_at].view(ROW)
         records["position"][random.rows] = random.position
+
+    def _pack_drafts(self, host: np.ndarray, records: np.ndarray, at: int, penalties: Penalties) -> int:
+        """Write the drafts before each row from the word ``at`` on; returns where they end."""
+        for row, drafts in zip(penalties.rows.tolist(), penalties.drafts, strict=True):
+            if len(drafts):
+                records[row]["drafts"], records[row]["drafted"] = at, len(drafts)
+                host[at : at + len(drafts)] = drafts
+                at += len(drafts)
+        return at
 
     def _pack_edits(self, host: np.ndarray, edits: Edits) -> int:
         """Write all edits; returns how many there are."""

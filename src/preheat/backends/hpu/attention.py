@@ -130,7 +130,7 @@ class HpuAttention:
         self.variant: Hashable = GATHERED
         self._seen: set[tuple[int, int, int, int | None]] = set()
 
-    def list_sizes(self, tokens: int, rows: int, *, decode: bool) -> tuple[int, ...]:
+    def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """None: attention has static tensors of its own, whose use depends on the whole bucket."""
         return ()
 
