@@ -30,7 +30,7 @@ from preheat.parallel.steps import StepMessage, StepReader
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
-from preheat.plan.programs import Program, SamplerProgram
+from preheat.plan.programs import ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.utils.heartbeat import Heartbeat
@@ -108,8 +108,8 @@ class Worker:
     def prepare(self, message: StepMessage) -> None:
         self._run.prepare(self._reader.batch(message))
 
-    def capture(self, bucket: Bucket) -> None:
-        self._run.capture(bucket)
+    def capture(self, program: ForwardProgram) -> None:
+        self._run.capture(program)
 
     def capture_sampling(self, program: SamplerProgram) -> None:
         self._run.capture_sampling(program)
