@@ -164,7 +164,9 @@ def test_the_activation_comes_after_and_steps_without_adapters_are_the_plain_lay
     assert torch.equal(run(made, rows, x, [-1, 0, 1, -1, 2, 2]), plain)
     made.write(1, 1, noise(4, INPUTS, seed=3).bfloat16(), noise(24, 4).bfloat16(), 1.0)
     found = run(made, rows, x, [-1, 0, 1, -1, 2, 2])
-    assert [torch.equal(one, other) for one, other in zip(found, plain, strict=True)] == [True, True, False] + [True] * 3
+    assert [torch.equal(one, other) for one, other in zip(found, plain, strict=True)] == [True, True, False] + [
+        True
+    ] * 3
 
 
 def gated():

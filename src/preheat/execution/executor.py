@@ -223,7 +223,11 @@ class Executor:
                 if isinstance(own, Bucket):
                     self._use("tokens", adapted)
                     self._forward(own, self._kinds)
-                elif isinstance(own, SamplerProgram) and own.rows and isinstance(program, SamplerProgram | AdaptedProgram):
+                elif (
+                    isinstance(own, SamplerProgram)
+                    and own.rows
+                    and isinstance(program, SamplerProgram | AdaptedProgram)
+                ):
                     self._sample(program)
                 elif isinstance(program, EncoderProgram) and self.encoder is not None:
                     self.encoder.compile(program)

@@ -29,6 +29,7 @@ def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
     seats = model.adapters
     if seats is None:
         return NO_ADAPTERS
+
     def read(name: str, path: str) -> Adapter:
         adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype)
         seats.check(adapter.factors)

@@ -23,7 +23,6 @@ from preheat.model.decoder import Attended, Tap
 from preheat.model.loader import LoadedModel
 from preheat.parallel.ranks import Ranks
 from preheat.parallel.steps import StepWriter
-from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
 from preheat.plan.programs import ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots

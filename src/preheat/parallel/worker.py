@@ -27,7 +27,6 @@ from preheat.parallel.channel import Receiver
 from preheat.parallel.leader import LogitDigest, agreed
 from preheat.parallel.shared import Board, remove_folder
 from preheat.parallel.steps import StepMessage, StepReader
-from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.programs import ForwardProgram, Program, SamplerProgram

@@ -130,9 +130,9 @@ class CountedGraphs(NoGraphs):
 class DeviceGraphs(NoGraphs):
     """Captures programs on the device and measures the bytes that they take.
 
-    Where adapters are served, a bucket has a graph of each of its two programs. Where all graphs share one memory pool the largest is captured first, so that the pool need not grow later; then
+    Where all graphs share one memory pool the largest is captured first, so that the pool need not grow later; then
     those of the sampler, which are few and small. What both took is subtracted from the pool, and the rest is divided
-    by the budget's rules.
+    by the budget's rules. Where adapters are served a bucket has two graphs, with adapters and without.
     """
 
     record: Record
@@ -173,10 +173,10 @@ class DeviceGraphs(NoGraphs):
                 self._executor.capture_encoding(item.program)
         for item in sampling:
             own, program = _plain(item), item.program
-            if isinstance(own, SamplerItem | PoolerItem) and isinstance(program, SamplerProgram | AdaptedProgram):
-                if own.rows:
-                    entries[item.name].graph = True
-                    self._executor.capture_sampling(program)
+            rows = own.rows if isinstance(own, SamplerItem | PoolerItem) else 0
+            if rows and isinstance(program, SamplerProgram | AdaptedProgram):
+                entries[item.name].graph = True
+                self._executor.capture_sampling(program)
         left = max(pool - (before - self.free()), 0)
         done = capture(
             plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free,
@@ -191,9 +191,19 @@ class DeviceGraphs(NoGraphs):
         before = self.free()
         self._capture_program(bucket, bucket)
         if self.steps.plan.options.enable_lora:
-            with self.steps.adapted():
-                self._capture_program(bucket, AdaptedProgram(bucket))
+            self._capture_adapted(bucket)
         return max(before - self.free(), 0)
+
+    def _capture_adapted(self, bucket: Bucket) -> None:
+        """The graph for rows with adapters, if there is memory for it: that of rows without stays."""
+        program = AdaptedProgram(bucket)
+        entry = self._entries[str(program)]
+        if entry.outcome not in NOT_RUN:
+            try:
+                with self.steps.adapted():
+                    self._capture_program(bucket, program)
+            except MemoryError as error:
+                entry.reason = f"runs without a graph: {error}"
 
     def _capture_program(self, bucket: Bucket, program: ForwardProgram) -> None:
         if self._executor.is_captured(program):
