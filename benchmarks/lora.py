@@ -93,7 +93,7 @@ def make(args: argparse.Namespace, folder: Path, sizes: Sizes, **more: Any) -> M
     return Measured(LLM(**options), sizes, vocabulary(shape), time.perf_counter() - began)
 
 
-def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) -> dict[str, float]:
+def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) -> dict[str, float | None]:
     """What it takes to load ``new`` while ``rows`` decode, and the gaps between their steps, in milliseconds: while
     nothing else happens, while a request without an adapter begins, and while ``new`` is read and a request with it
     begins.
@@ -151,9 +151,9 @@ def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) ->
     llm.advance()
     return {
         "read_ms": round(read * 1e3, 1), "place_host_ms": round(sum(placed) * 1e3, 2),
-        "first_token_ms": round(until_token * 1e3, 1), "gap_p50": round(quantile(still, 0.5), 2),
-        "gap_p99": round(quantile(still, 0.99), 2), "gap_max_beside_a_plain_request": round(max(beside) * 1e3, 2),
-        "gap_p99_while_read": round(quantile(gaps, 0.99), 2), "gap_max_while_placed": round(max(placing) * 1e3, 2),
+        "first_token_ms": round(until_token * 1e3, 1), "gap_p50": quantile(still, 0.5),
+        "gap_p99": quantile(still, 0.99), "gap_max_beside_a_plain_request": round(max(beside) * 1e3, 2),
+        "gap_p99_while_read": quantile(gaps, 0.99), "gap_max_while_placed": round(max(placing) * 1e3, 2),
     }  # fmt: skip
 
 
@@ -203,10 +203,10 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
     seats = engine.llm.loop.executor.adapters
     assert seats is not None
     modules = {name: shape for name, shape in seats.modules.items() if not name.endswith("lm_head")}
-    served = [
-        LoRARequest(f"a{number}", number, str(write_adapter(folder / str(number), modules, rank=args.rank, seed=number)))
-        for number in range(1, args.adapters + 2)
-    ]  # fmt: skip
+    served = []
+    for number in range(1, args.adapters + 2):
+        path = write_adapter(folder / str(number), modules, rank=args.rank, seed=number)
+        served.append(LoRARequest(f"a{number}", number, str(path)))
     kinds: dict[str, Adapters] = {"base rows": [None], "one": served[:1], "mixed": served[:-1]}
     itl |= engine.figures(sizes.batches, kinds)
     load = loading(engine, min(32, max(sizes.batches) - 1), served[: max(args.adapters // 2, 1)], served[-1])

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.errors import PreheatError
 from preheat.lora.adapter import adapted_modules
@@ -24,13 +24,15 @@ from preheat.model.families import read_spec
 from preheat.ops.lora import add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from preheat.warmup.record import Record
-from tests.cuda.test_engine import CONFIG, ROOMY, TIGHT, VOCAB
+from tests.cpu.test_random_requests import VOCAB
+from tests.cuda.test_engine import CONFIG, ROOMY, TIGHT
 
 COUNT = 5
 """Adapters."""
 WITH: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 40, "max_cpu_loras": COUNT}
 
 Bits = list[Any]
+Adapters = list[LoRARequest | None]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters(model: Path) -> list[LoRARequest | None]:
+def adapters(model: Path) -> Adapters:
     """None, then adapters of several ranks; the last one leaves most layers alone."""
     modules = adapted_modules(read_spec(CONFIG))
     few = {name: shape for name, shape in modules.items() if name.endswith(("v_proj", "up_proj"))}
-    found: list[LoRARequest | None] = [None]
+    found: Adapters = [None]
     for number in range(1, COUNT + 1):
         chosen = few if number == COUNT else modules
         path = write_adapter(model / str(number), chosen, rank=8 * number, seed=number)
@@ -91,22 +93,24 @@ def answers(llm: LLM, adapters: Sequence[LoRARequest | None], picked: Sequence[i
 
 
 @pytest.fixture(scope="module")
-def expected(roomy: LLM, adapters: list[LoRARequest | None]) -> Bits:
+def expected(roomy: LLM, adapters: Adapters) -> Bits:
     return answers(roomy, adapters)
 
 
-def test_mixed_is_each_alone_by_graphs_and_nothing_is_cold(roomy, adapters, expected):
+def test_mixed_is_each_alone_by_graphs_and_nothing_is_cold(roomy: LLM, adapters: Adapters, expected: Bits) -> None:
     for at in (0, 1, 2, 3, 4, 5, 14, 25, 36, 47):
         assert answers(roomy, adapters, [at]) == [expected[at]]
     assert answers(roomy, adapters, range(47, -1, -1))[::-1] == expected
     record = Record.from_json(roomy.loop.listener.report())
     assert not any(record.cold.values()), record.events
     assert record.misses == {} and record.by_name()["(check, adapters)"].outcome in ("ready", "reused")
-    graphs = [item for item in record.items if item.name.startswith("(lora, ")]
+    graphs = [item for name, item in record.by_name().items() if name.startswith("(lora, ")]
     assert graphs and all(item.graph for item in graphs if item.outcome != "dropped")
 
 
-def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(model, roomy, expected):
+def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
+    model: Path, roomy: LLM, expected: Bits
+) -> None:
     plain = made(model)
     whose = load()[2]
     right = answers(plain, [None])
@@ -116,7 +120,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(model, r
     assert all(expected[at] != right[at] for at in range(len(whose)) if whose[at])
 
 
-def test_loads_and_evictions_meanwhile_change_no_bit(model, adapters, expected):
+def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
     """Two places for five adapters, few blocks, small steps, a step in flight."""
     tight = made(model, **TIGHT | WITH, max_loras=2, async_scheduling=True)
     loads: list[int] = []
@@ -126,13 +130,13 @@ def test_loads_and_evictions_meanwhile_change_no_bit(model, adapters, expected):
         loads.extend(place for place, _ in given)
         right(given)
 
-    tight.loop.executor.load_adapters = counted  # type: ignore[method-assign]
+    tight.loop.executor.load_adapters = counted  # type: ignore[method-assign,assignment]
     assert answers(tight, adapters) == expected
     assert len(loads) > COUNT and {*loads} == {0, 1}
     assert tight.loop.scheduler.stats().preemptions
 
 
-def test_eager_steps_change_no_bit(model, adapters, expected):
+def test_eager_steps_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
     eager = made(model, **WITH, max_loras=3, enforce_eager=True, block_size=256, bucketing_policy="split")
     assert answers(eager, adapters) == expected
 
@@ -141,7 +145,7 @@ INPUTS, OUTPUTS, PLACES = 1536, (640, 128, 128), 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
-def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48):
+def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple[AdaptedLinear, CudaAdapterRows]:
     device = torch.device("cuda")
     ops = CudaAdapters(device)
     rows = ops.rows(2048, PLACES)
@@ -162,7 +166,7 @@ def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int
 
 @DTYPES
 @pytest.mark.parametrize("inputs", [INPUTS, 1000, 64])
-def test_what_is_added_is_the_references(dtype, inputs):
+def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> None:
     made, rows = layer(dtype, inputs)
     x, y = noise(50, inputs, seed=1).to(dtype), noise(50, sum(OUTPUTS), seed=2).to(dtype)
     given = [((noise(23, inputs, seed=part) / 30).to(dtype), noise(size, 23, seed=9 + part).to(dtype), 0.7)
@@ -179,7 +183,7 @@ def test_what_is_added_is_the_references(dtype, inputs):
 
 
 @DTYPES
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype):
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
     made, rows = layer(dtype)
     total = 700
     x = signed_pairs(noise(total, INPUTS, seed=1) * noise(total, INPUTS, seed=2).exp(), 1.0).to("cuda", dtype)

@@ -24,7 +24,7 @@ from preheat.model.loader import LoadedModel
 from preheat.parallel.ranks import Ranks
 from preheat.parallel.steps import StepWriter
 from preheat.plan.plan import Plan
-from preheat.plan.programs import ForwardProgram, Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 
@@ -86,7 +86,7 @@ class ParallelExecutor(Executor):
         with self._together("capture", program):
             super().capture(program)
 
-    def capture_sampling(self, program: SamplerProgram) -> None:
+    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         with self._together("capture_sampling", program):
             super().capture_sampling(program)
 

@@ -29,7 +29,7 @@ from preheat.parallel.shared import Board, remove_folder
 from preheat.parallel.steps import StepMessage, StepReader
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
-from preheat.plan.programs import ForwardProgram, Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.utils.heartbeat import Heartbeat
@@ -110,7 +110,7 @@ class Worker:
     def capture(self, program: ForwardProgram) -> None:
         self._run.capture(program)
 
-    def capture_sampling(self, program: SamplerProgram) -> None:
+    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         self._run.capture_sampling(program)
 
     def agree(self) -> dict[str, object]:

@@ -74,7 +74,7 @@ def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan,
     samplers = [SamplerProgram(rows, level) for level in Level]
     programs: list[Program] = [plan.largest, *samplers, *encoder_programs(images)]
     if executor.adapters is not None:
-        programs += [AdaptedProgram(program) for program in (plan.largest, *samplers)]
+        programs += [AdaptedProgram(plan.largest), *map(AdaptedProgram, samplers)]
     executor.compile(programs, os.cpu_count() or 1)
     steps = DummySteps(plan, packer, executor)
     first = steps.logits()

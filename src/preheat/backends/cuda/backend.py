@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import (
+    AdapterOps,
     Attention,
     AttentionLayer,
     Experts,
@@ -65,6 +66,7 @@ class CudaBackend:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
         self.device = torch.device("cuda", 0)
+        self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
         self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()
 
@@ -141,10 +143,6 @@ class CudaBackend:
     def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         """As they are written: their parts are kernels already."""
         return lambda region: region
-
-    @cached_property
-    def adapters(self) -> CudaAdapters:
-        return CudaAdapters(self.device)
 
     @cached_property
     def _pool(self) -> Pool:
