@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, AdapterStep
+from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
@@ -226,7 +226,7 @@ class CudaAdapters:
 
     def linear(
         self,
-        linear: CudaLinear,
+        linear: Linear,
         inputs: int,
         outputs: Sequence[int],
         rows: CudaAdapterRows,
@@ -237,6 +237,7 @@ class CudaAdapters:
         activation: Activation | None,
         clip: float | None,
     ) -> AdaptedLinear:
+        assert isinstance(linear, CudaLinear)
         factors = Factors(inputs, outputs, places, max_rank, matrix_dtype(linear.shape.dtype, dtype), self._device)
         return AdaptedLinear(linear, factors, rows, activation, clip)
 
