@@ -17,10 +17,10 @@ INPUTS, OUTPUTS = 1100, (72, 40)
 
 
 def layer(places: int = 3, max_rank: int = 40, dtype: torch.dtype = torch.float32):
-    rows = CpuAdapters().rows()
+    rows = CpuAdapters().rows(32, places)
     base = OneDnnLinear(noise(sum(OUTPUTS), INPUTS).to(dtype) / 30)
     made = CpuAdapters().linear(
-        base, INPUTS, OUTPUTS, rows, places=places, max_rank=max_rank, activation=None, clip=None
+        base, INPUTS, OUTPUTS, rows, places=places, max_rank=max_rank, dtype=torch.float32, activation=None, clip=None
     )
     return made, rows
 

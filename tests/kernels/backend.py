@@ -6,6 +6,7 @@ import torch
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.moe import ExpertsConfigs
 from preheat.backends.cuda.tuning import KernelConfigs
 
@@ -33,4 +34,5 @@ class InterpretedCuda(CudaBackend):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.adapters = CudaAdapters(self.device)
         self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()

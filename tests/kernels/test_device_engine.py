@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preheat import LLM, SamplingParams, StructuredOutputsParams, llm, startup
+from benchmarks.common.adapter import write_adapter
+from preheat import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, llm, startup
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
+from preheat.lora.adapter import adapted_modules
+from preheat.model.families import read_spec
 from tests.cpu.eagle_reference import Reference, random_tensors, save_head, save_target
 from tests.cpu.test_eagle import agreeing, heard
 from tests.kernels.backend import InterpretedCuda
@@ -193,3 +196,30 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
     assert re.fullmatch("[ab]{2,3}", found[0].outputs[0].text)
     assert " ".join(order).count("begin process_results fill complete") >= 2
     engine.loop.scheduler.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_adapters_beside_rows_without_one_in_places_that_change(model, tmp_path):
+    """Two places for three adapters: one is put into its place while others decode. Answers are those of the CPU."""
+    options = OPTIONS | {"max_num_seqs": 3, "num_gpu_blocks_override": 9, "enable_lora": True, "max_loras": 2,
+                         "max_cpu_loras": 3, "max_lora_rank": 20}  # fmt: skip
+    modules = dict(adapted_modules(read_spec(CONFIG)))
+    whose = [1, 0, 2, 3, 0, 1]
+    named = [
+        LoRARequest(str(one), one, str(write_adapter(tmp_path / str(one), modules, rank=6 * one, seed=one)))
+        if one else None for one in whose
+    ]  # fmt: skip
+    chance = random.Random(1)
+    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 5, 9, 3, 18, 2)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def said(**more: Any) -> list[list[int]]:
+        engine = LLM(model, **options | more)
+        found = tokens_of(engine.generate(prompts, params, use_tqdm=False, lora_request=named))
+        engine.loop.scheduler.check()
+        return found
+
+    found = said()
+    assert found == said(device="cpu")
+    without = tokens_of(LLM(model, **OPTIONS).generate(prompts, params, use_tqdm=False))
+    assert [one == other for one, other in zip(found, without, strict=True)] == [not one for one in whose]

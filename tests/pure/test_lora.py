@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.core import Schedule, StepResult
 from preheat.errors import InvalidRequest, SettingsError
@@ -125,7 +124,7 @@ def test_places_are_reused_least_recently_begun_first():
     assert [place for place, _ in places.take_loads()] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("facts", [CUDA, HPU], ids=lambda facts: facts.name)
+@pytest.mark.parametrize("facts", [HPU], ids=lambda facts: facts.name)
 def test_devices_without_kernels_for_adapters_refuse_them(facts):
     with pytest.raises(SettingsError, match=f"turned on on {facts.name}: it has no kernels for adapters") as error:
         check_options(Settings(enable_lora=True), facts)

@@ -186,7 +186,8 @@ class AdaptedLinear(Linear, Protocol):
 class AdapterOps(Protocol):
     """The operations of adapters."""
 
-    def rows(self) -> AdapterRows: ...
+    def rows(self, tokens: int, places: int) -> AdapterRows:
+        """For steps of at most so many tokens, and adapters in so many places."""
 
     def linear(
         self,
@@ -197,12 +198,13 @@ class AdapterOps(Protocol):
         *,
         places: int,
         max_rank: int,
+        dtype: torch.dtype,
         activation: Activation | None,
         clip: float | None,
     ) -> AdaptedLinear:
         """``linear``, which has no activation, with ``places`` for adapters of ``max_rank`` at most. Its outputs are
-        those of several parts, stacked, to each of which an adapter has matrices of its own. ``rows`` is what
-        :meth:`rows` gave.
+        those of several parts, stacked, to each of which an adapter has matrices of its own, whose numbers are of
+        ``dtype`` and stay what they are. ``rows`` is what :meth:`rows` gave.
         """
 
 

@@ -30,7 +30,7 @@ from preheat.model.adapters import AdapterSeats
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
-from preheat.plan.programs import AdaptedProgram, EncoderProgram, Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, EncoderProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.adapters import Loads
 from preheat.schedule.defrag import pad_pairs
 
@@ -219,9 +219,15 @@ class Executor:
             return
         with building:
             for program in dict.fromkeys(programs):
-                if isinstance(program, Bucket):
-                    self._forward(program, self._kinds)
-                elif isinstance(program, SamplerProgram) and program.rows:
+                own, adapted = _own(program)
+                if isinstance(own, Bucket):
+                    self._use("tokens", adapted)
+                    self._forward(own, self._kinds)
+                elif (
+                    isinstance(own, SamplerProgram)
+                    and own.rows
+                    and isinstance(program, SamplerProgram | AdaptedProgram)
+                ):
                     self._sample(program)
                 elif isinstance(program, EncoderProgram) and self.encoder is not None:
                     self.encoder.compile(program)
@@ -239,14 +245,14 @@ class Executor:
         self._states = Attended(self._attended, self._residual)
         self._draw(batch).result()
 
-    def is_captured(self, bucket: Bucket) -> bool:
-        """Whether graphs run the forward program of ``bucket``."""
-        return all(part in self.forwards for part in self._parts_of(bucket))
+    def is_captured(self, program: ForwardProgram) -> bool:
+        """Whether graphs run ``program``."""
+        return all(part in self.forwards for part in self._parts_of(program))
 
     @torch.inference_mode()
-    def capture(self, bucket: Bucket) -> None:
-        """Make graphs of the forward program of ``bucket``, whose layers have run before: of all parts or of none."""
-        parts = self._parts_of(bucket)
+    def capture(self, program: ForwardProgram) -> None:
+        """Make graphs of ``program``, whose layers have run before: of all parts or of none."""
+        parts = self._parts_of(program)
         try:
             for part in parts:
                 self.forwards.capture(part)
@@ -256,12 +262,14 @@ class Executor:
             raise
 
     @torch.inference_mode()
-    def capture_sampling(self, program: SamplerProgram) -> None:
+    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         """Make a graph of ``program``, if there is none, and run it on padding."""
         if program not in self.samples:
             self.samples.capture(program)
             self.buffers.clear()
             self.sampler.clear()
+            if self.adapters is not None:
+                self.adapters.describe(0, "sampled", np.empty(0, np.int32))
             self.samples.run(program)
 
     @torch.inference_mode()
@@ -285,7 +293,7 @@ class Executor:
 
     def _run(self, batch: InputBatch, *, eager: bool = False) -> None:
         self._send(batch)
-        for part in self._parts_of(batch.bucket, adapted=batch.adapters is not None):
+        for part in self._parts_of(batch.bucket if batch.adapters is None else AdaptedProgram(batch.bucket)):
             self._states = self.forwards.run(part, eager=eager)
 
     def _draw(self, batch: InputBatch) -> LaunchedStep:
@@ -321,9 +329,12 @@ class Executor:
             found.setdefault(part.row, []).extend(entries)
         return found
 
-    def _parts_of(self, bucket: Bucket, *, adapted: bool = False) -> list[Part]:
-        program = bucket if self.backend.facts.pads_context else bucket.without_context()
-        return [Part(program, layers, adapted) for layers in self._parts]
+    def _parts_of(self, program: ForwardProgram) -> list[Part]:
+        bucket, adapted = _own(program)
+        assert isinstance(bucket, Bucket)
+        if not self.backend.facts.pads_context:
+            bucket = bucket.without_context()
+        return [Part(bucket, layers, adapted) for layers in self._parts]
 
     def _forward_part(self, part: Part) -> Attended:
         self._use("tokens", part.adapted)
@@ -364,8 +375,7 @@ class Executor:
 
     def _sample(self, program: SamplerProgram | AdaptedProgram) -> Tensor:
         """Draws, and returns the logits that it drew from."""
-        adapted = isinstance(program, AdaptedProgram)
-        own = program.program if isinstance(program, AdaptedProgram) else program
+        own, adapted = _own(program)
         assert isinstance(own, SamplerProgram)
         logits = self._head(own.rows, adapted)
         self.sampler.sample(own.level, logits)
@@ -381,6 +391,11 @@ class Executor:
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
+
+
+def _own(program: Program | None) -> tuple[Program | None, bool]:
+    """The program itself, and whether rows have adapters."""
+    return (program.program, True) if isinstance(program, AdaptedProgram) else (program, False)
 
 
 def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from preheat.backends.base import Mode
 from preheat.errors import SettingsError
 from preheat.lora.adapter import Adapter, read_adapter
@@ -31,10 +29,9 @@ def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
     seats = model.adapters
     if seats is None:
         return NO_ADAPTERS
-    dtype = model.dtype if settings.lora_dtype == "auto" else getattr(torch, settings.lora_dtype)
 
     def read(name: str, path: str) -> Adapter:
-        adapter = read_adapter(name, path, model.spec, seats.max_rank, dtype)
+        adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype)
         seats.check(adapter.factors)
         return adapter
 

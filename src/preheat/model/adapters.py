@@ -39,13 +39,13 @@ class Seat(NamedTuple):
 
 
 class AdapterSeats:
-    """All places of a model: ``places`` adapters of rank ``max_rank`` at most. The loader asks :meth:`linear` for each
-    layer.
+    """All places of a model: ``places`` adapters of rank ``max_rank`` at most, in ``dtype``, for steps of at most so
+    many ``tokens``. The loader asks :meth:`linear` for each layer.
     """
 
-    def __init__(self, ops: AdapterOps, places: int, max_rank: int) -> None:
-        self._ops, self.places, self.max_rank = ops, places, max_rank
-        self._rows, self._seats = ops.rows(), dict[str, Seat]()
+    def __init__(self, ops: AdapterOps, places: int, max_rank: int, dtype: torch.dtype, tokens: int) -> None:
+        self._ops, self.places, self.max_rank, self.dtype = ops, places, max_rank, dtype
+        self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
         self._layers: list[AdaptedLinear] = []
 
     @property
@@ -63,7 +63,7 @@ class AdapterSeats:
         outputs = [size for _, size in spec.parts]
         layer = self._ops.linear(
             linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
-            activation=spec.activation, clip=spec.clip,
+            dtype=self.dtype, activation=spec.activation, clip=spec.clip,
         )  # fmt: skip
         self._layers.append(layer)
         orders = _orders(spec)
@@ -148,13 +148,17 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
             raise SettingsError(f"enable_lora does not go with this {name} yet: {reason}", param=name)
 
 
-def make_seats(settings: Settings, spec: ModelSpec, backend: Backend) -> AdapterSeats | None:
-    """Places for the adapters that the settings ask for, none yet; None: adapters are off. Raises SettingsError where
-    they cannot be served.
+def make_seats(settings: Settings, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> AdapterSeats | None:
+    """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``; None: adapters are off.
+    Raises SettingsError where they cannot be served.
     """
     check_adapters(settings, spec)
     if not settings.enable_lora:
         return None
     if backend.adapters is None:
         raise SettingsError(f"enable_lora: {backend.facts.name} has no kernels for adapters yet", param="enable_lora")
-    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank)
+    facts = backend.facts
+    tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
+    tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)
+    own = dtype if settings.lora_dtype == "auto" else getattr(torch, settings.lora_dtype)
+    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank, own, tokens)

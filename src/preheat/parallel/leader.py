@@ -23,9 +23,8 @@ from preheat.model.decoder import Attended, Tap
 from preheat.model.loader import LoadedModel
 from preheat.parallel.ranks import Ranks
 from preheat.parallel.steps import StepWriter
-from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 
@@ -83,11 +82,11 @@ class ParallelExecutor(Executor):
         with self._together("prepare", self._writer.message(batch)):
             super().prepare(batch)
 
-    def capture(self, bucket: Bucket) -> None:
-        with self._together("capture", bucket):
-            super().capture(bucket)
+    def capture(self, program: ForwardProgram) -> None:
+        with self._together("capture", program):
+            super().capture(program)
 
-    def capture_sampling(self, program: SamplerProgram) -> None:
+    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         with self._together("capture_sampling", program):
             super().capture_sampling(program)
 

@@ -27,10 +27,9 @@ from preheat.parallel.channel import Receiver
 from preheat.parallel.leader import LogitDigest, agreed
 from preheat.parallel.shared import Board, remove_folder
 from preheat.parallel.steps import StepMessage, StepReader
-from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
-from preheat.plan.programs import Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.utils.heartbeat import Heartbeat
@@ -108,10 +107,10 @@ class Worker:
     def prepare(self, message: StepMessage) -> None:
         self._run.prepare(self._reader.batch(message))
 
-    def capture(self, bucket: Bucket) -> None:
-        self._run.capture(bucket)
+    def capture(self, program: ForwardProgram) -> None:
+        self._run.capture(program)
 
-    def capture_sampling(self, program: SamplerProgram) -> None:
+    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         self._run.capture_sampling(program)
 
     def agree(self) -> dict[str, object]:

@@ -76,4 +76,7 @@ def encoder_programs(images: int) -> list[EncoderProgram]:
     return found
 
 
+ForwardProgram = Bucket | AdaptedProgram
+"""A forward step, with adapters or without."""
+
 Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram | AdaptedProgram | TransferProgram

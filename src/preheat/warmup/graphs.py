@@ -21,9 +21,9 @@ from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import EncoderItem, ForwardItem, Item, PoolerItem, SamplerItem
+from preheat.plan.items import AdapterItem, EncoderItem, ForwardItem, Item, PoolerItem, SamplerItem
 from preheat.plan.plan import Plan, largest
-from preheat.plan.programs import Program, SamplerProgram
+from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.detail import detail_level
 from preheat.warmup.dummy_steps import DummySteps
@@ -79,7 +79,7 @@ class NoGraphs:
         """The first run of a forward program: one layer of each kind calls all that the others do."""
         self.steps.run(bucket, self.steps.executor.prepare)
 
-    def after_sampling(self, program: SamplerProgram) -> None:
+    def after_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         """Called after each run of a sampler item."""
 
     def capture(self) -> Captures:
@@ -132,7 +132,7 @@ class DeviceGraphs(NoGraphs):
 
     Where all graphs share one memory pool the largest is captured first, so that the pool need not grow later; then
     those of the sampler, which are few and small. What both took is subtracted from the pool, and the rest is divided
-    by the budget's rules.
+    by the budget's rules. Where adapters are served a bucket has two graphs, with adapters and without.
     """
 
     record: Record
@@ -155,13 +155,13 @@ class DeviceGraphs(NoGraphs):
     def first_run(self, bucket: Bucket) -> None:
         self.steps.run(bucket, self._executor.prepare)
 
-    def after_sampling(self, program: SamplerProgram) -> None:
+    def after_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
         self._executor.capture_sampling(program)
 
     def capture(self) -> Captures:
         plan, entries = self.steps.plan, self._entries
         items = _runnable(plan, entries)
-        sampling = [item for item in items if isinstance(item, SamplerItem | PoolerItem)]
+        sampling = [item for item in items if isinstance(_plain(item), SamplerItem | PoolerItem)]
         before = self.free() + sum(entries[item.name].bytes for item in sampling)
         pool = self.split.graph_pool(before)
         buckets = [item.bucket for item in items if isinstance(item, ForwardItem)]
@@ -172,9 +172,11 @@ class DeviceGraphs(NoGraphs):
                 entries[item.name].graph = True
                 self._executor.capture_encoding(item.program)
         for item in sampling:
-            if item.rows:
+            own, program = _plain(item), item.program
+            rows = own.rows if isinstance(own, SamplerItem | PoolerItem) else 0
+            if rows and isinstance(program, SamplerProgram | AdaptedProgram):
                 entries[item.name].graph = True
-                self._executor.capture_sampling(item.program)
+                self._executor.capture_sampling(program)
         left = max(pool - (before - self.free()), 0)
         done = capture(
             plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free,
@@ -187,16 +189,35 @@ class DeviceGraphs(NoGraphs):
     def _capture_one(self, bucket: Bucket) -> int:
         """The graph then runs once on a dummy step while the next one is captured."""
         before = self.free()
-        if not self._executor.is_captured(bucket):
-            if self._entries[str(bucket)].outcome == "pending":
-                self.first_run(bucket)
-            try:
-                self._executor.capture(bucket)
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(str(error)) from None
-            self._wait()
-            self._running.append(self.steps.run(bucket, self._executor.launch))
+        self._capture_program(bucket, bucket)
+        if self.steps.plan.options.enable_lora:
+            self._capture_adapted(bucket)
         return max(before - self.free(), 0)
+
+    def _capture_adapted(self, bucket: Bucket) -> None:
+        """The graph for rows with adapters, if there is memory for it: that of rows without stays."""
+        program = AdaptedProgram(bucket)
+        entry = self._entries[str(program)]
+        if entry.outcome not in NOT_RUN:
+            try:
+                with self.steps.adapted():
+                    self._capture_program(bucket, program)
+            except MemoryError as error:
+                entry.reason = f"runs without a graph: {error}"
+
+    def _capture_program(self, bucket: Bucket, program: ForwardProgram) -> None:
+        if self._executor.is_captured(program):
+            return
+        entry = self._entries[str(program)]
+        if entry.outcome == "pending":
+            self.first_run(bucket)
+        try:
+            self._executor.capture(program)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from None
+        entry.graph = True
+        self._wait()
+        self._running.append(self.steps.run(bucket, self._executor.launch))
 
     def _wait(self) -> None:
         while self._running:
@@ -255,6 +276,11 @@ def capture(
         _write_down(done, entries, record)
     record.memory |= {"graph_pool": pool, "graphs": sum(done.used for done in phases.values())}
     return phases
+
+
+def _plain(item: Item) -> Item:
+    """The item whose program it is, without adapters."""
+    return item.item if isinstance(item, AdapterItem) else item
 
 
 def _runnable(plan: Plan, entries: dict[str, ItemRecord]) -> list[Item]:

@@ -19,7 +19,7 @@ from preheat.execution.build import Build, build
 from preheat.model.loader import LoadedModel
 from preheat.plan.items import EncoderItem, SwapItem
 from preheat.plan.plan import Plan
-from preheat.plan.programs import SamplerProgram, encoder_programs
+from preheat.plan.programs import AdaptedProgram, Program, SamplerProgram, encoder_programs
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -72,10 +72,17 @@ def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan,
     params = SAMPLER_SETTINGS[ALL_AT_ONCE]
     images = max((item.images for item in plan.items if isinstance(item, EncoderItem)), default=0)
     samplers = [SamplerProgram(rows, level) for level in Level]
-    executor.compile([plan.largest, *samplers, *encoder_programs(images)], os.cpu_count() or 1)
+    programs: list[Program] = [plan.largest, *samplers, *encoder_programs(images)]
+    if executor.adapters is not None:
+        programs += [AdaptedProgram(plan.largest), *map(AdaptedProgram, samplers)]
+    executor.compile(programs, os.cpu_count() or 1)
     steps = DummySteps(plan, packer, executor)
     first = steps.logits()
     steps.run(plan.largest, executor.execute)
+    if executor.adapters is not None:
+        with steps.adapted():
+            steps.run(plan.largest, executor.execute)
+            steps.sample(rows, params, 1)
     steps.sample(rows, params, 1)
     pairs = max((item.pairs for item in plan.items if isinstance(item, SwapItem)), default=0)
     if pairs:

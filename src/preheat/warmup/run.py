@@ -234,13 +234,14 @@ class WarmUp:
                 self._adapted_forward(item.bucket)
             elif isinstance(item, SamplerItem):
                 self.steps.sample(item.rows, SAMPLER_SETTINGS[item.setting], 1)
+                self.graphs.after_sampling(AdaptedProgram(item.program))
 
     def _adapted_forward(self, bucket: Bucket) -> None:
         program = AdaptedProgram(bucket)
         shared = self.plan.program_of(program)
         if shared in self._ran:
             raise NothingToRun(f"the same program as {self._ran[shared]}")
-        self.steps.run(bucket, self.steps.executor.execute)
+        self.graphs.first_run(bucket)
         self._ran[shared] = bucket
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:

@@ -53,7 +53,7 @@ class CpuAdapterRows:
 class CpuAdapters:
     """See :class:`preheat.backends.base.AdapterOps`."""
 
-    def rows(self) -> CpuAdapterRows:
+    def rows(self, tokens: int, places: int) -> CpuAdapterRows:
         return CpuAdapterRows()
 
     def linear(
@@ -65,6 +65,7 @@ class CpuAdapters:
         *,
         places: int,
         max_rank: int,
+        dtype: torch.dtype,
         activation: Activation | None,
         clip: float | None,
     ) -> AdaptedLinear:

@@ -37,8 +37,9 @@ from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.launch import compiling
-from preheat.backends.cuda.linear import CudaLinear, FinishedLinear
+from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
@@ -60,12 +61,12 @@ class CudaBackend:
 
     facts = FACTS
     sharing: Sharing | None = None
-    adapters: AdapterOps | None = None
 
     def __init__(self) -> None:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
         self.device = torch.device("cuda", 0)
+        self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
         self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()
 
@@ -157,7 +158,11 @@ class CudaBackend:
 
     def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
         """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
-        layers = list(layers)
+        layers = [
+            (layer, rows)
+            for each, rows in layers
+            for layer in (each.linears if isinstance(each, AdaptedLinear) else [each])
+        ]
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
         experts = {each.shape: (each, rows) for each, rows in layers if isinstance(each, CudaExperts)}
         settle_experts(experts.values(), invariant=self._configs.invariant)
@@ -190,10 +195,7 @@ class CudaBackend:
         activation: Activation | None = None,
         clip: float | None = None,
     ) -> CudaLinear:
-        gated, layer = activation == "silu_and_mul", _on_device(weight)
-        if gated or (activation is None and clip is None):
-            return CudaLinear(layer, bias, gated=gated, configs=self._configs)
-        return FinishedLinear(layer, bias, configs=self._configs, activation=activation, limit=clip)
+        return CudaLinear(_on_device(weight), bias, configs=self._configs).finished(activation, clip)
 
     def experts(
         self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing

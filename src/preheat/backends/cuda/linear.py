@@ -202,6 +202,13 @@ class CudaLinear:
         """
         return apply(self.configs(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
 
+    def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
+        """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""
+        gated = activation == "silu_and_mul"
+        if gated or (activation is None and limit is None):
+            return CudaLinear(self._weight, self._bias, gated=gated, configs=self.configs)
+        return FinishedLinear(self._weight, self._bias, configs=self.configs, activation=activation, limit=limit)
+
 
 class FinishedLinear(CudaLinear):
     """The same, followed by an ``activation`` that is no part of it, or with its outputs kept within ``limit``."""

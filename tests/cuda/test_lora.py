@@ -1,0 +1,208 @@
+"""Adapters on a GPU: a row's bits are those of the row and its adapter alone, whatever is loaded and evicted meanwhile,
+and without an adapter those of an engine without any.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common.adapter import write_adapter
+from preheat import LLM, LoRARequest, SamplingParams
+from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
+from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.errors import PreheatError
+from preheat.lora.adapter import adapted_modules
+from preheat.model.families import read_spec
+from preheat.ops.lora import add_delta, delta
+from preheat.ops.proof import noise, signed_pairs
+from preheat.warmup.record import Record
+from tests.cpu.test_random_requests import VOCAB
+from tests.cuda.test_engine import CONFIG, ROOMY, TIGHT
+
+COUNT = 5
+"""Adapters."""
+WITH: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 40, "max_cpu_loras": COUNT}
+
+Bits = list[Any]
+Adapters = list[LoRARequest | None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> Adapters:
+    """None, then adapters of several ranks; the last one leaves most layers alone."""
+    modules = adapted_modules(read_spec(CONFIG))
+    few = {name: shape for name, shape in modules.items() if name.endswith(("v_proj", "up_proj"))}
+    found: Adapters = [None]
+    for number in range(1, COUNT + 1):
+        chosen = few if number == COUNT else modules
+        path = write_adapter(model / str(number), chosen, rank=8 * number, seed=number)
+        found.append(LoRARequest(f"a{number}", number, str(path)))
+    return found
+
+
+def made(model: Path, **more: Any) -> LLM:
+    return LLM(str(model), skip_tokenizer_init=True, **ROOMY | more)
+
+
+@pytest.fixture(scope="module")
+def roomy(model: Path) -> LLM:
+    """Everything has run and is captured before ready; places for all."""
+    return made(model, **WITH, max_loras=COUNT, skip_warmup=False, on_cold="raise", boot_check="fail")
+
+
+def load() -> tuple[list[list[int]], list[SamplingParams], list[int]]:
+    """Requests of all lengths, and which adapter each has."""
+    chance = random.Random(5)
+    prompts, params, whose = [], [], []
+    for number in range(48):
+        prompts.append([chance.randrange(VOCAB) for _ in range(min(int(chance.expovariate(1 / 60)) + 1, 400))])
+        params.append(SamplingParams(
+            temperature=float(number % 2), seed=number, max_tokens=chance.randint(4, 40), logprobs=2, ignore_eos=True,
+            prompt_logprobs=1 if number % 11 == 3 else None, detokenize=False,
+        ))  # fmt: skip
+        whose.append(number % 7 % (COUNT + 1))
+    return prompts, params, whose
+
+
+def answers(llm: LLM, adapters: Sequence[LoRARequest | None], picked: Sequence[int] | None = None) -> Bits:
+    """Tokens and exact log-probabilities of the requests that were picked, by default all."""
+    prompts, params, whose = load()
+    picked = range(len(prompts)) if picked is None else picked
+    llm.loop.scheduler.lose_cache(PreheatError(""))
+    outputs = llm.generate(
+        [prompts[at] for at in picked], [params[at] for at in picked], use_tqdm=False,
+        lora_request=[adapters[whose[at]] for at in picked] if any(adapters) else None,
+    )  # fmt: skip
+    llm.loop.scheduler.check()
+    return [(output.outputs, output.prompt_logprobs) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(roomy: LLM, adapters: Adapters) -> Bits:
+    return answers(roomy, adapters)
+
+
+def test_mixed_is_each_alone_by_graphs_and_nothing_is_cold(roomy: LLM, adapters: Adapters, expected: Bits) -> None:
+    for at in (0, 1, 2, 3, 4, 5, 14, 25, 36, 47):
+        assert answers(roomy, adapters, [at]) == [expected[at]]
+    assert answers(roomy, adapters, range(47, -1, -1))[::-1] == expected
+    record = Record.from_json(roomy.loop.listener.report())
+    assert not any(record.cold.values()), record.events
+    assert record.misses == {} and record.by_name()["(check, adapters)"].outcome in ("ready", "reused")
+    graphs = [item for name, item in record.by_name().items() if name.startswith("(lora, ")]
+    assert graphs and all(item.graph for item in graphs if item.outcome != "dropped")
+
+
+def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
+    model: Path, roomy: LLM, expected: Bits
+) -> None:
+    plain = made(model)
+    whose = load()[2]
+    right = answers(plain, [None])
+    base = [at for at in range(len(whose)) if not whose[at]]
+    assert [expected[at] for at in base] == [right[at] for at in base]
+    assert answers(roomy, [None]) == right
+    assert all(expected[at] != right[at] for at in range(len(whose)) if whose[at])
+
+
+def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
+    """Two places for five adapters, few blocks, small steps, a step in flight."""
+    tight = made(model, **TIGHT | WITH, max_loras=2, async_scheduling=True)
+    loads: list[int] = []
+    right = tight.loop.executor.load_adapters
+
+    def counted(given: Any) -> None:
+        loads.extend(place for place, _ in given)
+        right(given)
+
+    tight.loop.executor.load_adapters = counted  # type: ignore[method-assign,assignment]
+    assert answers(tight, adapters) == expected
+    assert len(loads) > COUNT and {*loads} == {0, 1}
+    assert tight.loop.scheduler.stats().preemptions
+
+
+def test_eager_steps_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
+    eager = made(model, **WITH, max_loras=3, enforce_eager=True, block_size=256, bucketing_policy="split")
+    assert answers(eager, adapters) == expected
+
+
+INPUTS, OUTPUTS, PLACES = 1536, (640, 128, 128), 8
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple[AdaptedLinear, CudaAdapterRows]:
+    device = torch.device("cuda")
+    ops = CudaAdapters(device)
+    rows = ops.rows(2048, PLACES)
+    base = CudaLinear((noise(sum(OUTPUTS), inputs) / 40).to(device, dtype), configs=KernelConfigs())
+    return ops.linear(
+        base, inputs, OUTPUTS, rows, places=PLACES, max_rank=max_rank, dtype=dtype, activation=None, clip=None
+    ), rows  # fmt: skip
+
+
+def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """``y``, as it is after what the adapters add."""
+    rows.describe(0, "tokens", torch.tensor(places, dtype=torch.int32).numpy())
+    rows.use("tokens")
+    y = y.clone()
+    made._factors.add(x, y, rows.blocks)
+    return y
+
+
+@DTYPES
+@pytest.mark.parametrize("inputs", [INPUTS, 1000, 64])
+def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> None:
+    made, rows = layer(dtype, inputs)
+    x, y = noise(50, inputs, seed=1).to(dtype), noise(50, sum(OUTPUTS), seed=2).to(dtype)
+    given = [((noise(23, inputs, seed=part) / 30).to(dtype), noise(size, 23, seed=9 + part).to(dtype), 0.7)
+             for part, size in enumerate(OUTPUTS)]  # fmt: skip
+    for part, each in enumerate(given):
+        made.write(3, part, *each)
+    found = add(made, rows, x.cuda(), y.cuda(), [3] * 50).cpu()
+    right = add_delta(y, torch.cat([delta(x, *each) for each in given], 1))
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-5)
+    else:
+        assert (found != right).float().mean() < 0.01
+        torch.testing.assert_close(found, right, atol=1e-2, rtol=2**-7)
+
+
+@DTYPES
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
+    made, rows = layer(dtype)
+    total = 700
+    x = signed_pairs(noise(total, INPUTS, seed=1) * noise(total, INPUTS, seed=2).exp(), 1.0).to("cuda", dtype)
+    y = torch.zeros(total, sum(OUTPUTS), dtype=dtype, device="cuda")
+    for place in range(PLACES):
+        a = signed_pairs(noise(16 + place, INPUTS, seed=place), -1.0).to(dtype)
+        for part, size in enumerate(OUTPUTS):
+            made.write(place, part, a, noise(size, len(a), seed=part).to(dtype), 2.0**20)
+    whose = [(row * 5) % (PLACES + 1) - 1 for row in range(total)]
+    expected = add(made, rows, x, y, whose)
+    base = [row for row in range(total) if whose[row] < 0]
+    assert not expected[base].any() and (expected.abs().amax(1)[whose.index(0)] > 0).item()
+    minus = add(made, rows, x, torch.full_like(y, -0.0), whose)
+    assert torch.signbit(minus[base]).all()
+    for group in ([0], [1], [690], range(3), range(16), range(17, 50), range(128), range(100, 400), range(699, -1, -1)):
+        picked = list(group)
+        found = add(made, rows, x[picked].contiguous(), y[: len(picked)], [whose[row] for row in picked])
+        assert torch.equal(found, expected[picked]), picked
+    same = [0] * total
+    alike = add(made, rows, x, y, same)
+    for row in (0, 15, 16, 333, 699):
+        assert torch.equal(add(made, rows, x[row : row + 1].contiguous(), y[:1], [0])[0], alike[row])

@@ -1,0 +1,197 @@
+"""Adapters on CUDA: what the kernels add, whose rows they leave alone, and that a row's bits are its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from preheat.backends.cuda import lora
+from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.lora import ROWS, CudaAdapters, most_blocks, write_blocks
+from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.ops.lora import add_delta, delta
+from preheat.ops.proof import noise, signed_pairs
+
+INPUTS, OUTPUTS, PLACES = 1100, (48, 24), 3
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def layer(dtype: torch.dtype = torch.bfloat16, max_rank: int = 40, adapters: torch.dtype | None = None, **more: Any):
+    ops = CudaAdapters(torch.device("cpu"))
+    rows = ops.rows(64, PLACES)
+    base = CudaLinear((noise(sum(OUTPUTS), INPUTS) / 30).to(dtype), configs=KernelConfigs())
+    finish = {"activation": None, "clip": None} | more
+    made = ops.linear(
+        base, INPUTS, OUTPUTS, rows, places=PLACES, max_rank=max_rank, dtype=adapters or dtype, **finish
+    )  # fmt: skip
+    return made, rows
+
+
+def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, float]:
+    return (noise(rank, INPUTS, seed=seed) / 30).to(dtype), noise(OUTPUTS[part], rank, seed=seed + 1).to(dtype), 0.37
+
+
+def run(made, rows, x: torch.Tensor, places: list[int], turn: int = 0) -> torch.Tensor:
+    rows.describe(turn, "tokens", np.array(places, np.int32))
+    rows.use("tokens")
+    return made(x)
+
+
+@DTYPES
+@pytest.mark.parametrize("rank", [1, 16, 23])
+def test_what_is_added_is_the_references(rank, dtype):
+    made, rows = layer(dtype)
+    x = noise(19, INPUTS, seed=5).to(dtype)
+    given = [factors(rank, part, 10 * part, dtype) for part in range(2)]
+    for part, each in enumerate(given):
+        made.write(1, part, *each)
+    base, found = made.inner(x), run(made, rows, x, [1] * 19)
+    more = torch.cat([delta(x, *each) for each in given], 1)
+    exact = torch.cat([(x.double() @ a.double().T) * scale @ b.double().T for a, b, scale in given], 1)
+    torch.testing.assert_close(more.double(), exact, atol=1e-5, rtol=1e-5)
+    right = add_delta(base, more)
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    else:  # the sum before it is rounded is nearly the same, so hardly an element is rounded another way
+        assert (found != right).float().mean() < 0.01
+        torch.testing.assert_close(found, right, atol=0.0, rtol=2**-7)
+
+
+def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
+    made, rows = layer(torch.bfloat16, adapters=torch.float32)
+    x, (a, b, scale) = noise(5, INPUTS, seed=5).bfloat16(), factors(7, 0, dtype=torch.float32)
+    made.write(0, 0, a, b, scale)
+    found = run(made, rows, x, [0] * 5)[:, : OUTPUTS[0]]
+    right = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, a, b, scale))
+    assert (found != right).float().mean() < 0.01
+    rounded = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, a.bfloat16(), b.bfloat16(), scale))
+    assert (found != rounded).float().mean() > 0.1
+
+
+def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
+    made, rows = layer()
+    made.write(0, 0, *factors(8, 0))
+    x = noise(9, INPUTS, seed=5).bfloat16()
+    x[1] = x[2] = 0
+    plain = made.inner(x)
+    minus = torch.full_like(plain, -0.0)
+    rows.describe(0, "tokens", np.array([0, -1, 1] * 3, np.int32))
+    made._factors.add(x, minus, rows._kinds["tokens"])
+    assert (minus[1::3].view(torch.int16) == -(2**15)).all() and (minus[2::3].view(torch.int16) == -(2**15)).all()
+    assert (minus[::3, : OUTPUTS[0]] != 0).any()
+    assert (minus[::3, OUTPUTS[0] :].view(torch.int16) == -(2**15)).all()  # this part has no matrices
+    assert torch.equal(run(made, rows, x, [-1] * 9), plain)
+
+
+def cancelling() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, float]]]:
+    """Rows and adapters whose sums are zero, but for the order in which they are added."""
+    x = signed_pairs(noise(37, INPUTS, seed=1) * noise(37, INPUTS, seed=2).exp(), 1.0).bfloat16()
+    given = [
+        (signed_pairs(noise(20, INPUTS, seed=9 + place), -1.0).bfloat16(), noise(OUTPUTS[0], 20, seed=place).bfloat16(),
+         2.0**20) for place in range(PLACES)
+    ]  # fmt: skip
+    return x, given
+
+
+COMPANIES = {
+    "alone": [[row] for row in range(8)],
+    "together": [list(range(37))],
+    "backwards": [list(range(37))[::-1]],
+    "in two": [list(range(5)), list(range(5, 37))],
+}
+
+
+@pytest.mark.parametrize("company", COMPANIES)
+def test_a_row_has_the_same_bits_in_any_company_place_and_room(company):
+    x, given = cancelling()
+    whose = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
+    made, rows = layer()
+    for place, each in enumerate(given):
+        made.write(place, 0, *each)
+    expected = run(made, rows, x, whose)
+    assert (expected[0] != made.inner(x)[0]).any()
+    other, theirs = layer(max_rank=70)
+    for place, each in enumerate(given):
+        other.write((place + 1) % PLACES, 0, *each)
+    moved = [place if place < 0 else (place + 1) % PLACES for place in whose]
+    for turn, group in enumerate(COMPANIES[company]):
+        found = run(other, theirs, x[group].contiguous(), [moved[row] for row in group], turn % 2)
+        assert torch.equal(found, expected[group])
+
+
+def test_sums_in_another_order_have_other_bits(monkeypatch):
+    """What the test above would see, as atomic additions do it: the parts of the inputs from the last to the first."""
+    x, given = cancelling()
+    made, rows = layer()
+    made.write(0, 0, *given[0])
+    expected = run(made, rows, x, [0] * 37)
+    expand = lora._expand
+
+    class Backwards:
+        def __getitem__(self, grid):
+            def launch(y, b, sums, *rest, **more):
+                expand[grid](y, b, sums.flip(2).contiguous(), *rest, **more)
+
+            return launch
+
+    monkeypatch.setattr(lora, "_expand", Backwards())
+    assert not torch.equal(run(made, rows, x, [0] * 37), expected)
+
+
+def test_what_was_there_before_is_gone():
+    made, rows = layer()
+    x = noise(5, INPUTS, seed=5).bfloat16()
+    small, large = factors(5, 0, 1), factors(37, 0, 3)
+    made.write(0, 0, *small)
+    expected = run(made, rows, x, [0] * 5)
+    made.write(0, 0, *large)
+    assert not torch.equal(run(made, rows, x, [0] * 5), expected)
+    made.clear(0)
+    assert torch.equal(run(made, rows, x, [0] * 5), made.inner(x))
+    made.write(0, 0, *small)
+    assert torch.equal(run(made, rows, x, [0] * 5), expected)
+
+
+def test_the_activation_comes_after_and_steps_without_adapters_are_the_plain_layer():
+    made, rows = gated()
+    x = noise(6, INPUTS, seed=5).bfloat16()
+    rows.use(None)
+    plain = made(x)
+    assert torch.equal(plain, made.plain(x)) and plain.shape == (6, 24)
+    assert torch.equal(run(made, rows, x, [-1, 0, 1, -1, 2, 2]), plain)
+    made.write(1, 1, noise(4, INPUTS, seed=3).bfloat16(), noise(24, 4).bfloat16(), 1.0)
+    found = run(made, rows, x, [-1, 0, 1, -1, 2, 2])
+    assert [torch.equal(one, other) for one, other in zip(found, plain, strict=True)] == [True, True, False] + [
+        True
+    ] * 3
+
+
+def gated():
+    ops = CudaAdapters(torch.device("cpu"))
+    rows = ops.rows(64, PLACES)
+    base = CudaLinear((noise(48, INPUTS) / 30).bfloat16(), configs=KernelConfigs())
+    return ops.linear(
+        base, INPUTS, (24, 24), rows, places=PLACES, max_rank=8, dtype=torch.bfloat16, activation="silu_and_mul",
+        clip=None,
+    ), rows  # fmt: skip
+
+
+def test_blocks_hold_every_row_once_and_never_need_more_room():
+    draw = np.random.default_rng(0)
+    for count in (1, 2, 15, 16, 17, 40, 64):
+        for most in (1, 2, 8):
+            for _ in range(20):
+                places = draw.integers(-1, most, count).astype(np.int32)
+                room = most_blocks(64, most)
+                words = np.empty(room * (1 + ROWS), np.int32)
+                write_blocks(words, room, places)
+                blocks, members = words[:room], words[room:].reshape(room, ROWS)
+                used = blocks >= 0
+                assert used.sum() <= most_blocks(count, most) and used[: used.sum()].all()
+                assert (members[~used] == -1).all()
+                found = [(int(row), int(place)) for place, rows in zip(blocks, members, strict=True)
+                         for row in rows if row >= 0]  # fmt: skip
+                assert sorted(found) == [(row, place) for row, place in enumerate(places.tolist()) if place >= 0]
