@@ -142,6 +142,10 @@ class CudaExperts:
         """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
         return self.by(self.configs(self.shape, len(x)), x, logits)
 
+    def local(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+        """What this rank computes by itself: all of it."""
+        return self.by(config, x, logits)
+
     def by(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
         """The same by the kernels of ``config``."""
         try:
