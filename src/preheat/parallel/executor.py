@@ -12,8 +12,8 @@ from preheat.plan.programs import AdaptedProgram, SamplerProgram
 
 
 class SharedExecutor(Executor):
-    """Where the device samples, rank 0 draws, and gives all of ``draws`` its latest token of each slot: the next step
-    may begin with them before the host knows them. None: the host samples, and tells the others.
+    """Rank 0 draws. Where the device goes on before the host knows the tokens, it gives the latest one of each slot to
+    all of ``draws``, as a part of the sampling program. None: the host tells them with the next step.
     """
 
     def __init__(self, draws: Collective | None, *args: Any, **more: Any) -> None:

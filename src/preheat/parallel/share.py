@@ -43,7 +43,7 @@ class Share:
         ranks = Ranks(settings, cache_root(settings))
         collective = backend.sharing.join(ranks.folder, 0, world, ranks.board.check)
         ranks.on_end(collective.abort)
-        shares_draws = None if backend.facts.host_sampler else collective
+        shares_draws = collective if backend.facts.asynchronous else None
         return cls(collective, ranks, partial(build_parallel, ranks, shares_draws))
 
     def loaded(self) -> list[int]:

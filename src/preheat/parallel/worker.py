@@ -52,7 +52,7 @@ class Worker:
         self._backend.prepare(settings, cache)
         assert self._backend.sharing is not None  # the leader has checked it
         collective = self._backend.sharing.join(folder, board.rank, board.world, board.check)
-        self._draws = None if self._backend.facts.host_sampler else collective
+        self._draws = collective if self._backend.facts.asynchronous else None
         self._model: LoadedModel = load_model(settings, self._backend, collective)
         self._settled: object = None
         self._executor: Executor | None = None
