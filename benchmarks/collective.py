@@ -1,4 +1,4 @@
-"""Microseconds of the sum of all ranks' fp32 partials [rows, 4096], in a graph, beside what adds in an order of its own.
+"""Microseconds of the sum of all ranks' fp32 partials [rows, 4096], in a graph, beside what adds in its own order.
 
 ``python -m benchmarks.collective --world 2`` on a machine with so many GPUs.
 """
