@@ -9,13 +9,16 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
+from preheat.backends.cuda.paged_attention import _decode
 from preheat.backends.cuda.quantize import _quantize
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -86,8 +89,44 @@ def test_experts_compile(arranged):
 def test_codes_become_operands_of_the_matrix_unit(dtype, more):
     for outputs, instruction in ((64, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"), (32, "mma.sync")):
         tile = {"OUTPUTS": outputs, "ROWS": 16, "INPUTS": 128, "gated": outputs == 64}
-        found = instructions(compiled(in_order_codes, outputs // 16, 3, {"codes": dtype}, **tile, **more))
+        made = compiled(in_order_codes, outputs // 16, 3, {"codes": dtype}, **tile, **more)
+        found = instructions(made)
         assert len(found) == 1 and found.pop().startswith(instruction)
+        assert widths(made) == {2}
+
+
+def widths(found):
+    """Neighbouring inputs of a product that a thread holds, for each operand in registers. The order in which inputs
+    are added up follows from it.
+    """
+    return {int(width) for width in re.findall(r"#ttg\.dot_op<\{[^}]*kWidth = (\d+)\}>", found.asm["ttgir"])}
+
+
+@pytest.mark.parametrize("dtype", [FP8, "*fp8e5"])
+def test_keys_and_values_of_eight_bits_keep_the_order_of_others(dtype):
+    types = {
+        **dict.fromkeys(("q", "out"), "*bf16"), **dict.fromkeys(("parts", "tops", "totals"), "*fp32"),
+        **dict.fromkeys(("table", "slots", "positions", "work", "num_work", "arrived", "claims"), "*i32"),
+        **dict.fromkeys(("scale", "value_scale"), "fp32"), "cache": dtype, "max_blocks": "i32",
+        **{f"{name}_stride": "i32" for name in ("q", "head", "block", "value", "kv")},
+    }  # fmt: skip
+    sizes = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128, "ROWS": 16, "BLOCK": 64, "SPLIT": 256, "TILE": 64}
+    given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, **sizes}
+    assert widths(compiled(_decode, 4, 2, types, **given)) == {2}
+
+
+@triton.jit
+def product(x, codes, y, WIDENED: tl.constexpr, overlap: tl.constexpr):
+    at, inputs = tl.arange(0, 16), tl.arange(0, 64)
+    numbers = tl.load(codes + at[:, None] * 64 + inputs[None, :])
+    numbers = widened(numbers, tl.bfloat16) if WIDENED else numbers.to(tl.bfloat16)
+    found = tl.dot(numbers, tl.load(x + at[None, :] * 64 + inputs[:, None]))
+    tl.store(y + at[:, None] * 16 + at[None, :], found.to(tl.bfloat16))
+
+
+def test_the_compiler_deals_out_narrow_numbers_in_another_order_if_it_sees_them():
+    assert widths(compiled(product, 4, 1, {"codes": "*i8"}, WIDENED=True)) == {2}
+    assert widths(compiled(product, 4, 1, {"codes": "*i8"}, WIDENED=False)) == {4}
 
 
 def sums(found):

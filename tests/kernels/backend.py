@@ -6,8 +6,10 @@ import torch
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.linear_leaves import LeafTiles
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.moe import ExpertsConfigs
+from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.tuning import KernelConfigs
 
 
@@ -35,4 +37,5 @@ class InterpretedCuda(CudaBackend):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.adapters = CudaAdapters(self.device)
-        self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()
+        self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
+        self.sharing = CudaSharing(self, LeafTiles())

@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, llm, startup
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
@@ -103,6 +104,14 @@ def test_a_step_ahead_the_answers_are_those_of_the_cpu(model, expected):
     assert tokens_of(found.values()) == tokens_of(expected)
     assert_close(found["seeded"].outputs[0].logprobs, right["seeded"].outputs[0].logprobs)
     assert_close(found["prompt"].prompt_logprobs, right["prompt"].prompt_logprobs)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_sums_of_leaves_have_the_answers_of_the_cpu(model, expected):
+    engine = LLM(model, tp_invariant=True, **OPTIONS)
+    kinds = {type(linear) for _, linear in engine.loop.executor.decoder.weights.linears()}
+    assert CudaLeafLinear in kinds
+    assert tokens_of(answers(engine)) == tokens_of(expected)
 
 
 @pytest.mark.usefixtures("interpreted")

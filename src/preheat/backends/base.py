@@ -150,6 +150,11 @@ class Collective(Protocol):
         nothing else: no conversion and no sum.
         """
 
+    def abort(self) -> None:
+        """A rank has died: what waits for it on the device ends, with results that nobody may use. May be called by any
+        thread; those who wait on the host are told by ``check``.
+        """
+
 
 AdapterStep = Literal["tokens", "sampled"]
 """What the rows of a linear layer are: all tokens of a step, or those that are sampled."""

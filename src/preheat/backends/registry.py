@@ -51,9 +51,9 @@ def wake(device: str) -> None:
         wake_gpu()
 
 
-def pick_backend(device: str) -> Backend:
-    """The backend for ``--device``; ``auto`` takes a Gaudi or an NVIDIA GPU where it can be used, and logs why not
-    elsewhere.
+def pick_backend(device: str, rank: int = 0) -> Backend:
+    """The backend for ``--device``, on the GPU with the number ``rank``; ``auto`` takes a Gaudi or an NVIDIA GPU where
+    it can be used, and logs why not elsewhere.
 
     Raises SettingsError, with the reason, where a device is asked for by name and cannot be used.
     """
@@ -67,7 +67,7 @@ def pick_backend(device: str) -> Backend:
         if (reason := obstacle()) is None:
             from preheat.backends.cuda.backend import CudaBackend
 
-            return CudaBackend()
+            return CudaBackend(rank)
         if device == CUDA.name:
             raise SettingsError(reason, param="device")
         logger.log(logging.INFO if has_gpu() else logging.DEBUG, "Running on the CPU: %s", reason)

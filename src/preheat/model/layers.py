@@ -164,7 +164,7 @@ class Weights:
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
         if not isinstance(self.head, HiddenStates):
-            yield "head", self.head
+            yield "head", self.head.mine if isinstance(self.head, GatheredHead) else self.head
 
 
 def fused(*readers: object) -> FusedInput | None:

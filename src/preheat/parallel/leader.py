@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, Mode
+from preheat.backends.base import Backend, Collective, Mode
 from preheat.backends.cold import Counted
 from preheat.core import StepResult, Swaps
 from preheat.errors import PreheatError, RankDied
@@ -21,6 +22,7 @@ from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended, Tap
 from preheat.model.loader import LoadedModel
+from preheat.parallel.executor import SharedExecutor
 from preheat.parallel.ranks import Ranks
 from preheat.parallel.steps import StepWriter
 from preheat.plan.plan import Plan
@@ -29,7 +31,19 @@ from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 
 
-class ParallelExecutor(Executor):
+@dataclass(slots=True)
+class CheckedStep(LaunchedStep):
+    """A step of several ranks: if one of them died meanwhile, ``check`` raises, and there is no answer."""
+
+    check: Callable[[], None]
+
+    def result(self) -> StepResult:
+        result = LaunchedStep.result(self)
+        self.check()
+        return result
+
+
+class ParallelExecutor(SharedExecutor):
     """Rank 0's executor of a model whose layers ``ranks`` share. ``slots`` have the block tables.
 
     An error of a call that the ranks have begun together ends them all: some may be inside an exchange that never
@@ -39,6 +53,10 @@ class ParallelExecutor(Executor):
     def __init__(self, ranks: Ranks, slots: Slots, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.ranks, self._writer, self._seen = ranks, StepWriter(self.buffers, slots), LogitDigest()
+
+    def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
+        step = super()._answer(batch, logits)
+        return CheckedStep(step.batch, step.sampler, step.prompt_logprobs, self.ranks.board.check)
 
     def launch(self, batch: InputBatch) -> LaunchedStep:
         with self._together("launch", self._writer.message(batch)):
@@ -124,8 +142,9 @@ class ParallelExecutor(Executor):
             raise self.ranks.death(error) from error
 
 
-def build_parallel(  # noqa: PLR0917 - as build, with the ranks before
+def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what :class:`SharedExecutor` draws by
     ranks: Ranks,
+    draws: Collective | None,
     settings: Settings,
     backend: Backend,
     model: LoadedModel,
@@ -139,7 +158,7 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before
 ) -> tuple[Packer, Executor]:
     """As :func:`preheat.execution.build.build`, on all ranks at once."""
     ranks.tell("build", plan.limits, plan.options, plan.checks, mode, num_blocks)
-    executor = partial(ParallelExecutor, ranks, slots)
+    executor = partial(ParallelExecutor, ranks, slots, draws)
     built = build(
         settings,
         backend,

@@ -69,6 +69,10 @@ class Ranks:
         """``report`` is called, in a thread, when a rank has died."""
         self._watch.report = report
 
+    def on_end(self, abort: Callable[[], None]) -> None:
+        """``abort`` is called, in a thread, after that."""
+        self._watch.abort = abort
+
     def tell(self, name: str, *args: Any) -> None:
         """Have every rank call ``name(*args)``, after all that it was told before. Raises RankDied."""
         self.board.check()
@@ -114,6 +118,7 @@ class _Watch:
     def __init__(self, board: Board, folder: Path, processes: list[subprocess.Popen[bytes]], limit: float) -> None:
         self._board, self._folder, self._processes, self._limit = board, folder, processes, limit
         self.report: Callable[[PreheatError], None] = lambda error: None
+        self.abort: Callable[[], None] = lambda: None
         self.stopped = threading.Event()
         self._lock = threading.Lock()
 
@@ -132,6 +137,7 @@ class _Watch:
             process.kill()
         remove_folder(self._folder)  # nobody else is left to do it if this process is killed next
         self.report(RankDied(why))
+        self.abort()
 
     def _run(self) -> None:
         heard = {rank: (0, time.monotonic()) for rank in range(1, len(self._processes) + 1)}

@@ -42,7 +42,9 @@ class Share:
             return cls(backend.sharing.join(Path(), 0, 1, lambda: None), None, build)
         ranks = Ranks(settings, cache_root(settings))
         collective = backend.sharing.join(ranks.folder, 0, world, ranks.board.check)
-        return cls(collective, ranks, partial(build_parallel, ranks))
+        ranks.on_end(collective.abort)
+        shares_draws = collective if backend.facts.asynchronous else None
+        return cls(collective, ranks, partial(build_parallel, ranks, shares_draws))
 
     def loaded(self) -> list[int]:
         """Wait until all ranks have loaded their shards: the bytes that each of the others then has free."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from preheat.backends.base import Backend, Mode
 from preheat.backends.registry import pick_backend
 from preheat.core import Swaps
 from preheat.errors import PreheatError, WireError
-from preheat.execution.build import build
+from preheat.execution.build import build, linear_rows, settle_linears
 from preheat.execution.executor import Executor
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
@@ -24,6 +25,7 @@ from preheat.metrics import set_up_logging
 from preheat.model.decoder import Attended
 from preheat.model.loader import LoadedModel, load_model
 from preheat.parallel.channel import Receiver
+from preheat.parallel.executor import SharedExecutor
 from preheat.parallel.leader import LogitDigest, agreed
 from preheat.parallel.shared import Board, remove_folder
 from preheat.parallel.steps import StepMessage, StepReader
@@ -45,11 +47,13 @@ class Worker:
 
     def __init__(self, settings: Settings, cache: Path | None, board: Board, folder: Path) -> None:
         self._settings, self._cache, self._board = settings, cache, board
-        self._backend: Backend = pick_backend(settings.device)
+        self._backend: Backend = pick_backend(settings.device, board.rank)
         self._backend.prepare(settings, cache)
         assert self._backend.sharing is not None  # the leader has checked it
         collective = self._backend.sharing.join(folder, board.rank, board.world, board.check)
+        self._draws = collective if self._backend.facts.asynchronous else None
         self._model: LoadedModel = load_model(settings, self._backend, collective)
+        self._settled: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
 
@@ -64,11 +68,14 @@ class Worker:
         """Make an executor, in place of the last one. The plan is this rank's own."""
         self._executor = None
         self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
+        if (rows := linear_rows(self._plan)) != self._settled:
+            self._settled = rows
+            settle_linears(self._backend, self._model, self._plan)
         slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
             self._settings, self._backend, self._model, self._plan, slots,
-            mode=mode, num_blocks=num_blocks, sampler=sampler,
+            mode=mode, num_blocks=num_blocks, sampler=sampler, executor=partial(SharedExecutor, self._draws),
         )  # fmt: skip
         self._reader, self._seen = StepReader(self._executor.buffers, slots), LogitDigest()
         return True

@@ -49,6 +49,9 @@ class SharedMemory:
             self._exchange(mine[start : start + PLACE_BYTES], found[:, start : start + PLACE_BYTES])
         return found.view(x.dtype).view(self.world, *x.shape)
 
+    def abort(self) -> None:
+        """Whoever waits is told by ``check``."""
+
     def _exchange(self, mine: Tensor, found: Tensor) -> None:
         """Read what all ranks have written, [world, bytes]."""
         self._epoch += 1

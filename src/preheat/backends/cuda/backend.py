@@ -1,4 +1,5 @@
-"""The CUDA backend: one NVIDIA GPU of the Hopper generation or later, the first that the process sees.
+"""The CUDA backend: one NVIDIA GPU of the Hopper generation or later; of those that the process sees, the one with the
+number of its rank.
 
 Importing this imports Triton, which takes a second: :mod:`preheat.backends.cuda.device` tells first whether it can run.
 """
@@ -38,13 +39,16 @@ from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import settle, settle_experts
+from preheat.backends.cuda.prove import settle, settle_experts, settle_leaves
 from preheat.backends.cuda.sampler import CudaSampler
+from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
@@ -60,15 +64,22 @@ class CudaBackend:
     """torch and Triton on a GPU. SettingsError, saying what to change, where there is none that can be used."""
 
     facts = FACTS
-    sharing: Sharing | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         if reason := obstacle():
             raise SettingsError(reason, param="device")
-        self.device = torch.device("cuda", 0)
+        if rank >= (seen := torch.cuda.device_count()):
+            raise SettingsError(
+                f"rank {rank} has no GPU, torch sees {seen}: lower --tensor-parallel-size, or check "
+                "CUDA_VISIBLE_DEVICES",
+                param="tensor_parallel_size",
+            )
+        self.device = torch.device("cuda", rank)
         self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
-        self._configs, self._experts_configs = KernelConfigs(), ExpertsConfigs()
+        self._configs, self.experts_configs = KernelConfigs(), ExpertsConfigs()
+        self._leaf_tiles = LeafTiles()
+        self.sharing: Sharing | None = CudaSharing(self, self._leaf_tiles)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -127,7 +138,7 @@ class CudaBackend:
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         tables = tables_for(name, capability, cache)
         self._configs = KernelConfigs(tables, invariant=settings.batch_invariant)
-        self._experts_configs = ExpertsConfigs(tables)
+        self.experts_configs = ExpertsConfigs(tables)
 
     def synchronize(self) -> None:
         """Wait for all streams."""
@@ -164,7 +175,9 @@ class CudaBackend:
             for layer in (each.linears if isinstance(each, AdaptedLinear) else [each])
         ]
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
-        experts = {each.shape: (each, rows) for each, rows in layers if isinstance(each, CudaExperts)}
+        leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
+        settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
+        experts = {each.shape: (each, rows) for each, rows in layers if isinstance(each, CudaExperts | CudaLeafExperts)}
         settle_experts(experts.values(), invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
@@ -200,7 +213,7 @@ class CudaBackend:
     def experts(
         self, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, routing: Routing
     ) -> CudaExperts:
-        return CudaExperts(_on_device(gate_up), _on_device(down), routing, self._experts_configs)
+        return CudaExperts(_on_device(gate_up), _on_device(down), routing, self.experts_configs)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> CudaNorm:
         return CudaNorm(weight, eps, kind, bias)

@@ -214,6 +214,10 @@ class CudaExperts:
         """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
         return self.by(self.configs(self.shape, len(x)), x, logits)
 
+    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
+        """What this rank computes by itself: all of it."""
+        return self.by(config, x, logits)
+
     def by(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
         """The same by the kernels of ``config``."""
         try:

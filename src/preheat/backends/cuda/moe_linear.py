@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,14 +85,17 @@ def _experts_in_order(
     tl.store(y + (start + below).to(tl.int64) * columns + outs, result, mask=stored)
 
 
-def experts_linear(tile: Tile, x: Tensor, weight: Tensor, arrangement: Arrangement, *, gated: bool) -> Tensor:
+def experts_linear(
+    tile: Tile, x: Tensor, weight: Tensor, arrangement: Arrangement, *, gated: bool, dtype: torch.dtype | None = None
+) -> Tensor:
     """Rows [arranged rows, columns] of the layer ``weight`` [experts, outputs, inputs], whose outputs are ``columns``
     or, if gated, twice as many. ``x`` are [tokens, inputs] where gated, else [arranged rows, inputs]. All are
-    contiguous; ``tile.rows`` are the arrangement's unless its block is one.
+    contiguous; ``tile.rows`` are the arrangement's unless its block is one. Rows are of ``dtype``, by default that of
+    ``x``.
     """
     num_experts, outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
-    y = x.new_empty(arrangement.rows, columns)
+    y = x.new_empty(arrangement.rows, columns, dtype=dtype)
     arranged = arrangement.block > 1
     tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [tile.outputs, tile.inputs]) if tile.bulk else None
     keywords: dict[str, Any] = options(num_warps=tile.warps, num_stages=tile.stages)

@@ -19,9 +19,19 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, sum_leaves
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
-from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, reference
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.tuning import (
+    REFERENCE,
+    Expanded,
+    KernelConfig,
+    KernelConfigs,
+    Library,
+    LinearShape,
+    reference,
+)
 from preheat.ops.proof import signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
@@ -103,7 +113,9 @@ def differing(
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 
 
-def settle_experts(used: Iterable[tuple[CudaExperts, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+def settle_experts(
+    used: Iterable[tuple[CudaExperts | CudaLeafExperts, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS
+) -> None:
     """The same for experts at numbers of tokens, with the weights that they have; nothing is proven unless
     ``invariant``.
     """
@@ -112,20 +124,53 @@ def settle_experts(used: Iterable[tuple[CudaExperts, Sequence[int]]], *, invaria
         plain = plain_config(experts.shape)
         with compiling(os.cpu_count() or 1):
             for tokens in sizes:
-                experts(x[:tokens], logits[:tokens])
-            experts.by(plain, x, logits)
+                experts.local(experts.configs(experts.shape, tokens), x[:tokens], logits[:tokens])
+            experts.local(plain, x, logits)
         wrong: set[int] = set()
         for seed in range(seeds if invariant else 0):
             fill(x, logits, seed)
             logits.normal_()
-            expected = experts.by(plain, x, logits)
-            wrong |= {n for n in sizes if _bits(experts(x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
+            expected = experts.local(plain, x, logits)
+            wrong |= {n for n in sizes if _bits(_chosen(experts, x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
         for tokens in sorted(wrong):
             logger.info("%s has not the contract's bits for %d tokens of %s: done without", *_choice(experts, tokens))
             experts.configs.reject(experts.shape, tokens)
 
 
-def _choice(experts: CudaExperts, tokens: int) -> tuple[object, int, object]:
+def _chosen(experts: CudaExperts | CudaLeafExperts, x: Tensor, logits: Tensor) -> Tensor:
+    return experts.local(experts.configs(experts.shape, len(x)), x, logits)
+
+
+def settle_leaves(
+    tiles: LeafTiles, used: Iterable[tuple[LeafShape, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS
+) -> None:
+    """The same for the leaves of row-parallel layers, whose fp32 sums are compared."""
+    sizes: dict[LeafShape, dict[int, None]] = {}
+    for shape, rows in used:
+        sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
+    for shape, numbers in sizes.items():
+        plain = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype)
+        x, weight, _, _ = _operands(plain, max(numbers))
+        assert isinstance(weight, Tensor)
+        y = torch.empty(len(x), shape.outputs, device="cuda")
+        expected = torch.empty_like(y)
+        with compiling(os.cpu_count() or 1):
+            for tile in {tiles(shape, size) for size in numbers} | {REFERENCE[shape.dtype]}:
+                sum_leaves(tile, x, weight, None, shape.leaves, y)
+        wrong: set[int] = set()
+        for seed in range(seeds if invariant else 0):
+            fill(x, weight, seed)
+            sum_leaves(REFERENCE[shape.dtype], x, weight, None, shape.leaves, expected)
+            for size in numbers:
+                sum_leaves(tiles(shape, size), x[:size], weight, None, shape.leaves, y[:size])
+                if _bits(y[:size]).ne(_bits(expected[:size])).any():
+                    wrong.add(size)
+        for size in sorted(wrong):
+            logger.info("%s has not the contract's bits for %d rows of %s: not used", tiles(shape, size), size, shape)
+            tiles.reject(shape, size)
+
+
+def _choice(experts: CudaExperts | CudaLeafExperts, tokens: int) -> tuple[object, int, object]:
     return experts.configs(experts.shape, tokens), tokens, experts.shape
 
 

@@ -95,6 +95,9 @@ class Group:
         dist.all_gather(list(found.unbind()), x.contiguous())
         return found
 
+    def abort(self) -> None:
+        """What waits on a card ends with the process."""
+
 
 class FinishedTiles(TiledLinear):
     """Tiles, and what follows their products."""

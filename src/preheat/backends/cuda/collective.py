@@ -1,0 +1,117 @@
+"""What GPUs exchange: NCCL moves bits and adds nothing; the sum of ranks is a kernel, in the order of the tree.
+
+NCCL's own sums take their order from the size of the message and the algorithm that it picks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preheat.backends.cuda.launch import begin, options
+from preheat.errors import SettingsError
+
+_LOOK_SECONDS = 0.02
+_BLOCK = 1024
+
+
+@triton.jit
+def _pair(parts, rank: tl.constexpr, stride, at, inside):
+    """What two neighbours have."""
+    left = tl.load(parts + rank * stride + at, mask=inside, other=0.0)
+    return left + tl.load(parts + (rank + 1) * stride + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _add_ranks(parts, bias, out, size, outputs, WORLD: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr):
+    """``BLOCK`` numbers of out a program, of parts fp32 [WORLD, size]; out are rows of ``outputs``."""
+    begin(overlap)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, stride = at < size, size.to(tl.int64)
+    total = _pair(parts, 0, stride, at, inside)
+    if WORLD >= 4:
+        total += _pair(parts, 2, stride, at, inside)
+    if WORLD == 8:
+        right = _pair(parts, 4, stride, at, inside)
+        right += _pair(parts, 6, stride, at, inside)
+        total += right
+    if bias is not None:
+        total += tl.load(bias + at % outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum [rows, outputs] in ``dtype`` of fp32 ``parts`` [ranks, rows, outputs], contiguous, in the tree's order,
+    and of ``bias`` [outputs].
+    """
+    world, rows, outputs = parts.shape
+    out = parts.new_empty(rows, outputs, dtype=dtype)
+    _add_ranks[(triton.cdiv(out.numel(), _BLOCK),)](
+        parts, bias, out, out.numel(), outputs, WORLD=world, BLOCK=_BLOCK, **options(num_warps=4, num_stages=1)
+    )
+    return out
+
+
+class RankSums:
+    """One rank alone, and what all kinds of groups of ranks do."""
+
+    rank, world = 0, 1
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See :class:`preheat.backends.base.Collective`."""
+        return x.unsqueeze(0)
+
+    def place(self, rows: int, outputs: int) -> Tensor:
+        """Where a rank's fp32 sum [rows, outputs] is written, until :meth:`sum` has used it."""
+        raise NotImplementedError("one rank alone has nothing to add")
+
+    def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The sum of all ranks' ``mine`` [rows, outputs], which is a :meth:`place`, and of ``bias``: in ``dtype``, a
+        new tensor.
+        """
+        return add_ranks(self.gather(mine), bias, dtype)
+
+    def abort(self) -> None:
+        """See :class:`preheat.backends.base.Collective`."""
+
+
+class Nccl(RankSums):
+    """Rank ``rank`` of ``world`` on ``device``, who meet in ``folder``; ``check`` raises where a rank has died. One
+    process is in one group. Raises SettingsError if it is in another.
+    """
+
+    def __init__(self, device: torch.device, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._device = rank, world, device
+        if dist.is_initialized():
+            raise SettingsError(
+                "this process is in a process group already: give each engine of several ranks a process of its own",
+                param="tensor_parallel_size",
+            )
+        store = dist.FileStore(str(folder / "group"), world)  # type: ignore[attr-defined]
+        store.add("present", 1)
+        while store.add("present", 0) < world:
+            check()
+            time.sleep(_LOOK_SECONDS)
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
+        self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory that this needs
+        torch.cuda.synchronize(device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        found = x.new_empty(self.world, *x.shape)
+        dist.all_gather_into_tensor(found.view(-1), x.contiguous().view(-1))
+        return found
+
+    def place(self, rows: int, outputs: int) -> Tensor:
+        return torch.empty(rows, outputs, dtype=torch.float32, device=self._device)
+
+    def abort(self) -> None:
+        dist.distributed_c10d._abort_process_group()  # the kernels of graphs see it too

@@ -1,0 +1,157 @@
+"""Row-parallel linear layers on CUDA: leaves of the inputs, see :mod:`preheat.ops.leaves`.
+
+A leaf is :func:`preheat.backends.cuda.linear.in_order` over a range of the inputs: one fp32 accumulator, in order. A
+program adds the leaves that its rank has in the tree's order, in registers. What it writes is their fp32 sum or, where
+one rank has all of them, the layer's output. Tiles say which program computes an output and change no bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.tuning import REFERENCE, Tile
+
+
+@triton.jit
+def _leaf(
+    x, weight, x_tiles, weight_tiles, token, out, row, first, start, size, inputs,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """[OUTPUTS, ROWS] over ``size`` inputs from ``start`` on."""
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for k in range(0, size, INPUTS):
+        if x_tiles is not None:
+            xs = x_tiles.load([row, start + k]).T
+            ws = weight_tiles.load([first, start + k])
+        else:
+            at = k + tl.arange(0, INPUTS)
+            to_x = x + token[None, :] * inputs + (start + at)[:, None]
+            to_w = weight + out[:, None] * inputs + (start + at)[None, :]
+            xs = tl.load(to_x) if EVEN else tl.load(to_x, mask=(at < size)[:, None], other=0.0)
+            ws = tl.load(to_w) if EVEN else tl.load(to_w, mask=(at < size)[None, :], other=0.0)
+        acc = tl.dot(ws, xs, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _leaves(
+    x, weight, bias, y, x_tiles, weight_tiles, rows, outputs, inputs, size,
+    LEAVES: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One tile [OUTPUTS, ROWS] of y a program; leaves are ``size`` inputs each. ``EVEN``: INPUTS divides that."""
+    begin(overlap)
+    first, row = corner(rows, outputs, OUTPUTS, ROWS)
+    out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
+    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+    total = _leaf(
+        x, weight, x_tiles, weight_tiles, token, out, row, first, 0, size, inputs, OUTPUTS, ROWS, INPUTS, EVEN
+    )
+    if LEAVES >= 2:
+        total += _leaf(
+            x, weight, x_tiles, weight_tiles, token, out, row, first, size, size, inputs, OUTPUTS, ROWS, INPUTS, EVEN
+        )
+    if LEAVES == 4:
+        right = _leaf(
+            x, weight, x_tiles, weight_tiles, token, out, row, first, 2 * size, size, inputs, OUTPUTS, ROWS, INPUTS,
+            EVEN,
+        )  # fmt: skip
+        right += _leaf(
+            x, weight, x_tiles, weight_tiles, token, out, row, first, 3 * size, size, inputs, OUTPUTS, ROWS, INPUTS,
+            EVEN,
+        )  # fmt: skip
+        total += right
+    result = rounded(total, bias, out, y.dtype.element_ty)
+    outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
+    to = y + tl.cast(row, tl.int64) * outputs + first
+    tl.store(to + tokens * outputs + outs, result, mask=(first + outs < outputs) & (row + tokens < rows))
+
+
+class LeafShape(NamedTuple):
+    """What the choice of tiles depends on, but for the number of rows. ``inputs`` are this rank's."""
+
+    outputs: int
+    inputs: int
+    leaves: int
+    dtype: torch.dtype
+
+
+def leaf_tile(shape: LeafShape, rows: int) -> Tile:
+    """Tiles for ``rows`` rows. The copy engine cannot stop inside a tile, so it needs leaves that its tiles divide."""
+    if shape.dtype != torch.bfloat16:
+        return REFERENCE[shape.dtype]
+    size = shape.inputs // shape.leaves
+    deep = 128 if size % 128 == 0 else 64
+    bulk = size % deep == 0
+    if rows <= 16:
+        return Tile(64, 16, deep, 4, 6 if deep == 128 else 8, bulk)
+    if rows <= 32:
+        return Tile(64, 32, deep, 4, 5, bulk)
+    if rows <= 64:
+        return Tile(64, 64, deep, 4, 4, bulk)
+    if rows <= 256:
+        return Tile(128, 64, 64, 4, 4, bulk)
+    return Tile(128, 128, 64, 8, 4, bulk)
+
+
+class LeafTiles:
+    """From row-parallel layers and numbers of rows to tiles."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[LeafShape, int], Tile] = {}
+
+    def __call__(self, shape: LeafShape, rows: int) -> Tile:
+        made = self._made.get((shape, rows))
+        if made is None:
+            made = self._made[shape, rows] = leaf_tile(shape, rows)
+        return made
+
+    def reject(self, shape: LeafShape, rows: int) -> None:
+        """From now on serve ``rows`` rows with the tiles whose order is beyond doubt."""
+        self._made[shape, rows] = REFERENCE[shape.dtype]
+
+
+def sum_leaves(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, y: Tensor) -> Tensor:
+    """``y`` [rows, outputs] of ``x`` [rows, inputs] and ``weight`` [outputs, inputs], all contiguous: fp32 sums, or
+    outputs in the dtype of ``x``.
+    """
+    tiles: tuple[Any, Any] = (None, None)
+    if tile.bulk:
+        tiles = (
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs]),
+            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),
+        )
+    (rows, inputs), outputs = x.shape, len(weight)
+    size = inputs // leaves
+    blocks = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
+    _leaves[(blocks,)](
+        x, weight, bias, y, *tiles, rows, outputs, inputs, size, LEAVES=leaves, OUTPUTS=tile.outputs, ROWS=tile.rows,
+        INPUTS=tile.inputs, EVEN=size % tile.inputs == 0, **options(num_warps=tile.warps, num_stages=tile.stages),
+    )  # fmt: skip
+    return y
+
+
+class CudaLeafLinear:
+    """``weight`` [outputs, inputs of this rank] in ``leaves``, and ``bias`` [outputs]; ``ranks`` add what each has."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, leaves: int, ranks: RankSums, tiles: LeafTiles) -> None:
+        self.weight, self.bias, self._ranks, self.tiles = weight, bias, ranks, tiles
+        self.shape = LeafShape(len(weight), weight.shape[1], leaves, weight.dtype)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor of its dtype, the same on all ranks."""
+        tile, size = self.tiles(self.shape, len(x)), (len(x), self.shape.outputs)
+        if self._ranks.world == 1:
+            return sum_leaves(tile, x, self.weight, self.bias, self.shape.leaves, x.new_empty(size))
+        place = self._ranks.place(*size)
+        sum_leaves(tile, x, self.weight, None, self.shape.leaves, place)
+        return self._ranks.sum(place, self.bias, x.dtype)

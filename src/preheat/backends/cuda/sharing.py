@@ -1,0 +1,52 @@
+"""Layers that several ranks share on GPUs, one process each; see :mod:`preheat.ops.leaves`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from preheat.backends.base import Collective
+from preheat.backends.cuda.collective import Nccl, RankSums
+from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.ops.kinds import Activation
+from preheat.ops.moe import Routing
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.backend import CudaBackend
+
+
+class CudaSharing:
+    """See :class:`preheat.backends.base.Sharing`; for a rank on the GPU of ``backend``."""
+
+    def __init__(self, backend: CudaBackend, tiles: LeafTiles) -> None:
+        self._backend, self._tiles = backend, tiles
+
+    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> RankSums:
+        return RankSums() if world == 1 else Nccl(self._backend.device, folder, rank, world, check)
+
+    def row_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiles: Sequence[int],
+        *,
+        activation: Activation | None = None,
+        clip: float | None = None,
+    ) -> CudaLinear:
+        """An output's bits depend on its own row of ``weight`` alone, so ``tiles`` are not needed."""
+        return self._backend.linear(weight, bias, activation=activation, clip=clip)
+
+    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> CudaLeafLinear:
+        return CudaLeafLinear(weight, bias, leaves, cast(RankSums, collective), self._tiles)
+
+    def leaf_experts(
+        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+    ) -> CudaLeafExperts:
+        return CudaLeafExperts(
+            gate_up, down, routing, leaves, cast(RankSums, collective), self._backend.experts_configs
+        )

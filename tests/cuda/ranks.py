@@ -1,0 +1,168 @@
+"""What runs on several GPUs, each part in processes of its own: one process is in one group of ranks.
+
+``python -m tests.cuda.ranks collective`` (or ``engine``, see the end) prints each stage that it reaches, and where
+every process stands if it takes too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 80))]
+OPTIONS: dict[str, Any] = {
+    "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 128, "block_size": 64,
+    "num_gpu_blocks_override": 200, "boot_check": "quick",
+}  # fmt: skip
+
+
+def stage(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')} {os.getpid()}] {text}", file=sys.stderr, flush=True)
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+
+def watch(seconds: float) -> None:
+    """After so long, print where this process and its children stand, and end them."""
+    faulthandler.enable()
+
+    def late() -> None:
+        time.sleep(seconds)
+        stage(f"no end after {seconds:g} s")
+        for pid in children():
+            os.kill(pid, signal.SIGABRT)  # PYTHONFAULTHANDLER: it says where it stands
+        time.sleep(2)
+        faulthandler.dump_traceback()
+        os._exit(3)
+
+    os.environ["PYTHONFAULTHANDLER"] = "1"
+    threading.Thread(target=late, daemon=True).start()
+
+
+def thrice(layer: Callable[[Tensor], Tensor], x: Tensor, into: list[Tensor]) -> None:
+    into.extend(layer(x) for _ in range(3))
+
+
+def exchange(rank: int, world: int, folder: str) -> None:
+    """One process: gather, leaves and their sum, eager and captured. Fails with an AssertionError."""
+    import torch
+
+    from preheat.backends.cuda.backend import CudaBackend
+    from preheat.backends.cuda.graph import capture
+    from preheat.settings import Settings
+
+    backend = CudaBackend(rank)
+    backend.prepare(Settings(device="cuda"), None)
+    assert backend.sharing is not None
+    stage(f"rank {rank} on {backend.device}")
+    ranks = backend.sharing.join(Path(folder), rank, world, lambda: None)
+    stage(f"rank {rank} joined: {type(ranks).__name__}")
+    mine = torch.full((3, 5), rank + 1, device=backend.device)
+    assert ranks.gather(mine)[:, 0, 0].tolist() == list(range(1, world + 1))
+    alone = backend.sharing.join(Path(folder), 0, 1, lambda: None)
+    random = torch.Generator(backend.device).manual_seed(1)  # the same on all GPUs
+    for rows, outputs, inputs in [(1, 512, 1024), (64, 4096, 4096), (700, 4096, 4096)]:
+        x, weight = (
+            torch.randn(size, inputs, generator=random, device=backend.device).bfloat16() for size in (rows, outputs)
+        )
+        bias = torch.randn(outputs, generator=random, device=backend.device).bfloat16()
+        whole = backend.sharing.leaf_linear(weight, bias, 4, alone)(x)
+        part = slice(rank * inputs // world, (rank + 1) * inputs // world)
+        layer = backend.sharing.leaf_linear(weight[:, part].contiguous(), bias, 4 // world, ranks)
+        own = x[:, part].contiguous()
+        for _ in range(5):
+            assert torch.equal(layer(own), whole), f"{rows} rows of {outputs} x {inputs}"
+        stage(f"rank {rank}: {rows} rows of {outputs} x {inputs}, eager")
+        again = list[torch.Tensor]()
+        graph = capture(partial(thrice, layer, own, again))
+        for _ in range(50):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, whole) for each in again), f"captured, {rows} rows of {outputs} x {inputs}"
+        stage(f"rank {rank}: captured")
+        assert (whole.float() - (x.float() @ weight.float().T + bias.float())).abs().max() < 2
+    stage(f"rank {rank}: all equal")
+    os._exit(0)  # without the destructors of NCCL, which wait for each other
+
+
+def collective(world: int) -> None:
+    """Run :func:`exchange` on ``world`` GPUs."""
+    import torch
+
+    from preheat.backends.cuda.early import NO_MULTICAST
+
+    os.environ.update(NO_MULTICAST)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(exchange, (world, folder), nprocs=world)
+    stage("collective: done")
+
+
+def engine(model: str, world: int, eager: bool) -> dict[str, Any]:
+    """The digest of an engine on ``world`` GPUs, its answers, and how fast it decodes."""
+    from preheat import LLM, SamplingParams
+
+    options = {**OPTIONS, "enforce_eager": eager}
+    if model != "bundled":
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    began = time.monotonic()
+    llm = LLM(model, tensor_parallel_size=world, tp_invariant=True, **options)
+    stage(f"ready after {time.monotonic() - began:.1f} s")
+    record = llm.loop.listener.record
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, logprobs=3, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=40, presence_penalty=0.5, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=5, top_k=20, max_tokens=40, logprobs=1, ignore_eos=True),
+    ]
+    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    answers = [(r.outputs[0].token_ids, repr(r.outputs[0].logprobs), repr(r.prompt_logprobs)) for r in results]
+    stage("answered")
+    began = time.monotonic()
+    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+    each = (time.monotonic() - began) / 200
+    stage(f"{each * 1e3:.3f} ms a token, digest {record.proof.digest}, cold {record.cold}")
+    return {
+        "digest": record.proof.digest, "parts": record.proof.parts, "unproved": record.unproved(), "cold": record.cold,
+        "answers": answers, "ms": each * 1e3,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["collective", "engine"])
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    watch(args.seconds)
+    if args.what == "collective":
+        collective(args.world)
+        return
+    found = engine(args.model, args.world, args.eager)
+    if args.out:
+        Path(args.out).write_text(json.dumps(found, default=str))
+    stage("engine: done")
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
