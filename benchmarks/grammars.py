@@ -4,7 +4,7 @@
 
 Random weights, and a byte-level BPE that is made here, as large as the model's vocabulary. ``full`` are plain rows at
 the sampler's highest level, which rows with masks need: what is between it and ``nested`` is due to masks alone.
-``nested`` rows write a list of nested objects that never ends. A step with grammars waits for the masks that the model
+``nested`` rows write a list of nested objects, longer than what is measured. A step with grammars waits for the masks that the model
 does not hide: ``wait`` is that part of a step. Times to the first token are of one request alone: without a grammar,
 with one that was compiled before, and with one that nobody has asked for yet. ``first`` is the first request after the
 start with a grammar that the boot knows, beside the median of later ones.
@@ -48,7 +48,8 @@ OBJECT = {
     },
     "required": ["id", "name", "kind", "address", "tags", "active"], "additionalProperties": False,
 }  # fmt: skip
-ENDLESS = StructuredOutputsParams(json={"type": "array", "items": OBJECT})
+ENDLESS = StructuredOutputsParams(json={"type": "array", "items": OBJECT, "minItems": 64})
+"""More tokens than a row is measured for: a list that may end would, with random weights."""
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,

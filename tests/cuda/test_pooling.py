@@ -16,7 +16,7 @@ from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_embeddings import LAST, MEAN, by_chunks, hidden_states, same, vectors
 
 DEVICE = "cuda"
-VOCAB, LENGTH = 199, 512
+VOCAB, LENGTH = 199, 256
 OPTIONS: dict[str, Any] = {
     "device": DEVICE, "skip_tokenizer_init": True, "runner": "pooling", "max_model_len": LENGTH, "max_num_seqs": 16,
     "max_num_batched_tokens": 256, "block_size": 64, "num_gpu_blocks_override": 200, "boot_check": "off",
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts() -> list[list[int]]:
     """Of one token, of several chunks, and some that begin as others."""
     chance = random.Random(3)
-    drawn = [[chance.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 17, 40, 130, 300, LENGTH - 1)]
+    drawn = [[chance.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 17, 40, 130, 200, LENGTH - 1)]
     return [*drawn, [*drawn[4][:96], 5], drawn[4][:100], drawn[5]]
 
 
