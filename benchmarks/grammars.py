@@ -5,8 +5,8 @@
 Random weights, and a byte-level BPE that is made here, as large as the model's vocabulary. ``full`` are plain rows at
 the sampler's highest level, which rows with masks need: what is between it and ``nested`` is due to masks alone.
 ``nested`` rows write a list of nested objects, longer than what is measured. A step with grammars waits for the masks
-that the model does not hide: ``wait`` is that part of a step. Times to the first token are of one request alone: without
-a grammar, with one that was compiled before, and with one that nobody has asked for yet. ``first`` is the first request
+that the model does not hide: ``wait`` is that part of a step. Times to the first token are of one request alone:
+without a grammar, with one that was compiled before, and with one that nobody has asked for yet. ``first`` is the first request
 after the start with a grammar that the boot knows, beside the median of later ones.
 """
 
@@ -186,7 +186,8 @@ def main(words: Sequence[str]) -> None:
         longest = args.context + args.steps + 2 * max(args.rows) + max(args.rows) * args.context // 2048 + 64
         llm = LLM(
             str(model), load_format="dummy", device=args.device, max_num_seqs=max(args.rows), max_model_len=longest,
-            enable_prefix_caching=False, skip_warmup=False, boot_check="off", on_cold="raise", log_level="warning", seed=0,
+            enable_prefix_caching=False, skip_warmup=False, boot_check="off", on_cold="raise", log_level="warning",
+            seed=0,
         )  # fmt: skip
         first = to_first(llm, args)
         figures = {"to_first_token_ms": first, "between_tokens_ms": between_tokens(llm, args)}
