@@ -6,8 +6,8 @@ Random weights, and a byte-level BPE that is made here, as large as the model's 
 the sampler's highest level, which rows with masks need: what is between it and ``nested`` is due to masks alone.
 ``nested`` rows write a list of nested objects, longer than what is measured. A step with grammars waits for the masks
 that the model does not hide: ``wait`` is that part of a step. Times to the first token are of one request alone:
-without a grammar, with one that was compiled before, and with one that nobody has asked for yet. ``first`` is the first request
-after the start with a grammar that the boot knows, beside the median of later ones.
+without a grammar, with one that was compiled before, and with one that nobody has asked for yet. ``first`` is the first
+request after the start with a grammar that the boot knows, beside the median of later ones.
 """
 
 from __future__ import annotations
