@@ -31,6 +31,8 @@ class DecodingRows:
 
     def __enter__(self) -> None:
         while len(self._states[-1].choices[0].token_ids) < WARM:
+            if any(state.finished for state in self._states):
+                raise RuntimeError("a row ended before all of them decoded")
             self._llm.advance()
 
     def __exit__(self, *_: object) -> None:

@@ -57,6 +57,15 @@ def test_a_format_has_a_file_of_its_own(tmp_path):
         main([*line, "--format", "int3"])
 
 
+def test_grammars_are_measured_beside_plain_rows(tmp_path):
+    assert main(["bench", "grammars", "--tiny", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / "grammars_llama-3.1-8b.json").read_text())["figures"]
+    rows = figures["between_tokens_ms"]
+    assert list(rows) == ["1", "2"] and list(rows["2"]) == ["plain", "full", "nested"]
+    assert rows["2"]["nested"]["wait"] > 0 == rows["2"]["plain"]["wait"]
+    assert set(figures["to_first_token_ms"]) >= {"first_to_later", "new_more", "cached_more"}
+
+
 def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     line = ["bench", "latency", "--tiny", "--shape", "bundled", "--output", str(tmp_path), "--on-cold", "count"]
     assert main([*line, "--max-num-seqs", "1", "--seconds", "0"]) == 0
