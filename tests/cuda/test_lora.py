@@ -62,7 +62,7 @@ def made(model: Path, **more: Any) -> LLM:
 @pytest.fixture(scope="module")
 def roomy(model: Path) -> LLM:
     """Everything has run and is captured before ready; places for all."""
-    return made(model, **WITH, max_loras=COUNT, skip_warmup=False, on_cold="raise", boot_check="fail")
+    return made(model, **WITH, max_loras=COUNT, skip_warmup=False, on_cold="raise", boot_check="full")
 
 
 def load() -> tuple[list[list[int]], list[SamplingParams], list[int]]:

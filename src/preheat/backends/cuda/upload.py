@@ -41,7 +41,7 @@ class Upload:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the previous user of this memory is done with it
         length = self._piece_bytes // out.element_size()
-        pieces = zip(torch.split(source.view(-1), length), torch.split(out.view(-1), length), strict=True)
+        pieces = zip(torch.split(source.reshape(-1), length), torch.split(out.view(-1), length), strict=True)
         for moved in [self._pool.submit(self._move, *piece) for piece in pieces]:
             moved.result()
 
