@@ -35,7 +35,7 @@ class Upload:
         self._pool.shutdown()
 
     def copy(self, source: Tensor, out: Tensor) -> None:
-        """Copy ``source``, on the host, into ``out`` of the same shape, in the dtype of ``out``; both are contiguous.
+        """Copy ``source``, on the host, into ``out`` of the same shape, in the dtype of ``out``, which is contiguous.
         The device has it all when this returns.
         """
         if self._device.type == "cuda":
