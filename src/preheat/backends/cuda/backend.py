@@ -39,6 +39,7 @@ from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import CudaLinear, FinishedLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
@@ -133,6 +134,14 @@ class CudaBackend:
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Pinned."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    @cached_property
+    def _sleep_memory(self) -> VirtualMemory:
+        return VirtualMemory(self.device)
+
+    def sleep_memory(self) -> VirtualMemory:
+        """Virtual memory of the driver's."""
+        return self._sleep_memory
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
