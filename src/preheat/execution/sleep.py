@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from preheat.backends.base import Backend
 from preheat.settings import Settings
@@ -20,8 +21,11 @@ def sleepable(settings: Settings, backend: Backend, tag: str) -> AbstractContext
     return nullcontext() if memory is None else memory.taking(tag)
 
 
-def pin_weights(settings: Settings, backend: Backend) -> None:
-    """Take the memory on the host that level 1 copies weights to, once, where addresses must stay."""
+@contextmanager
+def sleepable_weights(settings: Settings, backend: Backend) -> Iterator[None]:
+    """Besides, memory on the host that level 1 copies the weights to is taken at the end, once."""
+    with sleepable(settings, backend, WEIGHTS):
+        yield
     if settings.enable_sleep_mode and (memory := backend.sleep_memory()) is not None:
         started = time.monotonic()
         size = memory.pin(WEIGHTS)

@@ -1,7 +1,7 @@
 """Memory of a GPU that is given back and taken again at the same addresses, which captured graphs know.
 
-The driver's virtual memory: a range of addresses is reserved for good, and physical memory is mapped behind it, unmapped
-and mapped again. torch's caching allocator takes its segments from here while a tag's pool is in use, so that whatever
+The driver's virtual memory: a range of addresses stays reserved, and physical memory is mapped behind it, unmapped and
+mapped again. torch's caching allocator takes its segments from here while a tag's pool is in use, so that whatever
 is allocated meanwhile can sleep, with no change to what allocates it.
 """
 
