@@ -144,7 +144,7 @@ class VirtualMemory:
         """What this thread allocates inside can sleep under ``tag``."""
         if tag not in self._pools:
             if self._allocator is None:
-                pointers = [ctypes.cast(each, c_void_p).value for each in (self._malloc, self._free)]
+                pointers = [ctypes.cast(each, c_void_p).value or 0 for each in (self._malloc, self._free)]
                 self._allocator = torch._C._cuda_customAllocator(*pointers)
             self._pools[tag] = torch.cuda.MemPool(self._allocator)
         self._tag = tag
