@@ -26,6 +26,7 @@ from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.execution.offload import HostTier
+from preheat.execution.sleep import sleepable_weights
 from preheat.grammar.service import Grammars, open_grammars
 from preheat.lora.boot import adapter_parts, check_mode, open_adapters
 from preheat.lora.service import Adapters
@@ -104,7 +105,8 @@ def _boot(
     loading = f"Pre-loading model weights on {backend.device}"
     opening = _open_grammars(settings)
     with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
-        model = load_model(settings, backend, share.collective)
+        with sleepable_weights(settings, backend):
+            model = load_model(settings, backend, share.collective)
         draft = load_draft(settings, backend, model)
         others_free = share.loaded()
         adapters = open_adapters(settings, model)

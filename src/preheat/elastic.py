@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from preheat.backends.base import Backend
+from preheat.backends.base import Backend, SleepMemory
 from preheat.backends.names import HOST
 from preheat.core import Command, EngineState
-from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant
+from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, PreheatError
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import BlockCache
+from preheat.execution.sleep import CACHE, WEIGHTS
 from preheat.model.loader import LoadedModel
 from preheat.model.residence import Dropped
 from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
@@ -30,11 +31,24 @@ from preheat.warmup.cold_monitor import ColdMonitor
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS, CACHE = "weights", "kv_cache"
-"""What may sleep, by the tags of vLLM's ``wake_up``."""
+LEVELS: dict[int, dict[str, bool]] = {0: {}, 1: {CACHE: False, WEIGHTS: True}, 2: {CACHE: False, WEIGHTS: False}}
+"""What a sleep gives back, and whether its contents are kept on the host. Where the device's memory is the host's, what
+is kept stays where it is."""
 
-LEVELS: dict[int, tuple[str, ...]] = {0: (), 1: (CACHE,), 2: (CACHE, WEIGHTS)}
-"""What a sleep gives back. Where the device's memory is the host's, level 1 leaves weights where they are."""
+
+class Freed:
+    """The memory of ``tag`` at addresses that stay, given back; see :class:`Dropped`."""
+
+    def __init__(self, memory: SleepMemory, tag: str, *, keep: bool) -> None:
+        self._memory, self._tag = memory, tag
+        memory.sleep(tag, keep=keep)
+
+    def restore(self) -> None:
+        """Take memory again. Raises PreheatError where the device has not enough."""
+        try:
+            self._memory.wake(self._tag)
+        except RuntimeError as error:
+            raise PreheatError(f"there is no memory for {self._tag}: free some on the device and wake again") from error
 
 
 def cache_contents(model: LoadedModel, version: str = "") -> str:
@@ -61,7 +75,7 @@ class Elastic:
         self._settings, self._backend, self._model = settings, backend, model
         self._scheduler, self._executor, self._check, self._monitor = scheduler, executor, check, monitor
         self._changes = 0  # of what the cache may hold
-        self._dropped: dict[str, Dropped] = {}
+        self._dropped: dict[str, Dropped | Freed] = {}
         self._lacking = False  # weights, since they were dropped
         self._digest: str | None = None  # what the next check has to find
         self.state = EngineState(digest=monitor.record.proof.digest)
@@ -77,7 +91,7 @@ class Elastic:
             self._load(command)
         except BaseException:
             if slept is not None:
-                self._drop(WEIGHTS)
+                self._drop(WEIGHTS, keep=not self._lacking)
             raise
         finally:
             self._monitor.forget()
@@ -126,8 +140,8 @@ class Elastic:
         if level:
             self._forget()
             self._digest = self.state.digest
-        for tag in LEVELS[level]:
-            self._drop(tag)
+        for tag, keep in LEVELS[level].items():
+            self._drop(tag, keep=keep)
         logger.info("Asleep at level %d: the process holds %.2f GiB", level, self._backend.used_memory() / 2**30)
 
     @torch.no_grad()
@@ -139,8 +153,9 @@ class Elastic:
         if self._lacking and CACHE in wanted:
             raise InvalidRequest("level 2 has dropped the weights: /update_weights first, with all of them")
         for tag in wanted:
-            if (dropped := self._dropped.pop(tag, None)) is not None:
-                dropped.restore()
+            if tag in self._dropped:
+                self._dropped[tag].restore()  # which may find no memory: then it still sleeps
+                del self._dropped[tag]
                 if tag == CACHE:
                     self._clear_cache()
         if self._dropped or self._lacking:
@@ -149,9 +164,13 @@ class Elastic:
             self._prove()
         return True
 
-    def _drop(self, tag: str) -> None:
-        if tag == WEIGHTS:
-            self._lacking = True
+    def _drop(self, tag: str, *, keep: bool) -> None:
+        self._lacking |= tag == WEIGHTS and not keep
+        if (memory := self._backend.sleep_memory()) is not None:
+            self._dropped[tag] = Freed(memory, tag, keep=keep)
+        elif keep:
+            return
+        elif tag == WEIGHTS:
             self._dropped[tag] = Dropped(tensors_of(self._model.weights))
         else:
             self._dropped[tag] = Dropped(cache.data for cache in self._caches)

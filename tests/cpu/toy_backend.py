@@ -127,6 +127,9 @@ class ToyBackend:
     free_memory = kv_cache_memory = lambda self: 1 << 28
     used_memory = supports_bfloat16 = lambda self: False
 
+    def sleep_memory(self) -> None:
+        pass
+
     def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
         return nullcontext(lambda source, out: np.copyto(out.numpy(), source.float().numpy()))
 

@@ -569,6 +569,22 @@ class Sharing(Protocol):
         """As :meth:`Operations.experts`, whose inner numbers the ranks share: this one's are so many ``leaves``."""
 
 
+class SleepMemory(Protocol):
+    """Memory of the device that can be given back and taken again at the same addresses, by tag."""
+
+    def taking(self, tag: str) -> AbstractContextManager[None]:
+        """What this thread allocates inside can sleep under ``tag``."""
+
+    def pin(self, tag: str) -> int:
+        """Memory on the host for the contents of ``tag``, taken ahead; bytes."""
+
+    def sleep(self, tag: str, *, keep: bool) -> None:
+        """Give the memory back; ``keep``: its contents go to the host, else they are lost."""
+
+    def wake(self, tag: str) -> None:
+        """Take memory again. What was not kept is undefined."""
+
+
 class Backend(Operations, Protocol):
     """One kind of device. ``sharing`` is None where no ranks can share layers, ``adapters`` where there are no kernels
     for them.
@@ -608,6 +624,9 @@ class Backend(Operations, Protocol):
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Zeros like ``tensor`` on the host, in memory that the device copies from and to without waiting."""
+
+    def sleep_memory(self) -> SleepMemory | None:
+        """What gives the device's memory back at addresses that stay; None where addresses may change."""
 
     def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
         """While weights are loaded: ``copy(source, out)`` brings a tensor of the host into its place."""

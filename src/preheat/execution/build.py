@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from preheat.backends.base import Backend, Experts, Linear, Mode, Sampler
@@ -12,6 +13,7 @@ from preheat.execution.executor import Executor, attention_layers
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.execution.pooler import Pooler
+from preheat.execution.sleep import CACHE, sleepable
 from preheat.model.decoder import Decoder
 from preheat.model.formats_inc import inner
 from preheat.model.loader import LoadedModel
@@ -73,7 +75,8 @@ def build(
     """
     spec, limits = model.spec, plan.limits
     blocks = limits.num_blocks if num_blocks is None else num_blocks
-    cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)
+    with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
+        cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device)
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store))
     contiguous = settings.contiguous_pa is not False
     attention = backend.attention(attention_layers(decoder, cache), limits, contiguous=contiguous)

@@ -42,6 +42,7 @@ from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
+from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.moe_shared import add_shared
@@ -147,6 +148,14 @@ class CudaBackend:
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Pinned."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    @cached_property
+    def _sleep_memory(self) -> VirtualMemory:
+        return VirtualMemory(self.device)
+
+    def sleep_memory(self) -> VirtualMemory:
+        """Virtual memory of the driver's."""
+        return self._sleep_memory
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:

@@ -30,7 +30,6 @@ FACTS = Facts(
     ignored=NO_BRIDGE,
     rejected={
         "use_fake_hpu": "the fake is a Gaudi's: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
-        "enable_sleep_mode": "not yet on CUDA: graphs know the addresses of weights and cache, which must stay",
         "contiguous_pa": "attention reads every block where it lies",
         "defrag_with_graphs": "blocks are swapped operation by operation",
     },
