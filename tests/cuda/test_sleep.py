@@ -7,6 +7,7 @@ import torch
 
 from preheat import LLM, SamplingParams
 from preheat.errors import InvalidRequest, NotInvariant
+from preheat.model.files import BUNDLED_PATH
 from preheat.model.update import tensors_of
 from tests.cuda.test_engine import ROOMY, model
 
@@ -47,13 +48,14 @@ def test_level_1_keeps_addresses_and_bits(engine):
     assert digest and engine.state.digest == digest and tokens(engine) == said
 
 
-def test_level_2_loses_the_weights_until_an_update_brings_all(engine, model):
+def test_level_2_loses_the_weights_until_an_update_brings_all():
+    engine = LLM("bundled", device="cuda", enable_sleep_mode=True, num_gpu_blocks_override=400, max_num_seqs=8)
     digest, said = engine.state.digest, tokens(engine)
     engine.sleep(2)
     with pytest.raises(InvalidRequest, match="/update_weights first"):
         engine.wake_up()
     engine.wake_up(["weights"])
-    engine.update_weights(model)
+    engine.update_weights(BUNDLED_PATH)
     engine.wake_up(["kv_cache"])
     assert engine.state.digest == digest and tokens(engine) == said
 
