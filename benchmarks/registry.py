@@ -17,6 +17,7 @@ ALL = "all"
 
 SINGLE = {
     "attention": "paged attention on a GPU, beside the bytes and the operations that it needs",
+    "collective": "adding up over several GPUs in a stated order, beside NCCL and torch, by size",
     "compile_mode": "execution mode `compile` against `eager` on a CPU",
     "defrag": "decoding from a scattered KV cache, with and without compaction",
     "first_request": "the first request after ready, each in a boot of its own, offline and over HTTP",
