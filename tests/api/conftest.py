@@ -64,6 +64,7 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     model: str
+    log: Path | None = None
 
     @property
     def url(self) -> str:
@@ -107,7 +108,9 @@ class Server:
     def _wait_for(self, path: str, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            assert self.process.poll() is None, f"the server left with {self.process.returncode}"
+            if self.process.poll() is not None:
+                said = self.log.read_text(errors="replace")[-2000:] if self.log else ""
+                raise AssertionError(f"the server left with {self.process.returncode}: {said}")
             with contextlib.suppress(OSError):
                 if self.get(path).status == 200:
                     return
@@ -143,7 +146,7 @@ def serving(
     with contextlib.ExitStack() as opened:
         stderr = opened.enter_context(log.open("wb")) if log else None
         process = subprocess.Popen(command, env=environment, stderr=stderr)
-    server = Server(process, port, model)
+    server = Server(process, port, model, log)
     try:
         if wait:
             server.wait_until_ready()

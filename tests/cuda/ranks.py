@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 80))]
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 128, "block_size": 64,
-    "num_gpu_blocks_override": 200, "boot_check": "quick",
+    "num_gpu_blocks_override": 200, "boot_check": "quick", "skip_warmup": False,
 }  # fmt: skip
 
 

@@ -111,18 +111,19 @@ def test_mixed_is_each_alone_by_graphs_and_nothing_is_cold(roomy: LLM, adapters:
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
     model: Path, roomy: LLM, expected: Bits
 ) -> None:
+    found = answers(roomy, [None])  # before another engine in this process captures what it needs
     plain = made(model)
     whose = load()[2]
     right = answers(plain, [None])
     base = [at for at in range(len(whose)) if not whose[at]]
     assert [expected[at] for at in base] == [right[at] for at in base]
-    assert answers(roomy, [None]) == right
+    assert found == right
     assert all(expected[at] != right[at] for at in range(len(whose)) if whose[at])
 
 
 def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
     """Two places for five adapters, few blocks, small steps, a step in flight."""
-    tight = made(model, **TIGHT | WITH, max_loras=2, async_scheduling=True)
+    tight = made(model, **TIGHT | WITH | {"num_gpu_blocks_override": 40}, max_loras=2, async_scheduling=True)
     loads: list[int] = []
     right = tight.loop.executor.load_adapters
 

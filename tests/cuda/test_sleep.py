@@ -49,7 +49,8 @@ def test_level_1_keeps_addresses_and_bits(engine):
 
 
 def test_level_2_loses_the_weights_until_an_update_brings_all():
-    engine = LLM("bundled", device="cuda", enable_sleep_mode=True, num_gpu_blocks_override=400, max_num_seqs=8)
+    options = {"enable_sleep_mode": True, "num_gpu_blocks_override": 400, "max_num_seqs": 8, "skip_warmup": False}
+    engine = LLM("bundled", device="cuda", **options)
     digest, said = engine.state.digest, tokens(engine)
     engine.sleep(2)
     with pytest.raises(InvalidRequest, match="/update_weights first"):

@@ -128,6 +128,10 @@ class _Bytes:
         }  # fmt: skip
 
 
+_ALLOCATORS: list[VirtualMemory] = []
+"""Kept until the process ends: torch calls back when it gives segments up, in whatever order garbage is collected."""
+
+
 class VirtualMemory:
     """What may sleep on ``device``, by tag. ``driver`` is what :class:`Driver` offers."""
 
@@ -138,10 +142,10 @@ class VirtualMemory:
         self._pools: dict[str, Any] = {}
         self._host: dict[str, list[Tensor]] = {}
         self._asleep: dict[str, bool] = {}  # by tag, whether its contents are on the host
-        # the allocator's callbacks live as long as the pools
         self._malloc = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)(self._allocate)
         self._free = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)(self._release)
         self._allocator: Any = None
+        _ALLOCATORS.append(self)
 
     @contextmanager
     def taking(self, tag: str) -> Iterator[None]:
