@@ -92,7 +92,10 @@ def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
         registers = outputs * each * (3 if shape.gated else 2) <= 192 * 256  # accumulators, and what is added to them
         memory = codes_bytes(shape, outputs, each, depth) * stages
         if registers and (depth == 128 or shape.inputs % depth == 0) and 24_000 < memory < SHARED_BYTES:
-            yield Tile(outputs, each, depth, 8 if outputs * each > 64 * 64 else min(4, outputs // 16), stages)
+            fewest = 8 if outputs * each > 64 * 64 else min(4, outputs // 16)
+            # codes that become numbers keep more threads busy than the product alone
+            for warps in (fewest,) if shape.scheme.activations else sorted({fewest, 4, 8} - set(range(fewest))):
+                yield Tile(outputs, each, depth, warps, stages)
 
 
 def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
