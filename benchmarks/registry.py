@@ -21,6 +21,7 @@ SINGLE = {
     "defrag": "decoding from a scattered KV cache, with and without compaction",
     "first_request": "the first request after ready, each in a boot of its own, offline and over HTTP",
     "gemm": "linear layers on a GPU: the kernels in use against cuBLAS",
+    "grammars": "structured outputs: time between tokens and to the first one, beside plain requests",
     "host_step": "the host's work in a step of decoding rows, and how long a GPU waits for it",
     "invariance_cost": "what batch invariance costs on a GPU",
     "kernels": "each kernel of a decoding step, beside the time that its bytes need",

@@ -6,8 +6,11 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from benchmarks import grammars
 from benchmarks.common.checkpoint import write_checkpoint
+from benchmarks.common.vocabulary import write_tokenizer
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.cli import main
 from preheat.model.families import read_spec
@@ -46,6 +49,27 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     left_out = json.loads((tmp_path / "bundled.json").read_text())["parts"]["latency"]["figures"]["left_out"]
     assert "batch 2: max_num_seqs is lower" in left_out
     assert "batch 1: out of time" in left_out
+
+
+def test_grammars_beside_plain_rows(capsys):
+    options = {"skip_warmup": False, "determinism_warmup_iterations": 0, "boot_check": "off"}
+    grammars.main(["--tiny", "--shape", "bundled", "--options", json.dumps(options)])
+    *lines, figures = capsys.readouterr().out.splitlines()
+    found = json.loads(figures)
+    assert [line["setting"] for line in found["first"]] == list(grammars.kinds())
+    assert set(found["to_first_token_ms"]) == {"plain", "new", "cached"}
+    (line,) = found["between_tokens"]
+    assert line["rows"] == 2 and 0 <= line["wait_ms"] < line["step_ms"] and line["masks_ms"] > 0
+    assert any(text.startswith("first token, new schema") for text in lines)
+
+
+def test_a_made_up_tokenizer_has_every_token_and_loses_no_text(tmp_path):
+    write_tokenizer(tmp_path, 4096)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = '{"näme": [1, 234], "b": "the end 😀"}\n'
+    ids = made.encode(text).ids
+    assert made.get_vocab_size() == 4096 and made.decode(ids) == text and len(ids) < len(text.encode())
+    assert made.token_to_id("<|end_of_text|>") == 4096 - 255
 
 
 @pytest.mark.parametrize("tied", [False, True])
