@@ -75,6 +75,7 @@ def sampling_input(
     random = (slots.temperature[rows] > 0).nonzero()[0]
     penalised = slots.needs_penalty[rows].nonzero()[0]
     masked = slots.has_grammar[rows].nonzero()[0]
+    told = slots.has_logprob_ids[rows].nonzero()[0].tolist()
     needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
         size=len(rows),
@@ -83,6 +84,7 @@ def sampling_input(
         edits=_edits(slots, rows, position, needs),
         edits_follow=bool(needs),
         masked=masked if len(masked) else None,
+        told={row: _request(slots, int(rows[row])).params.logprob_token_ids or [] for row in told} or None,
     )
 
 
