@@ -82,7 +82,7 @@ def measure(server: Server, backend: str, prompt: Any, request_id: str, **extra:
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_the_benchmark_gets_its_figures(server: Server, backend: str) -> None:
-    """Every request succeeds, with the tokens that were asked for, in events of their own or a few together, the usage behind."""
+    """Every request succeeds, with the tokens that were asked for, in events of one or a few, and the usage behind."""
     (model,) = server.get("/v1/models").json["data"]
     assert model["id"] == server.model and model["root"]  # its tokenizer is read from there
     prompts = [f"def f{number}(a, b):" for number in range(8)]

@@ -50,7 +50,7 @@ DRAWS = {
     "max_tokens": lambda r: r.randint(5, 8),
     "logprobs": lambda r: r.randint(-1, 20),
     "prompt_logprobs": lambda r: r.randint(-1, 5),
-    "logprob_token_ids": lambda r: r.choices(range(VOCAB), k=r.randint(1, 9)),
+    "logprob_token_ids": lambda r: r.choices(range(300), k=r.randint(1, 9)),
     "truncate_prompt_tokens": lambda r: r.choice([-1, 1, 10]),
     "skip_special_tokens": lambda r: False,
     "detokenize": lambda r: False,

@@ -21,7 +21,14 @@ from tests.cpu.planted import PLANTS
 SMALL = Size(prompts=14, runs=2, outputs=20, longest=300)
 TINY = Size(prompts=6, runs=2, outputs=6, longest=60)
 OPTIONS = {"max_num_seqs": 24, "max_num_batched_tokens": 2048, "block_size": 32}
-FEATURES = ["penalties, long prompts", "cache salts", "min_tokens", "beam search", "grammars"]
+FEATURES = [
+    "penalties, long prompts",
+    "cache salts",
+    "min_tokens",
+    "logprobs of given tokens",
+    "beam search",
+    "grammars",
+]
 TIGHT = ["chunks, few blocks", "penalties, few blocks", "prompt logprobs, chunks", "grammars, few blocks"]
 PATHS = ["later runs", "prefix cache cold", "shuffled arrivals", "batches of 1 to 5", *FEATURES, *TIGHT]
 
