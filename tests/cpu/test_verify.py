@@ -116,9 +116,9 @@ def test_the_command_says_so_and_exits_with_0(quick, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["path", "prompts", "runs", "identical", "first", "divergence"]
     assert [line.split("  ")[0] for line in lines[1:5]] == [*PATHS[:3], "batches of 1 to 3"]
-    assert [line.split("  ")[0] for line in lines[5:14]] == [*FEATURES, *TIGHT]
-    assert lines[14].startswith("24 positions of the first run, digest ")
-    assert lines[15] == "check at boot: did not run"
+    assert [line.split("  ")[0] for line in lines[5:15]] == [*FEATURES, *TIGHT]
+    assert lines[15].startswith("24 positions of the first run, digest ")
+    assert lines[16] == "check at boot: did not run"
 
 
 def test_the_command_exits_with_1_on_any_difference(quick, capsys, monkeypatch):
