@@ -118,6 +118,31 @@ def logprobs_on(
     return read_report(ids, values, tokens, alternatives)
 
 
+def told_on(logits: torch.Tensor, told: dict[int, list[int]] | None) -> list[TokenLogprobs]:
+    """What a greedy step reports of its ``logits`` [rows, vocab], with all alternatives unless ``told`` says which."""
+    n, vocab = logits.shape
+    sampler = CudaSampler(n, vocab, backend_of(logits.device.type), n, max_logprobs=min(vocab, 60), cut=DEFAULT)
+    for step in (SamplingInput(n, None, None, None, told={0: [0]}), SamplingInput(n, None, None, None, told=told)):
+        sampler.describe(0, step, np.arange(n))  # the second says something else
+    sampler.sample(Level.GREEDY, logits)
+    sampler.report(logits)
+    sampler.fetch(0, tokens=True, reports=True)
+    return sampler.read(0, n, np.arange(n), np.full(n, 60))[1]
+
+
+def told_like_the_likeliest(logits: torch.Tensor) -> None:
+    """Tokens that are asked for have the bits that they have among the most likely ones, alone and in company."""
+    usual = told_on(logits, None)
+    order = [[token for token, _ in entry.top][::-3] for entry in usual]
+    told = {row: ids for row, ids in enumerate(order) if row % 3 != 1}
+    for row, (entry, free) in enumerate(zip(told_on(logits, told), usual, strict=True)):
+        assert (entry.token, entry.logprob, entry.rank) == (free.token, free.logprob, free.rank)
+        likely = dict(free.top)
+        assert entry.top == ([(token, likely[token]) for token in order[row]] if row in told else free.top)
+        if row in told:
+            assert told_on(logits[row : row + 1], {0: order[row]}) == [entry]
+
+
 def keyed_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault: noise keyed by a row's place in the step."""
     pack = SamplerLayout.pack

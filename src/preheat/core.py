@@ -27,6 +27,8 @@ Transfer = Literal["load", "store"]
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 1024
+MAX_LOGPROB_IDS = 128
+"""As many as vLLM takes."""
 
 OWN_ID = -2
 """The first id of dummy requests, which count down: clients' ids are positive, -1 is the sampler's empty row."""
@@ -112,7 +114,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. ``seed``
     None: draw one. ``max_tokens`` None: up to the model's length. ``logprobs`` / ``prompt_logprobs``: number of
     alternatives per position (0: the chosen token alone; -1: ``--max-logprobs``). ``truncate_prompt_tokens`` -1: as
-    many as fit beside ``max_tokens``. Raises ValueError for a value out of range.
+    many as fit beside ``max_tokens``. ``logprob_token_ids``: the alternatives of a generated token are these, and not
+    the most likely ones, whatever number ``logprobs`` says. Raises ValueError for a value out of range.
     """
 
     n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
@@ -142,6 +145,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     prompt_logprobs: Annotated[
         int | None, _Row("alternatives for each prompt token; -1: the most allowed", "sampler", -1, _INT32)
     ] = None
+    logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
     truncate_prompt_tokens: Annotated[
         int | None, _Row("keep this many last tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
     ] = None
@@ -172,6 +176,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError("stop strings are found in text: set detokenize to true, or use stop_token_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be drawn")
+        if len(self.logprob_token_ids or ()) > MAX_LOGPROB_IDS:
+            raise ValueError(
+                f"logprob_token_ids has {len(self.logprob_token_ids or ())} ids, at most {MAX_LOGPROB_IDS} are allowed"
+            )
         if not all(self.bad_words or ()):
             raise ValueError("bad_words must not contain an empty string")
         biases = (self.logit_bias or {}).values()
@@ -350,7 +358,8 @@ class Finish(msgspec.Struct, array_like=True):
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Natural logarithms of the model's distribution, before penalties and temperature, at one position.
 
-    ``rank`` counts from 1. ``top``: the most likely tokens in order; in a tie, the lowest id first.
+    ``rank`` counts from 1. ``top``: the most likely tokens in order; in a tie, the lowest id first. Where a request has
+    ``logprob_token_ids``: these, in its order.
     """
 
     token: int

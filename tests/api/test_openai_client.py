@@ -244,3 +244,28 @@ def test_parsed_answers(client: OpenAI) -> None:
     assert isinstance(client.responses.parse(input="Hi", text_format=Weather, **options).output_parsed, Weather)
     tools = client.chat.completions.parse(messages=CHAT, tools=[WEATHER], tool_choice="required", **options)
     assert isinstance(tools.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
+
+
+def test_logprobs_of_given_tokens(client: OpenAI) -> None:
+    """vLLM's ``logprob_token_ids``: the sampled token and exactly these, with the values that they have among all."""
+    ids = [5, 300, 41]
+    body = {"logprob_token_ids": ids, "return_token_ids": True}
+    choice = complete(client, logprobs=1, max_tokens=3, extra_body=body).choices[0]
+    tops = choice.logprobs.top_logprobs
+    assert len(tops) == 3 and all(len(top) == 4 for top in tops)
+    usual = complete(client, logprobs=1, max_tokens=3).choices[0].logprobs
+    assert choice.logprobs.token_logprobs == usual.token_logprobs
+    found = chat(client, logprobs=True, extra_body=body).choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 3 for entry in found)
+    assert [entry.logprob for entry in found] == [
+        entry.logprob for entry in chat(client, logprobs=True).choices[0].logprobs.content
+    ]
+    free = complete(client, logprobs=1, max_tokens=3, extra_body={"logprob_token_ids": []}).choices[0]
+    assert free.logprobs.top_logprobs == usual.top_logprobs
+    refusals = [{"logprob_token_ids": ids}, {"logprob_token_ids": [-1], "logprobs": 0}]
+    refusals += [{"logprob_token_ids": list(range(129)), "logprobs": 0}]
+    refusals += [{"logprob_token_ids": ids, "logprobs": 1, "echo": True, "max_tokens": 0}]
+    refusals += [{"logprob_token_ids": ids, "logprobs": 1, "use_beam_search": True}]
+    for refused in refusals:
+        with pytest.raises(BadRequestError, match="logprob_token_ids"):
+            complete(client, max_tokens=3, extra_body=refused)

@@ -50,6 +50,7 @@ DRAWS = {
     "max_tokens": lambda r: r.randint(5, 8),
     "logprobs": lambda r: r.randint(-1, 20),
     "prompt_logprobs": lambda r: r.randint(-1, 5),
+    "logprob_token_ids": lambda r: r.choices(range(300), k=r.randint(1, 9)),
     "truncate_prompt_tokens": lambda r: r.choice([-1, 1, 10]),
     "skip_special_tokens": lambda r: False,
     "detokenize": lambda r: False,
@@ -58,7 +59,7 @@ DRAWS = {
     "structured_outputs": lambda r: StructuredOutputsParams(regex=r.choice(["[ab]{1,9}", "(yes|no)?"])),
 }
 PLAIN = ("n", "stop", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens", "stop_token_ids")
-CHOOSING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs")
+CHOOSING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 def test_every_field_is_drawn():

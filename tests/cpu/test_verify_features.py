@@ -10,7 +10,7 @@ from preheat.execution import logit_stages
 from preheat.execution.input_batch import Packer
 from preheat.grammar.guidance import Guidance
 from preheat.ops.sampler import TokenCounts
-from preheat.ops.sampling import allowed
+from preheat.ops.sampling import SamplingInput, allowed
 from preheat.schedule import prefix
 from preheat.settings import Settings
 from preheat.startup import boot_engine
@@ -41,6 +41,7 @@ def test_all_is_well_and_was_really_taken():
     assert found["cache salts"].note == "640 tokens from an equal salt"
     assert int(found["penalties, few blocks"].note.split()[0]) > 1
     assert int(found["grammars, few blocks"].note.split()[0]) > 0
+    assert found["logprobs of given tokens"].prompts == 4
     assert found["prompt logprobs, chunks"].note == "400 tokens"
 
 
@@ -105,7 +106,14 @@ def another_rows_logprobs(patch):
     patch.setattr(CpuSampler, "read", read)
 
 
+def told_of_others(patch):
+    """Given tokens that are those of another row of the step."""
+    right = SamplingInput.told_of
+    patch.setattr(SamplingInput, "told_of", lambda self, rows: right(self, rows)[::-1])
+
+
 PLANTED = {
+    "logprobs of given tokens": told_of_others,
     "beam search": another_rows_logprobs,
     "grammars": ban_by_rows,
     "grammars, few blocks": lambda patch: None,  # sees the same

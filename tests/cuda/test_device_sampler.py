@@ -20,7 +20,15 @@ from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler_distribution import KINDS as DISTRIBUTIONS
 from tests.cpu.test_sampler_distribution import a_row, exact, sigmas
 from tests.cpu.test_sampler_invariance import KINDS
-from tests.device_sampling import keyed_by_place, logits_of, logprobs_on, prepared, race_plainly, sample_on
+from tests.device_sampling import (
+    keyed_by_place,
+    logits_of,
+    logprobs_on,
+    prepared,
+    race_plainly,
+    sample_on,
+    told_like_the_likeliest,
+)
 
 LARGE = 128_256
 SETTINGS = [*KINDS, *({"temperature": 0.8, "top_p": p} for p in (0.1, 0.5)), {"top_k": 1500}, {"top_k": 5000}]
@@ -180,6 +188,14 @@ def test_logprobs(dtype: torch.dtype) -> None:
         assert_close(entry, right)
     alone = [logprobs_on(logits[i : i + 1].cuda(), tokens[i : i + 1], wanted[i : i + 1])[0] for i in range(9)]
     assert alone == got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_of_told_tokens(dtype: torch.dtype) -> None:
+    logits = (torch.randn(9, LARGE, generator=torch.Generator().manual_seed(0)) * 2.5).to(dtype).cuda()
+    logits[3] = -torch.inf
+    logits[4, :9000] = 3.0
+    told_like_the_likeliest(logits)
 
 
 def test_a_vocabulary_beyond_the_masses_is_refused() -> None:

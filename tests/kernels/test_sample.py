@@ -32,7 +32,15 @@ from tests.cpu.sampling_reference import Row, answer, edited, fill, gumbel, phil
 from tests.cpu.test_logprobs import assert_close
 from tests.cpu.test_sampler import a_row
 from tests.cpu.test_sampler_invariance import KINDS
-from tests.device_sampling import keyed_by_place, logits_of, logprobs_on, prepared, sample_on
+from tests.device_sampling import (
+    keyed_by_place,
+    logits_of,
+    logprobs_on,
+    prepared,
+    sample_on,
+    told_like_the_likeliest,
+    told_on,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a float overflows as it should
 
@@ -296,6 +304,15 @@ def test_logprobs(data: st.DataObject, vocab: int) -> None:
         assert got.top == []  # --max-logprobs 0
     for got, expected in zip(logprobs_on(logits, tokens, wanted, most=9, cut=Cut(8, 4)), right, strict=True):
         assert_close(got, expected)
+
+
+def test_logprobs_of_told_tokens() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
+    logits[2, 5:9] = torch.tensor([-torch.inf, torch.nan, torch.inf, -0.0])
+    told_like_the_likeliest(logits)
+    far = told_on(logits, {0: list(range(50))})[0].top
+    assert [token for token, _ in far] == list(range(50))
+    assert np.allclose([value for _, value in far], logits[0].log_softmax(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_the_settings_words_are_all_read() -> None:

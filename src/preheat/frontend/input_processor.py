@@ -258,9 +258,11 @@ class InputProcessor:
         return found
 
     def _with_most_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with the number that -1 stands for."""
+        """``params`` with the number that -1 stands for; none where ``logprob_token_ids`` say which tokens."""
         most = min(self._max_logprobs, self.tokenizer.vocab_size)
-        asked = {name: most for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1}
+        asked: dict[str, Any] = {n: most for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1}
+        if params.logprob_token_ids:
+            asked |= {"logprobs": 0, "logprob_token_ids": list(dict.fromkeys(params.logprob_token_ids))}
         return msgspec.structs.replace(params, **asked) if asked else params
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -276,6 +278,7 @@ class InputProcessor:
             )
         self.check_vocabulary(params.logit_bias or (), "logit_bias")
         self.check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_vocabulary(params.logprob_token_ids or (), "logprob_token_ids")
         if params.bad_words:
             self.check_text("bad_words", "use logit_bias with -100, or allowed_token_ids")
         if len(params.bad_words or ()) > MAX_BAD_WORDS:

@@ -163,22 +163,22 @@ class RequestState:
             num_cached_tokens=self.cached_tokens,
         )
 
-    def position(self, entry: TokenLogprobs) -> PositionLogprobs:
-        """Logprobs of one position by token id, the chosen token first."""
+    def position(self, entry: TokenLogprobs, *, ranked: bool = True) -> PositionLogprobs:
+        """Logprobs of one position by token id, the chosen token first. ``ranked``: the others are the most likely."""
         decode = self.tokenizer.token_text
         position = {entry.token: Logprob(entry.logprob, entry.rank, decode(entry.token))}
         for rank, (token, logprob) in enumerate(entry.top, 1):
-            position.setdefault(token, Logprob(logprob, rank, decode(token)))
+            position.setdefault(token, Logprob(logprob, rank if ranked else None, decode(token)))
         return position
 
     def _completion(self, choice: Choice) -> CompletionOutput:
-        logprobs = choice.logprobs
+        logprobs, ranked = choice.logprobs, not self.params.logprob_token_ids
         return CompletionOutput(
             index=choice.index,
             text="".join(choice.parts),
             token_ids=choice.token_ids,
             cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
-            logprobs=None if logprobs is None else [self.position(entry) for entry in logprobs],
+            logprobs=None if logprobs is None else [self.position(entry, ranked=ranked) for entry in logprobs],
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )

@@ -112,13 +112,14 @@ class State:
         words = backend.words
         self._stops, self._own = _mask_of(stops, words), _mask_of(own, words)
         # Those that are text to the grammar would end the sequence within it.
-        self._texts = _mask_of([id for id in own if not backend.is_special(id)], words)
+        texts = _mask_of([id for id in own if not backend.is_special(id)], words)
+        self._ban_stops, self._ban_own, self._ban_texts = map(_parts_of, (self._stops, self._own, texts))
         self.after = params.structured_outputs.after_token_id if params.structured_outputs else None
         if matcher is None:
             self.after = _NEVER
         self.rules = Rules(request, words) if params.allowed_token_ids or request.bad_words else None
         self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
-        self.bans = params.min_tokens > 0 or params.ignore_eos or bool(self._texts.any())
+        self.bans = params.min_tokens > 0 or params.ignore_eos or bool(texts.any())
 
     def accept(self, token: int) -> str:
         if not self.error:
@@ -166,11 +167,13 @@ class State:
         if ends:
             mask |= self._stops
         early = self._accepted + ahead < self._min_tokens
-        banned = self._stops if early else self._own if self._ignore_eos else None if ends else self._texts
-        if banned is not None:
-            left = mask & ~banned
-            if left.any():
-                mask[:] = left
+        if early or self._ignore_eos or not ends:
+            words, bits = self._ban_stops if early else self._ban_own if self._ignore_eos else self._ban_texts
+            banned = mask[words] & bits
+            if banned.any():
+                mask[words] &= ~bits
+                if not mask.any():
+                    mask[words] = banned
 
 
 class Rules:
@@ -224,6 +227,12 @@ def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
         if 0 <= token < words * WORD:
             mask[token // WORD] |= np.int32(_bit(token))
     return mask
+
+
+def _parts_of(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of the words of ``mask`` that have a bit, and these words: few, so a row of masks costs no time."""
+    words = np.flatnonzero(mask)
+    return words, mask[words]
 
 
 _NO_REQUEST = Request(0, [], SamplingParams(), seed=0, max_tokens=1)

@@ -5,6 +5,8 @@ Contract. A row's answer depends on that row alone: log_softmax works row by row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,8 +15,11 @@ from preheat.core import TokenLogprobs
 from preheat.ops.order import best, mend, row_chunks
 
 
-def token_logprobs(logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray) -> list[TokenLogprobs]:
-    """One entry a row: token ``tokens[i]`` and the ``alternatives[i]`` most likely ones (0: none).
+def token_logprobs(
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, told: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
+    """One entry a row: token ``tokens[i]`` and the ``alternatives[i]`` most likely ones (0: none), or those of
+    ``told[i]``, if there are any.
 
     ``logits`` float32 [rows, vocab] on the host, left as it is; ``tokens`` and ``alternatives`` integers [rows]. A
     rank is 1 + the tokens that come before: those with a greater logit, and equal ones of a lower id. NaN counts as
@@ -22,11 +27,13 @@ def token_logprobs(logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray)
     """
     entries: list[TokenLogprobs] = []
     for part in row_chunks(*logits.shape):
-        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part])
+        entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], told[part])
     return entries
 
 
-def _entries(logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray) -> list[TokenLogprobs]:
+def _entries(
+    logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray, told: Sequence[Sequence[int]]
+) -> list[TokenLogprobs]:
     values = logits.numpy()
     if not np.isfinite(values.max(axis=-1)).all():
         values = mend(values)
@@ -37,10 +44,14 @@ def _entries(logits: Tensor, tokens: np.ndarray, alternatives: np.ndarray) -> li
     ids = best(values, width)[1] if width else np.empty((len(values), 0), np.int64)
     own, top = (_possible(np.take_along_axis(logprobs, which, axis=-1)).tolist() for which in (chosen, ids))
     rows = zip(tokens.tolist(), own, ranks, ids.tolist(), top, alternatives.tolist(), strict=True)
-    return [
+    found = [
         TokenLogprobs(token, logprob[0], rank, list(zip(first[:n], likely[:n], strict=True)))
         for token, logprob, rank, first, likely, n in rows
     ]
+    for entry, line, wanted in zip(found, logprobs, told, strict=False):
+        if wanted:
+            entry.top = list(zip(wanted, _possible(line[list(wanted)]).tolist(), strict=True))
+    return found
 
 
 def _ranks(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:

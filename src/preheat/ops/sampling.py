@@ -82,7 +82,8 @@ def allowed(mask: np.ndarray, vocab: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class SamplingInput:
-    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None.
+    """One step's sampling: ``size`` rows, each with one line of logits. A part that no row needs is None. ``told``: by
+    row, the tokens whose log-probabilities are wanted in place of the most likely ones'.
 
     ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the places of the rows with a
     grammar, whose masks (:mod:`preheat.grammar.state`) are told apart from the rest: they may not be known yet.
@@ -94,12 +95,18 @@ class SamplingInput:
     edits: Edits | None
     edits_follow: bool = False
     masked: np.ndarray | None = None  # int64
+    told: dict[int, list[int]] | None = None
 
     @property
     def level(self) -> Level:
         if self.penalties or self.edits or self.masked is not None:
             return Level.FULL
         return Level.FILTERED if self.random else Level.GREEDY
+
+    def told_of(self, rows: np.ndarray) -> list[list[int]]:
+        """``told`` of each of ``rows``."""
+        told = self.told or {}
+        return [told.get(row, []) for row in rows.tolist()]
 
     def later(self, steps: int) -> Self | None:
         """The sampling of the same rows ``steps`` steps later; None where more than positions may change."""
@@ -109,7 +116,7 @@ class SamplingInput:
             return None
         if self.random is None:
             return self
-        return type(self)(self.size, self.random.later(steps), None, None, masked=self.masked)
+        return type(self)(self.size, self.random.later(steps), None, None, masked=self.masked, told=self.told)
 
     def continues(self, other: SamplingInput) -> bool:
         """Whether nothing but positions can differ from ``other``."""

@@ -22,6 +22,7 @@ BRANCH_SETTINGS: Mapping[str, SamplingParams] = MappingProxyType(
         "min_tokens": SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[0]),
         "seed": SamplingParams(seed=1),
         "logprobs": SamplingParams(temperature=0.0, logprobs=5),
+        "logprob_token_ids": SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=[0]),
         "prompt_logprobs": SamplingParams(temperature=0.0, prompt_logprobs=5),
         "everything": SamplingParams(
             temperature=0.9,

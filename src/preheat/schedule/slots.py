@@ -65,6 +65,7 @@ class SamplingFields:
     prompt_logprobs = _param(np.int32, lambda params: params.prompt_logprobs)
     needs_penalty = _param(np.bool_, _has_penalty)
     has_logit_bias = _param(np.bool_, lambda params: bool(params.logit_bias))
+    has_logprob_ids = _param(np.bool_, lambda params: bool(params.logprob_token_ids))
     has_grammar = _param(np.bool_, lambda params: bool(params.masked))
     bans_stop_ids = _field(np.bool_, lambda request: bool(request.params.min_tokens and request.stop_ids))
 

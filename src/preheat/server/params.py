@@ -39,6 +39,10 @@ def sampling(
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if body.logprob_token_ids and (logprobs is None or body.max_tokens == 0):
+        raise InvalidRequest(
+            "logprob_token_ids needs logprobs and tokens that are generated", param="logprob_token_ids"
+        )
     given = sampling_fields(body)
     given["structured_outputs"] = structured_outputs(body)
     given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
@@ -127,7 +131,8 @@ def _top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]
     """Of tokens with the same text, the most likely one counts; the chosen token is always included."""
     top: dict[str, float] = {}
     for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
-        top.setdefault(tokenizer.token_text(id), max(logprob, _LOWEST))
+        text = tokenizer.token_text(id)
+        top[text] = max(logprob, top.get(text, _LOWEST))
     return top
 
 

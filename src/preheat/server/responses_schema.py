@@ -49,7 +49,7 @@ class FunctionChoice(Struct, forbid_unknown_fields=True):
     name: str
 
 
-_NOT_HERE = {"n", "max_tokens", "prompt_logprobs", "structured_outputs"}
+_NOT_HERE = {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "structured_outputs"}
 
 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items() if name not in _NOT_HERE})

@@ -139,6 +139,7 @@ class Sampling(ForModel, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None

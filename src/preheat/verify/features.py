@@ -54,6 +54,7 @@ class Features:
         self._first = engine.run(self._short, in_groups([1] * len(self._short)))
         self._said = engine.answers
         yield self._min_tokens(engine)
+        yield self._given_logprobs(engine)
         yield beam_search(engine, min(CHUNKED, self.longest))
         if not isinstance(engine.loop.grammars, str):
             self._masked = MaskedPrompts.of(engine, min(self.outputs, SHORT), min(SHORT, self.longest))
@@ -145,6 +146,26 @@ class Features:
             early = [place for place, token in enumerate(answer.tokens[:least]) if token in stops]
             if early or len(answer.tokens) < least:
                 wrong.append(Divergence(1, number, early[0] if early else len(answer.tokens), 0.0))
+        return result if result.first else _of(result, wrong)
+
+    def _given_logprobs(self, engine: Engine) -> PathResult:
+        """Of ``logprob_token_ids``, each request's own and one with none: alone, then together."""
+        params = [
+            SamplingParams(temperature=float(number % 2), logprobs=3, logprob_token_ids=[*range(5 * number)][::-1])
+            for number in range(4)
+        ]
+        prompts = [self._prompt(*pair) for pair in zip(self._draw(engine, 4, SHORT), params, strict=True)]
+        found = list[list[Seen]]()
+        for groups in ([1] * 4, [4]):
+            engine.run(prompts, in_groups(groups))
+            found.append([Seen([repr(each) for each in a.logprobs], [0.0] * len(a.logprobs)) for a in engine.answers])
+        wrong = [
+            Divergence(1, number, place, 0.0)
+            for number, answer in enumerate(engine.answers)
+            for place, entry in enumerate(answer.logprobs)
+            if number and [token for token, _ in entry.top] != params[number].logprob_token_ids
+        ]
+        result = compare("logprobs of given tokens", found[0], [found[1]], f"{5 * 3} of one")
         return result if result.first else _of(result, wrong)
 
     def _prompt_logprobs(self, engine: Engine) -> PathResult:

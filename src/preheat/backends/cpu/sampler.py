@@ -43,7 +43,9 @@ class CpuSampler:
         tokens = self._tokens[:rows].copy()
         if not len(reporting):
             return tokens, []
-        return tokens, token_logprobs(self._raw[torch.from_numpy(reporting)], tokens[reporting], alternatives)
+        return tokens, token_logprobs(
+            self._raw[torch.from_numpy(reporting)], tokens[reporting], alternatives, self._step.told_of(reporting)
+        )
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         return token_logprobs(logits[: len(tokens)].float(), tokens, np.full(len(tokens), alternatives))

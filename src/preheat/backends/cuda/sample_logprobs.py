@@ -85,6 +85,27 @@ def report(
 
 
 @triton.jit
+def report_told(
+    settings, logits, stride, leads, sums, told, values_out, chunks,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, MOST: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows). ``values_out`` float32 [rows, MOST]: log-probabilities of the tokens ``told`` int32 [rows, MOST],
+    with the bits that `report` gives them; minus infinity for -1. ``leads`` and ``sums`` are those of `report`.
+    """
+    begin(overlap)
+    row = tl.program_id(0)
+    if row >= tl.load(settings):
+        return
+    logits += row.to(tl.int64) * stride
+    peak = value_of(best_of(leads, row, chunks, CHUNKS))
+    total = ln((chunk_sum(sums, row, chunks, CHUNKS) + tl.zeros([1], tl.int64)).to(tl.float32) * (1.0 / UNIT))
+    place = row * MOST + tl.arange(0, MOST)
+    token = tl.load(told + place)
+    value = read(logits, token, (token >= 0) & (token < VOCAB), True)
+    tl.store(values_out + place, log_probability(value, peak, total))
+
+
+@triton.jit
 def log_probability(value, peak, total):
     """Of a token with logit ``value``; ``total`` is the logarithm of the sum."""
     return tl.where(value > IMPOSSIBLE, value - peak - total, float("-inf"))

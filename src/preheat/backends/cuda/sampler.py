@@ -19,9 +19,9 @@ from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh
 from preheat.backends.cuda.sample_edit import PART, edit, penalise, recount
 from preheat.backends.cuda.sample_gumbel import LAPPED, enter
-from preheat.backends.cuda.sample_logprobs import report, tally
+from preheat.backends.cuda.sample_logprobs import report, report_told, tally
 from preheat.backends.cuda.sampler_layout import SamplerLayout
-from preheat.core import Level, TokenLogprobs
+from preheat.core import MAX_LOGPROB_IDS, Level, TokenLogprobs
 from preheat.ops.sampling import Penalties, SamplingInput, words_of
 
 _NO_OWNER = -1
@@ -137,7 +137,9 @@ class DeviceCounts:
 
 
 class Answer:
-    """Where the answers of a step go on the host: ``arrays`` are its tokens, report ids and report values."""
+    """Where the answers of a step go on the host: ``arrays`` are its tokens, report ids and report values, and those of
+    told tokens.
+    """
 
     def __init__(self, answers: Sequence[Tensor], backend: Backend) -> None:
         self._from = answers
@@ -145,9 +147,9 @@ class Answer:
         self.arrays = [each.numpy() for each in self._to]
         self._there = Arrival(backend.device)
 
-    def fetch(self, tokens: bool, reports: bool) -> None:
+    def fetch(self, tokens: bool, reports: bool, told: bool) -> None:
         """Have the device send what is wanted, of all rows; returns before it is there."""
-        for wanted, source, target in zip((tokens, reports, reports), self._from, self._to, strict=True):
+        for wanted, source, target in zip((tokens, reports, reports, told), self._from, self._to, strict=True):
             if wanted:
                 target.copy_(source, non_blocking=True)
         self._there.record()
@@ -195,6 +197,11 @@ class CudaSampler:
         self.tokens, self.last_token = zeros(max_rows), zeros(num_slots + 1)
         self.report_ids = zeros(max_rows, 1 + self.max_logprobs)
         self.report_values = zeros(max_rows, 1 + self.max_logprobs, dtype=torch.float32)
+        self._told_ids = zeros(max_rows, MAX_LOGPROB_IDS)
+        self._told_values = zeros(max_rows, MAX_LOGPROB_IDS, dtype=torch.float32)
+        self._host_told = [backend.host_copy(self._told_ids) for _ in range(HOST_COPIES)]
+        self._told: list[dict[int, list[int]] | None] = [None] * HOST_COPIES  # of each copy
+        self._telling: dict[int, list[int]] | None = None  # what ``_told_ids`` are
         self._chunks = chunks = -(-vocab_size // cut.chunk)
         groups = chunks * (cut.chunk // cut.group)
         self._cut = {"VOCAB": vocab_size, "CHUNK": cut.chunk}
@@ -209,7 +216,7 @@ class CudaSampler:
         self._arrays = [host.numpy() for host in self._host]
         self._packed: list[tuple[SamplingInput | None, int]] = [(None, 0)] * HOST_COPIES  # of each copy, and its words
         self._described: SamplingInput | None = None  # what ``settings`` says
-        answers = self.tokens, self.report_ids, self.report_values
+        answers = self.tokens, self.report_ids, self.report_values, self._told_values
         self._answers = [Answer(answers, backend) for _ in range(HOST_COPIES)]
 
     def forget(self) -> None:
@@ -217,7 +224,7 @@ class CudaSampler:
 
     def clear(self) -> None:
         self.settings.zero_()
-        self._described = None
+        self._described = self._telling = None
 
     def masks(self, turn: int) -> np.ndarray:
         return self._host_masks[turn].numpy()
@@ -239,21 +246,40 @@ class CudaSampler:
         if step.masked is not None and self._masks is not None:
             rows = slice(int(step.masked[0]), int(step.masked[-1]) + 1)
             self._masks[rows].copy_(self._host_masks[turn][rows], non_blocking=True)
+        self._told[turn] = step.told
+        if step.told is not self._telling:
+            self._send_told(turn, step.told or {})
+            self._telling = step.told
+
+    def _send_told(self, turn: int, told: dict[int, list[int]]) -> None:
+        """Let the device know of the tokens whose log-probabilities are wanted, by row."""
+        rows = max(told, default=-1) + 1
+        host = self._host_told[turn]
+        host[:rows].fill_(-1)
+        for row, ids in told.items():
+            host[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self._told_ids[:rows].copy_(host[:rows], non_blocking=True)
 
     def report(self, logits: Tensor) -> None:
         self._launch_logprobs(self.settings, logits, self.tokens)
+        if self._telling:
+            self._launch_told(self.settings, logits)
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
-        self._answers[turn].fetch(tokens, reports)
+        self._answers[turn].fetch(tokens, reports, bool(reports and self._told[turn]))
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         answer = self._answers[turn]
         answer.wait()
-        tokens, ids, values = answer.arrays
+        tokens, ids, values, told_values = answer.arrays
         found = tokens[:rows].copy()
         if not len(reporting):
             return found, []
-        return found, read_report(ids[reporting], values[reporting], found[reporting], alternatives)
+        reports = read_report(ids[reporting], values[reporting], found[reporting], alternatives)
+        for row, entry in zip(reporting.tolist(), reports, strict=True):
+            if told := (self._told[turn] or {}).get(row):
+                entry.top = list(zip(told, told_values[row, : len(told)].tolist(), strict=True))
+        return found, reports
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         count = len(tokens)
@@ -266,6 +292,7 @@ class CudaSampler:
     def compile(self, logits: Tensor) -> None:
         """Reports of logprobs, and the count of a whole sequence."""
         self._launch_logprobs(self.settings, logits[:1], self.tokens)
+        self._launch_told(self.settings, logits[:1])
         self.counts.launch(self.settings, 1)
 
     def sample(self, level: Level, logits: Tensor) -> None:
@@ -310,6 +337,13 @@ class CudaSampler:
             live, logits, row, self._tops, self._leads, chosen, *partial, self._groups, self._listed,
             self.report_ids, self.report_values, self.max_logprobs, self._chunks, **self._grouped,
             **sampling(num_warps=8),
+        )  # fmt: skip
+
+    def _launch_told(self, live: Tensor, logits: Tensor) -> None:
+        """The log-probabilities of told tokens, behind :meth:`_launch_logprobs` of the same rows."""
+        report_told[len(logits),](
+            live, logits, logits.stride(0), self._leads, self._masses, self._told_ids, self._told_values, self._chunks,
+            self.vocab_size, self._chunked["CHUNKS"], MAX_LOGPROB_IDS, **sampling(num_warps=4),
         )  # fmt: skip
 
     def _peaks(self, logits: Tensor, rows: int, raw: bool, live: Tensor | None = None) -> None:

@@ -68,7 +68,7 @@ class HpuSampler:
         if not len(reporting):
             return tokens, []
         raw = self._raw[: self._step.size].cpu()[torch.from_numpy(reporting)]
-        return tokens, token_logprobs(raw, tokens[reporting], alternatives)
+        return tokens, token_logprobs(raw, tokens[reporting], alternatives, self._step.told_of(reporting))
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         self._bridge.synchronize()
