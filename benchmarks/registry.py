@@ -20,6 +20,7 @@ SINGLE = {
     "collective": "adding up over several GPUs in a stated order, beside NCCL and torch, by size",
     "compile_mode": "execution mode `compile` against `eager` on a CPU",
     "defrag": "decoding from a scattered KV cache, with and without compaction",
+    "elastic": "new weights in place, blocks back from the host, sleep and wake",
     "first_request": "the first request after ready, each in a boot of its own, offline and over HTTP",
     "gemm": "linear layers on a GPU: the kernels in use against cuBLAS",
     "grammars": "what structured outputs cost: between tokens, and to the first one",

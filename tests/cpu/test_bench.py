@@ -84,3 +84,13 @@ def test_a_written_checkpoint_is_one(tmp_path, monkeypatch, tied):
     weights = load_weights(read_spec(config), tmp_path, torch.bfloat16, CpuBackend())
     assert size > weights.embedding.numel() * 2
     assert 0.01 < float(weights.embedding.float().std()) < 0.03
+
+
+def test_elastic_compares_what_it_measures(tmp_path):
+    from benchmarks.elastic import main as elastic
+
+    elastic(["--tiny", "--save", "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "elastic_bundled.json").read_text())["figures"]
+    assert found["update"]["digest_equal"] and found["update"]["median_s"] > 0
+    assert found["offload"]["answers_equal"] and found["offload"]["tokens_from_host"] > 100
+    assert found["sleep"]["up_s"] > 0 and found["sleep"]["first_to_steady"] > 0

@@ -96,10 +96,12 @@ class HostTier:
 
     @torch.inference_mode()
     def copy(self, transfer: Transfer, block: int, place: int) -> None:
-        """Copy ``block`` to a place, or back; returns when it is done."""
+        """Copy ``block`` to a place, or back, behind the steps before it and before those after it: only copies read or
+        write a place, so that nobody on the host needs to wait for one.
+        """
         self._used.add(transfer)
         for blocks, kept in zip(self._blocks, self._kept, strict=True):
             if transfer == "store":
-                kept[place].copy_(blocks[:, block])
+                kept[place].copy_(blocks[:, block], non_blocking=True)
             else:
-                blocks[:, block].copy_(kept[place])
+                blocks[:, block].copy_(kept[place], non_blocking=True)

@@ -159,6 +159,8 @@ class CudaBackend:
 
     @contextmanager
     def uploading(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """What torch holds unused, such as the weights that an update has replaced, is free for the driver again."""
+        torch.cuda.empty_cache()
         with Upload(self.device) as upload:
             yield upload.copy
 
