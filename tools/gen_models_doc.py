@@ -22,15 +22,6 @@ LLAVA_SMALL = {
     "image_token_index": 336,
 }  # fmt: skip
 
-COMPARED_ON_A_GPU = {
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM",
-    "Starcoder2ForCausalLM", "Gemma3ForCausalLM", "MptForCausalLM",
-}  # fmt: skip
-"""Families that tests/cuda/test_families.py has passed for, on a GPU; add one when it has."""
-
-RUN_ON_A_GPU = {"MixtralForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"}
-"""Families that have run on a GPU, and have not been compared there in float32."""
-
 HEAD = """# Models
 
 <!-- Written by tools/gen_models_doc.py from the families and tests/cpu/checkpoints.py: change it there. -->
@@ -48,10 +39,10 @@ transformers at every position (float32, eager attention and experts, relative e
 `tests/cpu/test_model_families.py` reads them in one go, `tests/cpu/test_model_paged.py` and
 `tests/cpu/test_family_engines.py` read some of each family in chunks, decode them and begin them from a cached prefix,
 and demand the same bits; `tests/cpu/test_llava.py` does so for LLaVA, from images to logits and tokens
-([Images](images.md) says how they are sent). On a GPU, "compared" means that `tests/cuda/test_families.py` has passed;
-"runs" that experts have the bits of dense kernels there (`tests/cuda/test_moe.py`), and that logits in bfloat16 are
-within 4 % of transformers', whose rounding sends some tokens to other experts; "interpreter only" that the kernels have
-run in Triton's interpreter (`tests/kernels`), and that no GPU has yet compared the family with transformers.
+([Images](images.md) says how they are sent). On a GPU
+`tests/cuda/test_families.py` compares each with transformers there (bfloat16, and float32 where rounding would send
+tokens to other experts) and runs `preheat verify` on it; `tests/cuda/test_llava.py` does so for LLaVA, and
+`tests/cuda/test_moe.py` compares experts with dense kernels.
 
 Adding a family: [adding.md](adding.md#a-model-family).
 """
@@ -79,14 +70,8 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
         sizes = [_sizes_of(read_spec(LLAVA_SMALL))]
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    cells.append(_on_a_gpu(names))
+    cells.append("yes")
     return _line([*cells, "no" if LLAVA in names else "on a CPU", _offered(OPTIONS["quantization"])])
-
-
-def _on_a_gpu(names: Iterable[str]) -> str:
-    if COMPARED_ON_A_GPU.intersection(names):
-        return "compared"
-    return "runs" if RUN_ON_A_GPU.intersection(names) else "interpreter only"
 
 
 def _size(architecture: str, changes: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Quantized linear layers on CUDA, see :mod:`preheat.ops.quantization`. Not yet run on a GPU.
+"""Quantized linear layers on CUDA, see :mod:`preheat.ops.quantization`.
 
 Without quantized activations a tile of codes becomes a tile of weights in registers, rounded to the model's dtype, and
 is the first operand of the matrix unit, as the plain kernel's weights are (:mod:`preheat.backends.cuda.linear`): in the

@@ -1,6 +1,6 @@
 """The linear layers of experts with codes for weights and plain activations on CUDA: those of
 :mod:`preheat.backends.cuda.linear_quantized`, in which each block of rows has weights of its own, with the bits of the
-dequantized experts. Not yet run on a GPU.
+dequantized experts.
 """
 
 from __future__ import annotations

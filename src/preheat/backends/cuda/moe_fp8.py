@@ -1,5 +1,5 @@
 """The linear layers of experts in float8 on CUDA: those of :mod:`preheat.backends.cuda.linear_quantized`, in which each
-block of rows has weights and scales of its own. Not yet run on a GPU.
+block of rows has weights and scales of its own.
 """
 
 from __future__ import annotations
