@@ -72,8 +72,8 @@ class RankSums:
         return x.unsqueeze(0)
 
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The sum of all ranks' fp32 ``mine`` [rows, outputs], contiguous, and of ``bias`` [outputs]: in ``dtype``, a new
-        tensor.
+        """The sum of all ranks' fp32 ``mine`` [rows, outputs], contiguous, and of ``bias`` [outputs]: in ``dtype``, a
+        new tensor.
         """
         return add_ranks(self.gather(mine), bias, dtype)
 
@@ -82,8 +82,8 @@ class RankSums:
 
 
 class Nccl(RankSums):
-    """Rank ``rank`` of ``world`` on ``device``, who meet in ``folder``; ``check`` raises where a rank has died. Sums are
-    gathered, then added. One process is in one group. Raises SettingsError if it is in another.
+    """Rank ``rank`` of ``world`` on ``device``, who meet in ``folder``; ``check`` raises where a rank has died. Partial
+    sums are gathered, then added. One process is in one group. Raises SettingsError if it is in another.
     """
 
     def __init__(self, device: torch.device, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:

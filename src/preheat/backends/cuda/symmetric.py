@@ -109,8 +109,8 @@ def _sum_ranks(
     mine, bias, out, buffers, flags, own, own_flags, epochs, over, rank, rows, blocks, outputs,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Spans of out, of ``blocks`` times BLOCK numbers, a channel every so many spans. ``buffers`` and ``flags`` are tuples, one of each
-    rank; ``own`` are those of ``rank``.
+    """Spans of out, of ``blocks`` times BLOCK numbers, a channel every so many spans. ``buffers`` and ``flags`` are
+    tuples, one of each rank; ``own`` are those of ``rank``.
     """
     begin(overlap)
     channel = tl.program_id(0)
