@@ -71,7 +71,7 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
     cells.append("yes")
-    return _line([*cells, "no" if LLAVA in names else "on a CPU", _offered(OPTIONS["quantization"])])
+    return _line([*cells, "no" if LLAVA in names else "yes", _offered(OPTIONS["quantization"])])
 
 
 def _size(architecture: str, changes: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ copy theirs. Nothing larger than the pieces is ever in memory besides the model.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -26,7 +27,8 @@ class Upload:
         self._free: SimpleQueue[_Lane] = SimpleQueue()
         for _ in range(threads):
             self._free.put(_Lane(device, piece_bytes))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="upload")
+        on_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(threads, "upload", on_device)  # else each would wake the first GPU
 
     def __enter__(self) -> Upload:
         return self
