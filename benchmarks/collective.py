@@ -26,7 +26,6 @@ def measure(rank: int, world: int, folder: str) -> None:
     import torch.distributed._symmetric_memory as symm
 
     from preheat.backends.cuda.backend import CudaBackend
-    from preheat.backends.cuda.collective import Nccl
     from preheat.backends.cuda.graph import capture
     from preheat.settings import Settings
 
@@ -53,27 +52,26 @@ def measure(rank: int, world: int, folder: str) -> None:
     backend.prepare(Settings(device="cuda"), None)
     assert backend.sharing is not None
     ranks = backend.sharing.join(Path(folder), rank, world, lambda: None)
-    assert isinstance(ranks, Nccl)
     group = dist.group.WORLD.group_name
     room = symm.empty(max(ROWS) * WIDTH, dtype=torch.float32, device=backend.device)
     handle = symm.rendezvous(room, group)
     if rank == 0:
         print(f"{world} GPUs, multicast pointer {handle.multicast_ptr}, {torch.cuda.get_device_name()}")
-        print(f"ours: {type(ranks).__name__}")
-        names = "ours", "gather, add", "NCCL all_reduce", "NCCL bf16", "torch one-shot"
-        print(f"{'rows':>6} {'KiB':>8}" + "".join(f"{name:>17}" for name in names))
+        print(f"{'rows':>6} {'KiB':>8} {'ours':>9} {'NCCL all_reduce':>16} {'NCCL bf16':>10} {'torch one-shot':>15}")
     for rows in ROWS:
-        mine = torch.randn(rows, WIDTH, device=backend.device)
+        mine = ranks.place(rows, WIDTH)
+        mine.normal_()
         half, there = mine.bfloat16(), room[: rows * WIDTH]
         times = [
             microseconds(partial(ranks.sum, mine, None, torch.bfloat16)),
-            microseconds(partial(Nccl.sum, ranks, mine, None, torch.bfloat16)),
             microseconds(partial(dist.all_reduce, mine)),
             microseconds(partial(dist.all_reduce, half)),
             microseconds(partial(torch.ops.symm_mem.one_shot_all_reduce, there, "sum", group)),
         ]
         if rank == 0:
-            print(f"{rows:6} {rows * WIDTH // 256:8}" + "".join(f"{time:17.1f}" for time in times), flush=True)
+            print(
+                f"{rows:6} {rows * WIDTH // 256:8} " + "{:9.1f} {:16.1f} {:10.1f} {:15.1f}".format(*times), flush=True
+            )
     os._exit(0)  # without the destructors of NCCL, which wait for each other
 
 

@@ -20,7 +20,6 @@ from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
 from preheat.backends.cuda.quantize import _quantize
-from preheat.backends.cuda.symmetric import _SIZES, _sum_ranks
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 232_448
@@ -153,25 +152,3 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
 def test_rows_are_quantized_in_registers(kind):
     found = compiled(_quantize, 32, 1, static=None, SIZE=14336, WIDTH=16384, KIND=kind)
     assert "ld.local" not in found.asm["ptx"]
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize(("block", "warps", "twice"), [(*_SIZES[0], False), (*_SIZES[1], False), (*_SIZES[1], True)])
-def test_sums_of_ranks_move_whole_vectors_and_meet_at_the_scope_of_the_system(world, block, warps, twice):
-    names, tuples = _sum_ranks.arg_names, {"buffers": "*fp32", "flags": "*i32"}
-    types = {"mine": "*fp32", "out": "*bf16", "own": "*fp32", "own_flags": "*i32", "epochs": "*i32", "over": "*i32"}
-    types |= {name: (kind,) * world for name, kind in tuples.items()}
-    constants = {"bias": None, "WORLD": world, "BLOCK": block, "TWICE": twice, "overlap": True}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    whole = [(names.index(name),) for name in ("mine", "out", "own", "outputs")]
-    whole += [(names.index("buffers"), rank) for rank in range(world)]
-    source = ASTSource(
-        _sum_ranks, signature, {(names.index(name),): value for name, value in constants.items()},
-        {place: [["tt.divisibility", 16]] for place in whole},
-    )  # fmt: skip
-    ptx = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 1}).asm["ptx"]
-    loads = re.findall(r"ld\.global\S*", ptx)
-    assert loads.count("ld.global.cg.v4.b32") == 2 * world * (1 + twice) and loads.count("ld.global.v4.b32") == 2
-    assert loads.count("ld.global.b32") == 1  # the epoch
-    assert ptx.count("fence.acq_rel.sys") == 1 + twice
-    assert ptx.count("st.relaxed.sys") == ptx.count("ld.acquire.sys") == world * (1 + twice)

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.backends.base import Collective
-
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 80))]
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 128, "block_size": 64,
@@ -55,68 +53,6 @@ def watch(seconds: float) -> None:
 
     os.environ["PYTHONFAULTHANDLER"] = "1"
     threading.Thread(target=late, daemon=True).start()
-
-
-def same_sums(ranks: Collective) -> None:
-    """Sums through memory that GPUs share have the bits of those by NCCL, eager and in graphs replayed in turns."""
-    import torch
-
-    from preheat.backends.cuda.collective import Nccl
-    from preheat.backends.cuda.graph import capture
-    from preheat.backends.cuda.symmetric import Symmetric
-
-    if not isinstance(ranks, Symmetric):
-        stage("these GPUs do not read each other's memory: NCCL alone")
-        return
-    torch.manual_seed(ranks.rank)
-    graphs = []
-    for rows, outputs in [
-        (1, 512),
-        (1, 4096),
-        (3, 96),
-        (16, 4096),
-        (64, 4096),
-        (700, 4096),
-        (2048, 4096),
-        (9000, 4096),
-    ]:
-        mine = torch.randn(rows, outputs, device="cuda") * torch.randn(rows, 1, device="cuda").mul_(4).exp_()
-        bias = torch.ones(outputs, device="cuda").bfloat16() if rows % 2 else None
-        expected = Nccl.sum(ranks, mine, bias, torch.bfloat16)
-        for _ in range(20):
-            found = ranks.sum(mine, bias, torch.bfloat16)
-            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), (rows, outputs)
-        again = list[torch.Tensor]()
-        graph = capture(partial(thrice, partial(ranks.sum, bias=bias, dtype=torch.bfloat16), mine, again))
-        graphs.append((graph, again, expected, mine))
-        stage(f"rank {ranks.rank}: sums of {rows} x {outputs}")
-    for turn in range(300):
-        graph, again, expected, _ = graphs[turn * 5 % len(graphs)]
-        for each in again:
-            each.zero_()
-        graph.replay()
-        assert all(torch.equal(each.view(torch.int16), expected.view(torch.int16)) for each in again), turn
-    for graph, *_ in graphs * 20:  # nothing between them
-        graph.replay()
-    for _, again, expected, _ in graphs:
-        assert all(torch.equal(each.view(torch.int16), expected.view(torch.int16)) for each in again)
-    stage(f"rank {ranks.rank}: sums captured")
-
-
-def lonely(ranks: Collective) -> None:
-    """A sum that the others never join ends when it is told to."""
-    import torch
-
-    from preheat.backends.cuda.collective import RankSums
-
-    assert isinstance(ranks, RankSums)
-    ranks.sum(torch.ones(4, 4096, device="cuda"), None, torch.bfloat16)
-    aborting = threading.Timer(0.5, ranks.abort)
-    began = time.monotonic()
-    aborting.start()
-    torch.cuda.current_stream().synchronize()
-    assert 0.3 < time.monotonic() - began < 20
-    stage("a sum that nobody joined has ended")
 
 
 def thrice(layer: Callable[[Tensor], Tensor], x: Tensor, into: list[Tensor]) -> None:
@@ -161,10 +97,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
         assert all(torch.equal(each, whole) for each in again), f"captured, {rows} rows of {outputs} x {inputs}"
         stage(f"rank {rank}: captured")
         assert (whole.float() - (x.float() @ weight.float().T + bias.float())).abs().max() < 2
-    same_sums(ranks)
     stage(f"rank {rank}: all equal")
-    if rank == 0:
-        lonely(ranks)
     os._exit(0)  # without the destructors of NCCL, which wait for each other
 
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda import symmetric
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, sum_leaves
 from preheat.backends.cuda.moe import ExpertsConfigs
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
-from preheat.backends.cuda.symmetric import SPAN, Room, sum_ranks
 from preheat.ops.leaves import tree_sum
 from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
@@ -33,56 +31,6 @@ def on_ranks(world: int, x: Tensor, weight: Tensor, bias: Tensor | None, leaves:
         tile = leaf_tile(layer.shape, len(x))
         parts.append(sum_leaves(tile, mine.contiguous(), layer.weight, None, leaves // world, y))
     return add_ranks(torch.stack(parts), bias, x.dtype)
-
-
-CHANNELS = 4
-
-
-@pytest.fixture
-def few_channels(monkeypatch):
-    """With which little is much."""
-    monkeypatch.setattr(symmetric, "CHANNELS", CHANNELS)
-    monkeypatch.setattr(symmetric, "TWICE_FROM", 1 << 15)
-
-
-def rooms(world: int) -> list[Room]:
-    """Shared memory of ``world`` ranks."""
-    buffers = tuple(torch.zeros(CHANNELS * 2 * SPAN.value) for _ in range(world))
-    flags = tuple(torch.zeros(CHANNELS * world, dtype=torch.int32) for _ in range(world))
-    epochs = [torch.zeros(CHANNELS, dtype=torch.int32) for _ in range(world)]
-    return [Room(rank, buffers, flags, epochs[rank], torch.zeros(1, dtype=torch.int32)) for rank in range(world)]
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shared_memory_gives_the_bits_of_a_gather(world, dtype, few_channels):
-    """Ranks run one after the other and so without waiting: two times to write, partials and shares, one to read."""
-    ranks, sizes = rooms(world), [(1, 40, True), (19, 96, False), (37, 512, True), (3, 96, True), (130, 512, False)]
-    for turn, (rows, outputs, biased) in enumerate(sizes):
-        parts = noise(world, rows, outputs, seed=turn)
-        bias = noise(outputs, seed=2).to(dtype) if biased else None
-        expected = add_ranks(parts, bias, dtype)
-        for room, mine in [*zip(ranks, parts, strict=True)] * 2:
-            epochs = room.epochs.clone()
-            sum_ranks(room, mine, bias, dtype)
-            room.epochs.copy_(epochs)
-        for room, mine in zip(ranks, parts, strict=True):
-            assert torch.equal(sum_ranks(room, mine, bias, dtype), expected), (room.rank, rows, outputs)
-    assert all(torch.equal(room.epochs, ranks[0].epochs) for room in ranks) and ranks[0].epochs.max() == (
-        5 if world == 2 else 7
-    )
-
-
-def test_a_channel_takes_more_than_one_span(few_channels):
-    rows, outputs = 2 * SPAN.value // 512 * CHANNELS + 3, 512
-    ranks, parts = rooms(2), noise(2, rows, outputs)
-    expected = add_ranks(parts, None, torch.bfloat16)
-    for room, mine in zip(ranks, parts, strict=True):
-        sum_ranks(room, mine, None, torch.bfloat16)
-        room.epochs.zero_()
-    found = sum_ranks(ranks[0], parts[0], None, torch.bfloat16)
-    assert ranks[0].epochs.tolist() == [3] + [2] * (CHANNELS - 1)
-    assert torch.equal(found[-3:], expected[-3:])  # spans that are the last of their halves; the others are overwritten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -135,11 +135,8 @@ class GatheredHead:
         logits = self.mine(x)
         if logits.shape[1] < self.width:
             logits = F.pad(logits, (0, self.width - logits.shape[1]))
-        out = logits.new_empty(len(logits), self.vocab_size) if out is None else out
-        for rank, part in enumerate(self.collective.gather(logits).unbind()):
-            columns = out[:, rank * self.width : (rank + 1) * self.width]
-            columns.copy_(part[:, : columns.shape[1]])
-        return out
+        gathered = self.collective.gather(logits).transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
+        return gathered.contiguous() if out is None else out.copy_(gathered)
 
 
 class HiddenStates:

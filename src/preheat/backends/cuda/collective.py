@@ -1,5 +1,4 @@
-"""What GPUs exchange: NCCL moves bits and adds nothing; the sum of ranks is a kernel, in the order of the tree. Where
-GPUs read each other's memory, :mod:`preheat.backends.cuda.symmetric` does both at once.
+"""What GPUs exchange: NCCL moves bits and adds nothing; the sum of ranks is a kernel, in the order of the tree.
 
 NCCL's own sums take their order from the size of the message and the algorithm that it picks.
 """
@@ -17,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.early import NO_MULTICAST
 from preheat.backends.cuda.launch import begin, options
 from preheat.errors import SettingsError
 
@@ -71,8 +69,12 @@ class RankSums:
         """See :class:`preheat.backends.base.Collective`."""
         return x.unsqueeze(0)
 
+    def place(self, rows: int, outputs: int) -> Tensor:
+        """Where a rank's fp32 sum [rows, outputs] is written, until :meth:`sum` has used it."""
+        raise NotImplementedError("one rank alone has nothing to add")
+
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The sum of all ranks' fp32 ``mine`` [rows, outputs], contiguous, and of ``bias`` [outputs]: in ``dtype``, a
+        """The sum of all ranks' ``mine`` [rows, outputs], which is a :meth:`place`, and of ``bias``: in ``dtype``, a
         new tensor.
         """
         return add_ranks(self.gather(mine), bias, dtype)
@@ -82,12 +84,12 @@ class RankSums:
 
 
 class Nccl(RankSums):
-    """Rank ``rank`` of ``world`` on ``device``, who meet in ``folder``; ``check`` raises where a rank has died. Partial
-    sums are gathered, then added. One process is in one group. Raises SettingsError if it is in another.
+    """Rank ``rank`` of ``world`` on ``device``, who meet in ``folder``; ``check`` raises where a rank has died. One
+    process is in one group. Raises SettingsError if it is in another.
     """
 
     def __init__(self, device: torch.device, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self._device = rank, world, device
         if dist.is_initialized():
             raise SettingsError(
                 "this process is in a process group already: give each engine of several ranks a process of its own",
@@ -98,7 +100,6 @@ class Nccl(RankSums):
         while store.add("present", 0) < world:
             check()
             time.sleep(_LOOK_SECONDS)
-        os.environ.update(NO_MULTICAST)
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
         self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory that this needs
@@ -108,6 +109,9 @@ class Nccl(RankSums):
         found = x.new_empty(self.world, *x.shape)
         dist.all_gather_into_tensor(found.view(-1), x.contiguous().view(-1))
         return found
+
+    def place(self, rows: int, outputs: int) -> Tensor:
+        return torch.empty(rows, outputs, dtype=torch.float32, device=self._device)
 
     def abort(self) -> None:
         dist.distributed_c10d._abort_process_group()  # the kernels of graphs see it too

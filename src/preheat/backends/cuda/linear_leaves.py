@@ -152,6 +152,6 @@ class CudaLeafLinear:
         tile, size = self.tiles(self.shape, len(x)), (len(x), self.shape.outputs)
         if self._ranks.world == 1:
             return sum_leaves(tile, x, self.weight, self.bias, self.shape.leaves, x.new_empty(size))
-        partial = x.new_empty(size, dtype=torch.float32)
-        sum_leaves(tile, x, self.weight, None, self.shape.leaves, partial)
-        return self._ranks.sum(partial, self.bias, x.dtype)
+        place = self._ranks.place(*size)
+        sum_leaves(tile, x, self.weight, None, self.shape.leaves, place)
+        return self._ranks.sum(place, self.bias, x.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,14 +13,11 @@ from preheat.backends.cuda.collective import Nccl, RankSums
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
-from preheat.backends.cuda.symmetric import Symmetric, reach_each_other
 from preheat.ops.kinds import Activation
 from preheat.ops.moe import Routing
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.backend import CudaBackend
-
-logger = logging.getLogger(__name__)
 
 
 class CudaSharing:
@@ -31,12 +27,7 @@ class CudaSharing:
         self._backend, self._tiles = backend, tiles
 
     def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> RankSums:
-        if world == 1:
-            return RankSums()
-        direct = reach_each_other(world)
-        if not direct:
-            logger.info("Not every GPU reads the memory of all others: ranks exchange their sums by NCCL")
-        return (Symmetric if direct else Nccl)(self._backend.device, folder, rank, world, check)
+        return RankSums() if world == 1 else Nccl(self._backend.device, folder, rank, world, check)
 
     def row_linear(
         self,
