@@ -19,10 +19,10 @@ from tests.cuda.test_engine import CONFIG
 
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "load_format": "dummy", "max_model_len": 320, "max_num_seqs": 4, "max_num_batched_tokens": 128,
-    "block_size": 16, "num_gpu_blocks_override": 80, "skip_tokenizer_init": True,
+    "block_size": 16, "num_gpu_blocks_override": 80, "skip_tokenizer_init": True, "skip_warmup": False,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
-PROMPTS = [[(31 * i + 7 * j) % 400 for j in range(200)] for i in range(8)]
+PROMPTS = [[(31 * i + 7 * j) % 300 for j in range(200)] for i in range(8)]
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
 
 def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
     """Two places for five adapters, few blocks, small steps, a step in flight."""
-    tight = made(model, **TIGHT | WITH | {"num_gpu_blocks_override": 40}, max_loras=2, async_scheduling=True)
+    tight = made(model, **TIGHT | WITH | {"num_gpu_blocks_override": 44}, max_loras=2, async_scheduling=True)
     loads: list[int] = []
     right = tight.loop.executor.load_adapters
 
