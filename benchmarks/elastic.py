@@ -138,7 +138,7 @@ def measure_sleep(boot: Callable[..., LLM], length: int) -> dict[str, Any]:
         "down_s": round(median(downs), 3), "up_s": round(median(ups), 3), "worst_up_s": round(max(ups), 3),
         "first_ms": round(1e3 * max(firsts), 2), "steady_ms": round(1e3 * median(later), 2),
         "first_to_steady": round(max(firsts) / median(later), 3),
-        "gigabytes_awake": round(awake / 1e9, 2), "gigabytes_asleep": round(asleep / 1e9, 2),
+        "gigabytes_given_back": round((awake - asleep) / 1e9, 2),
     }  # fmt: skip
 
 

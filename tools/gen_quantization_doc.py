@@ -36,7 +36,10 @@ INVARIANCE = {
     W8A16: "the bits of the dequantized model",
     W4A16: "the bits of the dequantized model",
 }
-WHERE = {"cpu": "proved in tests and by `preheat verify`", "cuda": "proved at boot, and by `preheat verify` on an H200"}
+WHERE = {
+    "cpu": "proved in tests and by `preheat verify`",
+    "cuda": "proved at boot, and on an H200 by `tests/cuda/test_quantized.py`",
+}
 
 
 def render() -> str:
