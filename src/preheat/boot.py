@@ -103,7 +103,7 @@ def _boot(
     overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
     steps = Steps(backend, started, trace.span, level=detail_level(settings, backend.facts))
     loading = f"Pre-loading model weights on {backend.device}"
-    opening = _open_grammars(settings)
+    opening = _open_grammars(settings, idle=backend.facts.asynchronous)
     with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
         with sleepable_weights(settings, backend):
             model = load_model(settings, backend, share.collective)
@@ -200,11 +200,11 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
     return backend, settings, mode
 
 
-def _open_grammars(settings: Settings) -> Future[Grammars | str]:
+def _open_grammars(settings: Settings, *, idle: bool) -> Future[Grammars | str]:
     """Read the tokenizer for grammars, which takes seconds for a large one, while weights are loaded."""
     vocab_size = read_spec(read_config(find_model(settings, with_weights=False), settings.hf_overrides)).vocab_size
     opener = ThreadPoolExecutor(1, "grammars")
-    opening = opener.submit(open_grammars, settings, find_tokenizer, vocab_size)
+    opening = opener.submit(open_grammars, settings, find_tokenizer, vocab_size, idle=idle)
     opener.shutdown(wait=False)  # the thread ends when it has done this
     return opening
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 KEPT, KEPT_BYTES = 512, 2**26
 """Compiled grammars that are kept for requests to come, the latest used ones, and bytes of what they were made from."""
 
-MOST_THREADS = 8
+MOST_COMPILERS, MOST_MASK_THREADS = 8, 32
 
 STACK = 2**29
 """Bytes of the stack of a thread that compiles, of which only those in use take memory. The library recurses: with the
@@ -86,7 +86,7 @@ class Grammars:
     ) -> None:
         self.backend, self.preloads, self.config, self._seconds = backend, preloads, config, seconds
         self.stats = GrammarStats()
-        self._compilers = _deep_threads(threads(), "grammar-compiler")
+        self._compilers = _deep_threads(compilers(), "grammar-compiler")
         self._masks = ThreadPoolExecutor(1, "grammar-masks")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._kept_bytes = 0
@@ -251,14 +251,24 @@ def _no_panic() -> Iterator[None]:
         raise PreheatError(f"the library of structured outputs failed: {error}") from error
 
 
-def threads() -> int:
-    """Threads that compile, and that compute masks: half of the cores, the others run the model and the server."""
-    return min(max((os.cpu_count() or 1) // 2, 1), MOST_THREADS)
+def compilers() -> int:
+    """Threads that compile: half of the cores, the others run the model and the server."""
+    return min(max((os.cpu_count() or 1) // 2, 1), MOST_COMPILERS)
 
 
-def open_grammars(settings: Settings, find_tokenizer: Callable[[Settings], Path], vocab_size: int) -> Grammars | str:
-    """The grammars for the tokenizer in the folder that ``find_tokenizer`` names; or why there are none. Raises
-    SettingsError for a library that is not installed.
+def mask_threads(*, idle: bool) -> int:
+    """Threads that compute masks: half of the cores too, or on an ``idle`` host, whose model is on a device, all but
+    those of the loop and the server, because a step waits for its masks.
+    """
+    cores = os.cpu_count() or 1
+    return min(max(cores - 2 if idle else cores // 2, 1), MOST_MASK_THREADS)
+
+
+def open_grammars(
+    settings: Settings, find_tokenizer: Callable[[Settings], Path], vocab_size: int, *, idle: bool = False
+) -> Grammars | str:
+    """The grammars for the tokenizer in the folder that ``find_tokenizer`` names; or why there are none. ``idle``: see
+    :func:`mask_threads`. Raises SettingsError for a library that is not installed.
     """
     if why := why_none(settings):
         return why
@@ -267,7 +277,7 @@ def open_grammars(settings: Settings, find_tokenizer: Callable[[Settings], Path]
     try:
         tokenizer = find_tokenizer(settings)
         text = (tokenizer / "tokenizer.json").read_text(encoding="utf-8")
-        backend = library(text, vocab_size, threads())
+        backend = library(text, vocab_size, mask_threads(idle=idle))
         return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
     except BaseException as error:  # the library's are of many kinds, and a panic of its own is no Exception
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
