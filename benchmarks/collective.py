@@ -72,8 +72,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
         print(f"{'rows':>6} {'KiB':>8}" + "".join(f"{name:>16}" for name in NAMES))
     figures = []
     for rows in ROWS:
-        mine = ranks.place(rows, WIDTH)
-        mine.normal_()
+        mine = torch.randn(rows, WIDTH, device=backend.device)
         half, there = mine.bfloat16(), room[: rows * WIDTH]
         times = [
             microseconds(partial(ranks.sum, mine, None, torch.bfloat16)),

@@ -102,16 +102,8 @@ def _boot(
     settings = with_defaults(settings, backend.facts)
     overlap = backend.facts.asynchronous if settings.async_scheduling is None else settings.async_scheduling
     steps = Steps(backend, started, trace.span, level=detail_level(settings, backend.facts))
-    loading = f"Pre-loading model weights on {backend.device}"
     opening = _open_grammars(settings, idle=backend.facts.asynchronous)
-    with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
-        with sleepable_weights(settings, backend):
-            model = load_model(settings, backend, share.collective)
-        draft = load_draft(settings, backend, model)
-        others_free = share.loaded()
-        adapters = open_adapters(settings, model)
-    if draft is not None:  # its cache has the same blocks
-        model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
+    model, draft, adapters, others_free = _load(settings, backend, share, steps)
     pools = model.spec.head is None
     checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools)
     fitting = Fitting(settings, backend, model, mode, checks, settings.tensor_parallel_size, others_free, share.build)
@@ -123,15 +115,9 @@ def _boot(
     scheduler, grammars = _scheduler(settings, plan, model), "nothing is generated" if pools else opening.result()
     with steps.log("init_cache_engine", in_total=True):
         with steps("Initializing cache engine"):
+            masked = not isinstance(grammars, str)
             packer, executor = share.build(
-                settings,
-                backend,
-                model,
-                plan,
-                scheduler.slots,
-                mode=mode,
-                store=store.folder,
-                masked=not isinstance(grammars, str),
+                settings, backend, model, plan, scheduler.slots, mode=mode, store=store.folder, masked=masked
             )
             drafter = _drafter(settings, backend, draft, (packer, executor), mode)
         offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
@@ -198,6 +184,22 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
     check_mode(settings, mode)
     backend.prepare(settings, cache_root(settings))
     return backend, settings, mode
+
+
+def _load(
+    settings: Settings, backend: Backend, share: Share, steps: Steps
+) -> tuple[LoadedModel, LoadedModel | None, Adapters | str, list[int]]:
+    """The weights: the model's, of what drafts, and of adapters; and the bytes that each other rank then has free."""
+    loading = f"Pre-loading model weights on {backend.device}"
+    with steps("Loading model weights", in_total=True), steps.log(loading, detail=True):
+        with sleepable_weights(settings, backend):
+            model = load_model(settings, backend, share.collective)
+        draft = load_draft(settings, backend, model)
+        others_free = share.loaded()
+        adapters = open_adapters(settings, model)
+    if draft is not None:  # its cache has the same blocks
+        model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
+    return model, draft, adapters, others_free
 
 
 def _open_grammars(settings: Settings, *, idle: bool) -> Future[Grammars | str]:

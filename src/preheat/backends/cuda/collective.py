@@ -6,7 +6,6 @@ NCCL's own sums take their order from the size of the message and the algorithm 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.errors import SettingsError
+from preheat.backends.process_group import join_group
 
-_LOOK_SECONDS = 0.02
 _BLOCK = 1024
 
 
@@ -69,14 +67,8 @@ class RankSums:
         """See :class:`preheat.backends.base.Collective`."""
         return x.unsqueeze(0)
 
-    def place(self, rows: int, outputs: int) -> Tensor:
-        """Where a rank's fp32 sum [rows, outputs] is written, until :meth:`sum` has used it."""
-        raise NotImplementedError("one rank alone has nothing to add")
-
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The sum of all ranks' ``mine`` [rows, outputs], which is a :meth:`place`, and of ``bias``: in ``dtype``, a
-        new tensor.
-        """
+        """The sum of all ranks' ``mine``, fp32 [rows, outputs], and of ``bias``: in ``dtype``, a new tensor."""
         return add_ranks(self.gather(mine), bias, dtype)
 
     def abort(self) -> None:
@@ -84,24 +76,12 @@ class RankSums:
 
 
 class Nccl(RankSums):
-    """Rank ``rank`` of ``world`` on ``device``, who meet in ``folder``; ``check`` raises where a rank has died. One
-    process is in one group. Raises SettingsError if it is in another.
-    """
+    """Rank ``rank`` of ``world`` on ``device``, see :func:`preheat.backends.process_group.join_group`."""
 
     def __init__(self, device: torch.device, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
-        self.rank, self.world, self._device = rank, world, device
-        if dist.is_initialized():
-            raise SettingsError(
-                "this process is in a process group already: give each engine of several ranks a process of its own",
-                param="tensor_parallel_size",
-            )
-        store = dist.FileStore(str(folder / "group"), world)  # type: ignore[attr-defined]
-        store.add("present", 1)
-        while store.add("present", 0) < world:
-            check()
-            time.sleep(_LOOK_SECONDS)
+        self.rank, self.world = rank, world
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=device)
+        join_group("nccl", folder, rank, world, check, device=device)
         self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory that this needs
         torch.cuda.synchronize(device)
 
@@ -109,9 +89,6 @@ class Nccl(RankSums):
         found = x.new_empty(self.world, *x.shape)
         dist.all_gather_into_tensor(found.view(-1), x.contiguous().view(-1))
         return found
-
-    def place(self, rows: int, outputs: int) -> Tensor:
-        return torch.empty(rows, outputs, dtype=torch.float32, device=self._device)
 
     def abort(self) -> None:
         dist.distributed_c10d._abort_process_group()  # the kernels of graphs see it too

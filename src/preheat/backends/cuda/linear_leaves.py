@@ -152,6 +152,6 @@ class CudaLeafLinear:
         tile, size = self.tiles(self.shape, len(x)), (len(x), self.shape.outputs)
         if self._ranks.world == 1:
             return sum_leaves(tile, x, self.weight, self.bias, self.shape.leaves, x.new_empty(size))
-        place = self._ranks.place(*size)
-        sum_leaves(tile, x, self.weight, None, self.shape.leaves, place)
-        return self._ranks.sum(place, self.bias, x.dtype)
+        mine = x.new_empty(size, dtype=torch.float32)
+        sum_leaves(tile, x, self.weight, None, self.shape.leaves, mine)
+        return self._ranks.sum(mine, self.bias, x.dtype)

@@ -49,7 +49,7 @@ class CudaLeafExperts:
         partial = self.local(self.configs(self.shape, len(x)), x, logits)
         if self._ranks.world == 1:
             return partial.to(x.dtype)
-        return self._ranks.sum(self._ranks.place(*partial.shape).copy_(partial), None, x.dtype)
+        return self._ranks.sum(partial, None, x.dtype)
 
     def local(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
         """What this rank adds, by the kernels of ``config``: fp32 [tokens, hidden]."""

@@ -43,6 +43,14 @@ def tally(
 
 
 @triton.jit
+def peak_and_total(leads, sums, row, chunks, CHUNKS: tl.constexpr):
+    """The greatest logit of a row, and the logarithm of its sum."""
+    peak = value_of(best_of(leads, row, chunks, CHUNKS))
+    total = ln((chunk_sum(sums, row, chunks, CHUNKS) + tl.zeros([1], tl.int64)).to(tl.float32) * (1.0 / UNIT))
+    return peak, total
+
+
+@triton.jit
 def report(
     settings, logits, stride, tops, leads, chosen, sums, befores, groups, listed, ids_out, values_out, most, chunks,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
@@ -56,8 +64,7 @@ def report(
     if row >= tl.load(settings):
         return
     logits += row.to(tl.int64) * stride
-    peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    total = ln((chunk_sum(sums, row, chunks, CHUNKS) + tl.zeros([1], tl.int64)).to(tl.float32) * (1.0 / UNIT))
+    peak, total = peak_and_total(leads, sums, row, chunks, CHUNKS)
     ids_out += row * (most + 1)
     values_out += row * (most + 1)
     own = read(logits, tl.load(chosen + row) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), True)
@@ -97,8 +104,7 @@ def report_told(
     if row >= tl.load(settings):
         return
     logits += row.to(tl.int64) * stride
-    peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    total = ln((chunk_sum(sums, row, chunks, CHUNKS) + tl.zeros([1], tl.int64)).to(tl.float32) * (1.0 / UNIT))
+    peak, total = peak_and_total(leads, sums, row, chunks, CHUNKS)
     place = row * MOST + tl.arange(0, MOST)
     token = tl.load(told + place)
     value = read(logits, token, (token >= 0) & (token < VOCAB), True)

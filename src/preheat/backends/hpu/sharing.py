@@ -6,7 +6,6 @@ like any other: in lazy mode it accumulates, and graphs hold it, as ``PT_HPU_ENA
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,14 +16,13 @@ from torch import Tensor
 from preheat.backends.base import Collective, Linear
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.hpu.linear import HpuLinear, Sizes, ending
+from preheat.backends.process_group import join_group
 from preheat.backends.shards import LeafLinear, Leaves, TiledLinear, all_ranks
 from preheat.errors import SettingsError
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
 from preheat.ops.leaves import tree_sum
 from preheat.ops.moe import Routing, combine, route
-
-_LOOK_SECONDS = 0.02
 
 
 class HpuSharing:
@@ -62,8 +60,8 @@ class HpuSharing:
 
 
 class Group:
-    """Rank ``rank`` of ``world``, who meet in ``folder``; ``check`` raises where a rank has died. One process is in one
-    group. Raises SettingsError if it is in another, or if collectives are kept out of lazy graphs.
+    """Rank ``rank`` of ``world``, see :func:`preheat.backends.process_group.join_group`. Raises SettingsError also if
+    collectives are kept out of lazy graphs.
     """
 
     def __init__(self, bridge: Bridge, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
@@ -76,17 +74,7 @@ class Group:
                 "their collectives: leave it out, set it to true, or set PT_HPU_LAZY_MODE=0",
                 param="lazy_collectives",
             )
-        if dist.is_initialized():
-            raise SettingsError(
-                "this process is in a process group already: give each engine of several ranks a process of its own",
-                param="tensor_parallel_size",
-            )
-        store = dist.FileStore(str(folder / "group"), world)  # type: ignore[attr-defined]
-        store.add("present", 1)
-        while store.add("present", 0) < world:
-            check()
-            time.sleep(_LOOK_SECONDS)
-        dist.init_process_group(bridge.process_group, store=store, rank=rank, world_size=world)
+        join_group(bridge.process_group, folder, rank, world, check)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.world == 1:
