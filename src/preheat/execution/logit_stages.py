@@ -72,14 +72,13 @@ def sampling_input(
     Each row draws its sequence's token at ``position`` (integers [size]), by default the one after all known tokens,
     which is final. In a step that is booked, lengths have moved: drafts and what is drawn behind them are beyond those.
     """
-    final = np.ones(len(rows), bool) if position is None else _final(slots, rows, position)
-    position = slots.device_len[rows] if position is None else position
+    booked, position = position, slots.device_len[rows] if position is None else position
     random = (slots.temperature[rows] > 0).nonzero()[0]
     penalised = slots.needs_penalty[rows].nonzero()[0]
     masked = slots.has_grammar[rows].nonzero()[0]
     penalties = _penalties(slots, rows[penalised], penalised, position[penalised]) if len(penalised) else None
-    if penalties is not None:
-        penalties.final = final[penalised]
+    if penalties is not None and booked is not None:
+        penalties.final = _final(slots, rows, booked)[penalised]
     told = slots.has_logprob_ids[rows].nonzero()[0].tolist()
     needs = [(stage, needed) for stage in stages if (needed := stage.needed(slots, rows, position)).any()]
     return SamplingInput(
