@@ -102,7 +102,7 @@ def main(words: Sequence[str]) -> None:
     if args.shape:
         timed = measure(args.shape, args.turns, args.batches, args.options)
         if args.save:
-            print(save(f"speculation_{args.shape}", {"options": vars(args), "cases": timed}))
+            print(save(f"speculation_{args.shape}", {"options": vars(args), **timed}))
         return
 
     plain = engine(args, None)

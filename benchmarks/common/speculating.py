@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common.shapes import engine_options, vocabulary
+from benchmarks.suite.first import REPEATS, SETTINGS, ratio_row
 from preheat import LLM, SamplingParams
 from preheat.schedule.draft_length import FixedLength
 from preheat.schedule.slots import Slots
 
+REPEATED = 24
+"""Tokens of a piece that a first request's prompt repeats, so that n-grams have drafts from its first step on."""
 CONTEXT, BLOCK = 256, 64
 """Tokens of a prompt but its last, which are in the prefix cache, and of a block."""
 
@@ -131,6 +134,24 @@ class Pair:
     def _drafting(self) -> Any:
         return self.speculating.loop.scheduler.drafting
 
+    def first(self) -> list[dict[str, Any]]:
+        """The speculating engine's first requests of each kind beside later ones, by n-grams that it drafts itself."""
+        chance, known = random.Random(1), max(next(iter(self.prompts.values()))[0])
+        found = []
+        for name, settings in SETTINGS.items():
+            params = SamplingParams(**settings, max_tokens=8, ignore_eos=True, detokenize=False)
+            times = []
+            for _ in range(1 + REPEATS):
+                prompt = [chance.randrange(known) for _ in range(REPEATED)] * (CONTEXT // REPEATED)
+                begun = time.perf_counter()
+                self.speculating.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+                times.append(1e3 * (time.perf_counter() - begun))
+            found.append(ratio_row(name, len(prompt), times[0], times[1:]))
+        drafted = self.speculating.loop.scheduler.stats().draft_tokens
+        if not drafted:
+            raise AssertionError("no request had a draft")
+        return found
+
     def gain(self, case: Case, turns: int) -> dict[str, Any]:
         """Of ``turns`` runs of each engine, one after the other, the median of how many times the rate was."""
         prompts, tokens, drafting = self.prompts[case.batch], self._tokens[case.batch], self._drafting
@@ -162,11 +183,14 @@ class Pair:
         }
 
 
-def measure(shape: str, turns: int, batches: Sequence[int], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of all cases of these ``batches``, which are printed as they come."""
+def measure(shape: str, turns: int, batches: Sequence[int], options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """First requests, and the figures of all cases of these ``batches``, which are printed as they come."""
     began = time.perf_counter()
     pair = Pair(shape, batches, TOKENS, options)
     print(f"both engines booted in {time.perf_counter() - began:.0f} s", flush=True)
+    first = pair.first()
+    for row in first:
+        print(f"first, {row['setting']:<26}{row['first_ms']:>8.2f} ms, later {row['steady_ms']:.2f}: {row['ratio']:.2f}")
     print(f"{'':<30}{'plain':>10}{'drafts':>10}{'gain':>8}{'wanted':>8}   accepted of drafted", flush=True)
     figures = []
     for case in (case for case in CASES if case.batch in batches):
@@ -179,4 +203,4 @@ def measure(shape: str, turns: int, batches: Sequence[int], options: dict[str, A
             flush=True,
         )
     print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
-    return figures
+    return {"first": first, "cases": figures}
