@@ -20,7 +20,7 @@ from preheat.plan.items import DraftItem, ForwardItem, PaceItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.step_times import StepTimes
-from preheat.schedule.draft_length import FIRST_PROBE, PATIENCE, MeasuredLength
+from preheat.schedule.draft_length import PATIENCE, SOONEST, TRIALS, MeasuredLength
 from preheat.schedule.ngram import NgramProposer
 from preheat.schedule.slots import Slots
 from preheat.schedule.suffix import SuffixProposer, SuffixTree
@@ -178,10 +178,23 @@ def test_as_many_tokens_are_drafted_as_pay(rows, right, expected):
             length.learn(np.full(rows, keep), np.array(accepted))
     usual = max(set(chosen[100:]), key=chosen[100:].count)
     assert usual == expected
-    if not right:  # then it tries again, less and less often
-        lost = sum(steps(rows, keep) - steps(rows, 0) for keep in chosen)
-        assert 0 < sum(map(bool, chosen[100:])) < 200 / FIRST_PROBE
-        assert lost < 15 * steps(rows, 0)
+    if not right:  # then it tries again now and then
+        lost = sum(steps(rows, keep) - steps(rows, 0) for keep in chosen[100:])
+        assert 0 < sum(map(bool, chosen[100:])) <= 200 / SOONEST + 1
+        assert lost <= 200 * TRIALS * steps(rows, 0) + steps(rows, 1)  # it begins with one
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_drafts_that_become_right_are_soon_used(rows):
+    length = MeasuredLength((2, 3, 5, 8), lambda rows, drafts: 1.0 + 0.01 * rows * drafts)
+    chosen = []
+    for step in range(4000):
+        most = length.most(rows, 7)
+        chosen.append(length.keep(rows, [most] * rows) if most else 0)
+        if chosen[-1]:
+            length.learn(np.full(rows, chosen[-1]), np.full(rows, chosen[-1] if step >= 3000 else 0))
+    assert sum(map(bool, chosen[2000:3000])) <= 1000 / SOONEST + 1
+    assert all(chosen[3000 + 2 * SOONEST :])
 
 
 def test_a_draft_model_is_not_asked_where_it_does_not_pay():
@@ -189,9 +202,9 @@ def test_a_draft_model_is_not_asked_where_it_does_not_pay():
     assert dear.most(1, 7) == 0
     cheap = MeasuredLength((2, 8), steps, lambda rows: 0.01)
     assert cheap.most(1, 7) > 0
-    asked = [dear.most(1, 7) > 0 for _ in range(100)]  # nothing is drafted: a trial waits a while, and ends
+    asked = [dear.most(1, 7) > 0 for _ in range(500)]  # nothing is drafted: a trial waits a while, and ends
     assert sum(asked) == 2 * PATIENCE
-    assert asked.index(True) == FIRST_PROBE - 2  # one step was before
+    assert asked.index(True) == (steps(1, 1) + 2.0 - steps(1, 0)) / TRIALS - 2  # one step was before
 
 
 @settings(max_examples=25)

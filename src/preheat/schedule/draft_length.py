@@ -5,6 +5,7 @@ The choice never changes a token: every token is one that the model samples, how
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,8 +20,10 @@ PRIOR, WEIGHT = 0.5, 2.0
 """The share of drafts that are taken to be accepted before any was seen, and how many drafts that counts for."""
 MARGIN = 1.02
 """How many times the tokens a second a step with drafts must promise: times are measured with an error."""
-FIRST_PROBE, LAST_PROBE = 16, 1024
-"""Steps without drafts after which one is tried again: twice as many each time that it does not pay."""
+TRIALS = 0.01
+"""The share of the time that trials may cost where nothing pays."""
+SOONEST = 160
+"""Steps between two trials at least, however little one costs."""
 PATIENCE = 4
 """Steps for which a trial waits for something to be drafted."""
 
@@ -81,9 +84,9 @@ class MeasuredLength:
         self._seconds, self._asking, self._waits = seconds, asking, waits
         self._tried = np.full(self._choices[-1], WEIGHT)  # drafts at each place, those before it accepted
         self._accepted = PRIOR * self._tried
-        self._known: dict[tuple[int, int], int] = {}  # the best of rows and limit, until something is learnt
+        # of rows and limit, until something is learnt: the best, and the steps after which less is tried
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
         self._since = 0  # steps without drafts
-        self._probe = FIRST_PROBE
         self._trying = False
         self._spent: dict[int, float] = {}  # seconds of drafting on the host, by the bits of the number of rows
         self._found = 1.0  # the share of drafts that are found
@@ -96,15 +99,15 @@ class MeasuredLength:
 
     def most(self, rows: int, limit: int) -> int:
         """What pays best if all rows have as many drafts as they may; if some have fewer, no more than that pays."""
-        best = self._known.get((rows, limit))
-        if best is None:
-            asking = self._asking(rows)
-            spent = self._spent.get(rows.bit_length(), 0.0)
-            best = self._known[rows, limit] = self._best(rows, [limit] * rows, asking, spent, self._found)
+        if (rows, limit) not in self._known:
+            asking, spent = self._asking(rows), self._spent.get(rows.bit_length(), 0.0)
+            best = self._best(rows, [limit] * rows, asking, spent, self._found)
+            self._known[rows, limit] = best, self._trial_after(rows, asking)
+        best, trial_after = self._known[rows, limit]
         if best:
-            self._since, self._probe, self._trying = 0, FIRST_PROBE, False
+            self._since, self._trying = 0, False
             return best
-        return self._tried_again(min(self._choices[1], limit))
+        return self._tried_again(min(self._choices[1], limit), trial_after)
 
     def keep(self, rows: int, lengths: Sequence[int]) -> int:
         """What a draft model has drafted costs nothing more; a lookup is only now known to have found something."""
@@ -143,17 +146,25 @@ class MeasuredLength:
                 best, best_pace = count, pace
         return min(best, limit)
 
-    def _tried_again(self, least: int) -> int:
-        """Where nothing pays: nothing, or now and then the ``least``, as what is accepted may change."""
+    def _trial_after(self, rows: int, asking: float) -> int:
+        """Steps that pay for one with drafts that are all rejected."""
+        least = self._choices[1]
+        more = (self._seconds(rows, least) + least * asking) / self._seconds(rows, 0) - 1
+        return max(SOONEST, math.ceil(more / TRIALS))
+
+    def _tried_again(self, least: int, after: int) -> int:
+        """Where nothing pays: nothing, or, ``after`` so many steps, the ``least``, as what is accepted may change."""
         self._since += 1
-        if self._since < self._probe:
+        if self._since < after:
             return 0
-        if self._since >= self._probe + PATIENCE:
+        if self._since >= after + PATIENCE:
             self._rest()
             return 0
-        self._trying = True
+        if not self._trying:  # what was seen long ago counts no more than what is taken to be so before any was
+            much = np.maximum(self._tried / WEIGHT, 1.0)
+            self._tried, self._accepted, self._trying = self._tried / much, self._accepted / much, True
         return least
 
     def _rest(self) -> None:
         """A trial is over: the next one comes later."""
-        self._trying, self._since, self._probe = False, 0, min(2 * self._probe, LAST_PROBE)
+        self._trying, self._since = False, 0
