@@ -190,7 +190,9 @@ def measure(shape: str, turns: int, batches: Sequence[int], options: dict[str, A
     print(f"both engines booted in {time.perf_counter() - began:.0f} s", flush=True)
     first = pair.first()
     for row in first:
-        print(f"first, {row['setting']:<26}{row['first_ms']:>8.2f} ms, later {row['steady_ms']:.2f}: {row['ratio']:.2f}")
+        print(
+            f"first, {row['setting']:<26}{row['first_ms']:>8.2f} ms, later {row['steady_ms']:.2f}: {row['ratio']:.2f}"
+        )
     print(f"{'':<30}{'plain':>10}{'drafts':>10}{'gain':>8}{'wanted':>8}   accepted of drafted", flush=True)
     figures = []
     for case in (case for case in CASES if case.batch in batches):

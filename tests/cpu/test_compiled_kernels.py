@@ -8,11 +8,16 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import mangle_type
 
+from preheat.backends.cuda import linear_hopper_fp8
+from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.moe_codes import _experts_codes
@@ -26,7 +31,7 @@ SHARED = 232_448
 """Bytes of shared memory that a program may have."""
 FP8, NUMBERS = "*fp8e4nv", ("rows", "outputs", "inputs", "columns", "groups", "row_bytes", "X_GROUPS")
 TYPES = {
-    **dict.fromkeys(("scales", "x_scales", "row_scales", "static"), "*fp32"), "zeros": "*i16", "index": "*i32",
+    **dict.fromkeys(("scales", "x_scales", "row_scales", "static"), "*fp32"), "zeros": "*fp32", "index": "*i32",
     **dict.fromkeys(("x", "y", "weight", "residual", "out"), "*bf16"), "share": "fp32", "eps": "fp32", "codes": FP8,
 }  # fmt: skip
 PLACES = {"experts": "*i32", "starts": "*i32", "counts": "*i32", "tokens": "*i32"}
@@ -152,3 +157,30 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
 def test_rows_are_quantized_in_registers(kind):
     found = compiled(_quantize, 32, 1, static=None, SIZE=14336, WIDTH=16384, KIND=kind)
     assert "ld.local" not in found.asm["ptx"]
+
+
+@pytest.mark.parametrize(("outputs", "stages", "gated"), [(256, 4, False), (256, 4, True), (128, 6, True)])
+def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated):
+    """The first of four instructions takes no sum, and what they give is added in fp32."""
+    x, weight = (torch.empty(512, 1024, dtype=torch.float8_e4m3fn) for _ in range(2))
+    y, halves = torch.empty(512, 512, dtype=torch.bfloat16), 2 if gated else 1
+    given = {
+        "weight": descriptor(weight.view(halves, -1, 1024), halves, outputs // halves, 128),
+        "x": descriptor(x, 64, 128),
+        "y": descriptor(y, 64, outputs // 2),
+    }  # fmt: skip
+    constants = {"gated": gated, "STAGES": stages, "overlap": True}
+    types = TYPES | {"bias": "*bf16"} | {name: mangle_type(value) for name, value in given.items()}
+    names = linear_hopper_fp8._wide.arg_names
+    source = GluonASTSource(
+        linear_hopper_fp8._wide,
+        {name: types.get(name) for name in names} | dict.fromkeys(constants, "constexpr"),
+        {(names.index(name),): value for name, value in constants.items()},
+    )  # fmt: skip
+    options = {"num_warps": 4, "num_stages": 1, "maxnreg": 168, "enable_fp_fusion": False}
+    found = triton.compile(source, target=HOPPER, options=options)
+    assert found.metadata.shared <= SHARED
+    assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{outputs // 2}k32.f32.e4m3.e4m3"}
+    ptx = found.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 16  # two groups, two halves of the outputs, four times 32 inputs
+    assert "fma.rn.f32" not in ptx.partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
+from preheat.backends.cuda import linear_hopper_fp8
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
@@ -17,7 +18,7 @@ from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs, plain_config
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuner import candidates
+from preheat.backends.cuda.tuner import WIDE_FP8, candidates
 from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, reference, rule
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
@@ -26,6 +27,7 @@ from preheat.ops.proof import noise
 from preheat.settings import Settings
 
 FP8 = Scheme(code="fp8", scales="channel", activations="token")
+STATIC = Scheme(code="fp8", scales="tensor", activations="static")
 BLOCKS = Scheme(code="fp8", scales="block", group=128, activations="block")
 WHOLE = [
     Scheme(code="int4", scales="group", group=128, zeros=True),
@@ -64,6 +66,19 @@ def test_all_that_the_tuner_tries_has_them_too(scheme):
     shape = shape_of(scheme)
     tried = [(rows, choice) for rows in (16, 200) for choice in candidates(shape, rows)]
     compile_kernels([(shape, choice) for _, choice in tried])
+    assert differing(shape, tried) == set()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [*SIZES, (520, 1040, False), (1040, 144, True), (6144, 4096, False)], ids=str)
+@pytest.mark.parametrize("scheme", [FP8, STATIC], ids=named)
+def test_float8_of_many_rows_on_hopper_has_the_bits_of_the_tiles(scheme, size, bias):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    shape = shape_of(scheme, *size)._replace(bias=bias)
+    assert linear_hopper_fp8.fits(shape)
+    tried = [(rows, choice) for rows in ROWS for choice in WIDE_FP8]
+    compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
     assert differing(shape, tried) == set()
 
 

@@ -58,4 +58,4 @@ class Scheme:
     def bytes(self, outputs: int, inputs: int) -> int:
         """Of a weight's codes, scales and zero points, as a device holds them: scales for each output, in float32."""
         codes = outputs * inputs // 2 if self.code == "int4" else outputs * inputs
-        return codes + outputs * self.groups(inputs) * (4 + 2 * self.zeros) + 4 * inputs * self.indexed
+        return codes + outputs * self.groups(inputs) * (4 + 4 * self.zeros) + 4 * inputs * self.indexed

@@ -28,9 +28,11 @@ def barriers(PLACES: gl.constexpr, count: gl.constexpr):
 
 
 def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """Of ``tensor``, numbers of two bytes, which is copied in pieces of the shape ``block``."""
-    width = min(128, block[-1] * tensor.element_size())
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=len(block))
+    """Of ``tensor``, numbers of one or two bytes, which is copied in pieces of the shape ``block``."""
+    size = tensor.element_size()
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, block[-1] * size), element_bitwidth=8 * size, rank=len(block)
+    )
     return TensorDescriptor.from_tensor(tensor, list(block), layout)
 
 

@@ -26,7 +26,15 @@ from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_hopper import wide
-from preheat.backends.cuda.linear_quantized import DeviceWeight, by_codes, by_float8, dequantized, quantized_input
+from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
+from preheat.backends.cuda.linear_quantized import (
+    DeviceWeight,
+    by_codes,
+    by_float8,
+    codes_of,
+    dequantized,
+    quantized_input,
+)
 from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
@@ -109,19 +117,14 @@ def apply(
 
     All are contiguous.
     """
-    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
-        assert isinstance(choice, Tile)
-        return by_float8(choice, x, weight, bias, gated, out)
+    if isinstance(weight, DeviceWeight) and isinstance(choice, Tile | Wide):
+        return _quantized(choice, x, weight, bias, gated, out)
     if isinstance(x, QuantizedRows):
         assert x.plain is not None
         x = x.plain
     if isinstance(weight, DeviceWeight):
-        if isinstance(choice, Expanded):
-            return apply(choice.choice, x, dequantized(weight), bias, gated, out)
-        assert isinstance(choice, Tile)
-        y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
-        by_codes(choice, x, weight, bias, gated, y)
-        return y
+        assert isinstance(choice, Expanded)
+        return apply(choice.choice, x, dequantized(weight), bias, gated, out)
     if isinstance(choice, Library):
         y = _by_library(x, weight, bias, choice.split, None if gated else out)
         if not gated:
@@ -135,6 +138,28 @@ def apply(
         assert isinstance(choice, Tile)
         blocks = triton.cdiv(y.shape[1], choice.outputs) * triton.cdiv(len(x), choice.rows)
         in_order[(blocks,)](*_arguments(choice, x, weight, bias, y), **_keywords(choice, weight.shape[1], gated))
+    return y
+
+
+def _quantized(
+    choice: Tile | Wide,
+    x: Tensor | QuantizedRows,
+    weight: DeviceWeight,
+    bias: Tensor | None,
+    gated: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """The same of a quantized weight, by a kernel that reads its codes."""
+    columns = len(weight) // 2 if gated else len(weight)
+    y = torch.empty((len(x), columns), dtype=weight.dtype, device=weight.codes.device) if out is None else out
+    if weight.scheme.activations is None:
+        plain = x.plain if isinstance(x, QuantizedRows) else x
+        assert plain is not None and isinstance(choice, Tile)
+        by_codes(choice, plain, weight, bias, gated, y)
+    elif isinstance(choice, Wide):
+        wide_fp8(choice, codes_of(x, weight), weight, bias, gated, y)
+    else:
+        by_float8(choice, codes_of(x, weight), weight, bias, gated, y)
     return y
 
 

@@ -71,10 +71,11 @@ def _load(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS: gl.c
     ROWS: gl.constexpr = x.block_shape[0]
     STAGES: gl.constexpr = weights.shape[0]
     HALVES: gl.constexpr = weight.block_shape[0]
+    DEPTH: gl.constexpr = x.block_shape[1]
     at = 0
     for tile in range(gl.program_id(0), _tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
         row, first, expert = _place(tile, x, y, experts, starts, WIDTH)
-        for k in range(0, x.shape[1], INPUTS):
+        for k in range(0, x.shape[1], DEPTH):
             place, phase = ring(at, STAGES)
             mbarrier.wait(empty.index(place), phase ^ 1)
             ready = full.index(place)

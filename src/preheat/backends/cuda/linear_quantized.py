@@ -38,8 +38,8 @@ far into the second half."""
 @dataclass(frozen=True)
 class DeviceWeight:
     """A quantized weight as the kernels read it. ``codes`` are [outputs, inputs], of whole numbers of four bits uint8
-    [outputs, whole steps * 64]; ``scales`` fp32 and ``zeros`` int16 [groups, outputs]; experts come before, if there
-    are any.
+    [outputs, whole steps * 64]; ``scales`` and ``zeros`` fp32 [groups, outputs]; experts come before, if there are any.
+    Zero points of two bytes would be loaded where they are needed, and not ahead.
     """
 
     scheme: Scheme
@@ -55,7 +55,7 @@ class DeviceWeight:
     def of(cls, weight: QuantizedWeight) -> DeviceWeight:
         """The scales are laid out so that those of neighbouring outputs are neighbours."""
         codes = _packed(weight.codes) if weight.scheme.code == "int4" else weight.codes
-        zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous()
+        zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
         return cls(
             weight.scheme, weight.dtype, weight.shape, codes, weight.scales.transpose(-1, -2).contiguous(), zeros,
             weight.index, weight.static,
@@ -86,12 +86,12 @@ def _signed(nibbles):
 
 
 @triton.jit
-def _weights(
-    numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    INPUTS: tl.constexpr, dtype: tl.constexpr,
+def _group(
+    scales, zeros, index, out, k, inputs, outputs, groups, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """[outputs, INPUTS] of weights, from input ``k`` on, of codes as fp32 ``numbers``. ``EVEN``: all of one
-    group.
+    """Scales and zero points of the weights of ``INPUTS`` inputs from ``k`` on: [outputs, 1] if those are ``EVEN``, all
+    of one group, else [outputs, INPUTS].
     """
     if GROUP == 0:
         at = out[:, None]
@@ -104,16 +104,27 @@ def _weights(
         else:
             group = tl.minimum(columns // GROUP, groups - 1)
         at = group[None, :] * outputs + out[:, None]
+    scale = tl.load(scales + at)
+    zero = scale  # of no use
     if zeros is not None:
-        numbers = numbers - tl.load(zeros + at).to(tl.float32)
-    return widened(numbers * tl.load(scales + at), dtype)
+        zero = tl.load(zeros + at)
+    return scale, zero
 
 
 @triton.jit
-def _inputs(x, token, k, inputs, INPUTS: tl.constexpr):
-    """[INPUTS, rows] of x, from input ``k`` on; zeros beyond the last."""
+def _weights(numbers, scale, zero, zeros, dtype: tl.constexpr):
+    """Weights of codes as fp32 ``numbers``, which have a ``zero`` point if there are ``zeros``."""
+    if zeros is not None:
+        numbers -= zero
+    return widened(numbers * scale, dtype)
+
+
+@triton.jit
+def _inputs(x, token, there, k, inputs, INPUTS: tl.constexpr):
+    """[INPUTS, rows] of x, from input ``k`` on; zeros beyond the last, and for tokens that are not ``there``."""
     columns = k + tl.arange(0, INPUTS)
-    return tl.load(x + token[None, :] * inputs + columns[:, None], mask=columns[:, None] < inputs, other=0.0)
+    at = x + token[None, :] * inputs + columns[:, None]
+    return tl.load(at, mask=(columns < inputs)[:, None] & there[None, :], other=0.0)
 
 
 @triton.jit
@@ -126,34 +137,32 @@ def _step(
     HALF: tl.constexpr = STEP // 2
     if FOUR:
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
-        w = _weights(
-            _signed(pair & 0xF), scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, HALF, dtype
-        )
-        acc = tl.dot(w, xs, acc, input_precision="ieee")
-        w = _weights(
-            _signed(pair >> 4), scales, zeros, index, out, k + HALF, inputs, outputs, groups, GROUP, EVEN, HALF, dtype
-        )
-        acc = tl.dot(w, xs_high, acc, input_precision="ieee")
+        scale, zero = _group(scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, HALF)
+        acc = tl.dot(_weights(_signed(pair & 0xF), scale, zero, zeros, dtype), xs, acc, input_precision="ieee")
+        if not EVEN or GROUP // STEP * STEP != GROUP:
+            scale, zero = _group(scales, zeros, index, out, k + HALF, inputs, outputs, groups, GROUP, EVEN, HALF)
+        acc = tl.dot(_weights(_signed(pair >> 4), scale, zero, zeros, dtype), xs_high, acc, input_precision="ieee")
     else:  # what stands behind a return is compiled too
         columns = k + tl.arange(0, STEP)
         at = codes + out.to(tl.int64)[:, None] * row_bytes + columns[None, :]
         numbers = tl.load(at, mask=columns[None, :] < inputs, other=0.0).to(tl.float32)
-        w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
-        acc = tl.dot(w, xs, acc, input_precision="ieee")
+        scale, zero = _group(scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP)
+        acc = tl.dot(_weights(numbers, scale, zero, zeros, dtype), xs, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def codes_step(
-    acc, acc_up, x, codes, scales, zeros, index, token, out, k, inputs, outputs, groups, row_bytes, FOUR: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
+    acc, acc_up, x, codes, scales, zeros, index, token, there, out, k, inputs, outputs, groups, row_bytes,
+    FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr,
 ):  # fmt: skip
     """Both accumulators and the products of a step's inputs; ``outputs`` are the columns of the result."""
     height = outputs * 2 if gated else outputs
     if FOUR:
-        xs, high = _inputs(x, token, k, inputs, STEP // 2), _inputs(x, token, k + STEP // 2, inputs, STEP // 2)
+        xs = _inputs(x, token, there, k, inputs, STEP // 2)
+        high = _inputs(x, token, there, k + STEP // 2, inputs, STEP // 2)
     else:
-        xs = _inputs(x, token, k, inputs, STEP)
+        xs = _inputs(x, token, there, k, inputs, STEP)
         high = xs
     acc = _step(
         acc, codes, scales, zeros, index, xs, high, out, k, inputs, height, groups, row_bytes, FOUR, GROUP, EVEN
@@ -178,14 +187,15 @@ def in_order_codes(
     begin(overlap)
     first, row = corner(rows, outputs, OUTPUTS, ROWS)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1)
-    token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+    token = (row + tl.arange(0, ROWS)).to(tl.int64)
+    there = token < rows
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(0, inputs, INPUTS):
         for part in tl.static_range(INPUTS // STEP):
             k = tl.cast(start, tl.int32) + part * STEP
             acc, acc_up = codes_step(
-                acc, acc_up, x, codes, scales, zeros, index, token, out, k, inputs, outputs, groups,
+                acc, acc_up, x, codes, scales, zeros, index, token, there, out, k, inputs, outputs, groups,
                 row_bytes, FOUR, GROUP, EVEN, gated,
             )  # fmt: skip
     dtype: tl.constexpr = y.dtype.element_ty
@@ -296,17 +306,16 @@ def _dequantize(
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
         for half in tl.static_range(2):
             at = k + half * HALF
-            w = _weights(
-                _signed((pair >> (4 * half)) & 0xF), scales, zeros, index, out, at, inputs, outputs, groups, GROUP,
-                EVEN, HALF, dtype,
-            )  # fmt: skip
+            scale, zero = _group(scales, zeros, index, out, at, inputs, outputs, groups, GROUP, EVEN, HALF)
+            w = _weights(_signed((pair >> (4 * half)) & 0xF), scale, zero, zeros, dtype)
             columns = (at + tl.arange(0, HALF))[None, :]
             tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < inputs))
     else:
         columns = (k + tl.arange(0, STEP))[None, :]
         at = codes + out.to(tl.int64)[:, None] * row_bytes + columns
         numbers = tl.load(at, mask=columns < inputs, other=0.0).to(tl.float32)
-        w = _weights(numbers, scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP, dtype)
+        scale, zero = _group(scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, STEP)
+        w = _weights(numbers, scale, zero, zeros, dtype)
         tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < inputs))
 
 
@@ -341,19 +350,15 @@ def by_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, g
 
 
 def by_float8(
-    tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor | None
-) -> Tensor:
-    """The same of float8 ``x``, which is quantized first if it is not, into ``y`` or a new tensor."""
-    rows = codes_of(x, weight)
-    inputs, columns = weight.shape[1], len(weight) // 2 if gated else len(weight)
-    if y is None:
-        y = torch.empty((len(rows), columns), dtype=weight.dtype, device=rows.codes.device)
+    tile: Tile, rows: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor
+) -> None:
+    """The same of float8 ``rows``."""
+    inputs, columns = weight.shape[1], y.shape[1]
     in_order_fp8[_grid(tile, y)](
         rows.codes, rows.scales, weight.codes, weight.scales, bias, y, len(rows), columns, inputs, rows.scales.shape[1],
         **grouping(rows.scales, weight), EVEN=inputs % STEP.value == 0, enable_fp_fusion=False,
         **tile_options(tile, inputs, gated),
     )  # fmt: skip
-    return y
 
 
 def _grid(tile: Tile, y: Tensor) -> tuple[int]:

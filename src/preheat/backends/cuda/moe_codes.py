@@ -45,7 +45,8 @@ def _experts_codes(
         return
     expert, start, rows, below, first = placed(tile, across, experts, starts, counts, OUTPUTS, ROWS, arranged)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), columns - 1)
-    place = start + tl.minimum(below + tl.arange(0, ROWS), rows - 1)
+    row = below + tl.arange(0, ROWS)
+    there, place = row < rows, start + tl.minimum(row, rows - 1)
     source = place
     if gated:
         source = tl.load(tokens + place) if arranged else place // K
@@ -62,7 +63,7 @@ def _experts_codes(
         for part in tl.static_range(INPUTS // STEP):
             k = tl.cast(step, tl.int32) + part * STEP
             acc, acc_up = codes_step(
-                acc, acc_up, x, codes, scales, zeros, None, source, out, k, inputs, columns, groups,
+                acc, acc_up, x, codes, scales, zeros, None, source, there, out, k, inputs, columns, groups,
                 row_bytes, FOUR, GROUP, EVEN, gated,
             )  # fmt: skip
     result = acc.to(y.dtype.element_ty)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from preheat.backends.cuda import linear_hopper_fp8
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits
@@ -47,12 +48,15 @@ NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 
 MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
 BROAD = [(64, 64), (128, 64), (256, 64)]
 WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6)]
+WIDE_FP8 = [Wide(256, 128, 4), Wide(128, 128, 6)]
 
 
 def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
     """Everything worth trying for ``rows`` rows of ``shape``."""
     if shape.scheme is not None:
         yield from _on_codes(shape, rows)
+        if rows >= 64 and linear_hopper_fp8.fits(shape):
+            yield from WIDE_FP8
         if shape.scheme.activations is None and rows >= 128:
             yield Expanded(Library())
             yield from (Expanded(each) for each in WIDE if fits(shape))

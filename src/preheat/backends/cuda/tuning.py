@@ -360,5 +360,5 @@ def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
     weights = width * (2 if shape.gated else 1) * depth
     held = weights // (2 if shape.scheme.code == "int4" else 1)
     if not whole_groups(shape.scheme):
-        held += weights * (6 if shape.scheme.zeros else 4)  # each weight's scale and zero point
+        held += weights * (8 if shape.scheme.zeros else 4)  # each weight's scale and zero point
     return held + height * depth * (1 if shape.scheme.activations else 2)
