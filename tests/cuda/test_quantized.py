@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda import linear_hopper_fp8
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
@@ -19,7 +18,7 @@ from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuner import WIDE_FP8, candidates
-from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, reference, rule
+from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, reference, rule, wide_float8
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
@@ -55,7 +54,8 @@ def shape_of(scheme, outputs=1152, inputs=896, gated=False):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("scheme", [FP8, BLOCKS, *WHOLE], ids=named)
 def test_what_serves_has_the_bits_of_the_reference(scheme, size):
-    shape, configs = shape_of(scheme, *size), KernelConfigs()
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    shape, configs = shape_of(scheme, *size), KernelConfigs(hopper=hopper)
     chosen = [(rows, configs(shape, rows)) for rows in ROWS]
     compile_kernels([(shape, choice) for _, choice in chosen] + [(shape, reference(shape))])
     assert differing(shape, chosen) == set()
@@ -76,7 +76,7 @@ def test_float8_of_many_rows_on_hopper_has_the_bits_of_the_tiles(scheme, size, b
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     shape = shape_of(scheme, *size)._replace(bias=bias)
-    assert linear_hopper_fp8.fits(shape)
+    assert wide_float8(shape)
     tried = [(rows, choice) for rows in ROWS for choice in WIDE_FP8]
     compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
     assert differing(shape, tried) == set()

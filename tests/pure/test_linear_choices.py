@@ -146,6 +146,15 @@ def test_codes_are_read_in_whole_steps(rows):
         assert codes_bytes(shape, choice.outputs, choice.rows, choice.inputs) * choice.stages <= SHARED_BYTES
 
 
+def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
+    assert isinstance(rule(FP8, 8192, hopper=True), Wide)
+    blocks = FP8._replace(scheme=Scheme(code="fp8", scales="block", group=128, activations="block"))
+    for shape, rows, hopper in ((FP8, 8192, False), (FP8, 64, True), (INT4, 8192, True), (blocks, 8192, True),
+                                (FP8._replace(inputs=FP8.inputs + 8), 8192, True)):  # fmt: skip
+        assert rule(shape, rows, hopper=hopper) == rule(shape, rows)
+        assert not isinstance(rule(shape, rows), Wide)
+
+
 @pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])
 def test_a_row_has_enough_of_the_weights_on_its_way(size):
     """Latency times bandwidth of an H200 is about 4 MB: so much in all programs that run at once, a stage less."""
@@ -161,11 +170,13 @@ def test_the_tuner_tries_what_has_that_instruction(rows, monkeypatch):
     from preheat.backends.cuda import tuner
 
     monkeypatch.setattr(tuner, "fits", lambda shape: True)
+    monkeypatch.setattr(tuner, "is_hopper", lambda: True)
     for shape in (INT4, FP8, FP8._replace(gated=True)):
         tried = list(tuner.candidates(shape, rows))
         tiles = [choice for choice in tried if isinstance(choice, Tile)]
         assert tiles and all(tile.inputs % 128 == 0 == shape.inputs % tile.inputs for tile in tiles)
         assert shape is INT4 or all(tile.outputs >= 64 and tile.warps >= 4 for tile in tiles)
+        assert any(isinstance(choice, Wide) for choice in tried) == (shape != INT4 and rows >= 64)
         assert (Expanded(Library()) in tried) == (shape == INT4 and rows >= 128)
         assert len(tried) == len(set(tried))
 

@@ -138,7 +138,7 @@ class CudaBackend:
             torch.backends.cuda.preferred_blas_library("cublaslt")
         name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         tables = tables_for(name, capability, cache)
-        self._configs = KernelConfigs(tables, invariant=settings.batch_invariant)
+        self._configs = KernelConfigs(tables, invariant=settings.batch_invariant, hopper=capability[0] == 9)
         self.experts_configs = ExpertsConfigs(tables)
 
     def synchronize(self) -> None:

@@ -20,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.linear_hopper import _load, _place, _rounded, _store, _tiles
 from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight
-from preheat.backends.cuda.tuning import LinearShape, Wide
+from preheat.backends.cuda.tuning import Wide
 from preheat.ops.quantization import QuantizedRows
 
 ROWS = gl.constexpr(64)
@@ -110,20 +110,9 @@ def _wide(
     )
 
 
-def fits(shape: LinearShape) -> bool:
-    """Whether this kernel does for a layer, on this device."""
-    return (
-        is_hopper()
-        and shape.scheme is not None
-        and shape.scheme.activations in ("token", "static")
-        and shape.scheme.scales in ("channel", "tensor")
-        and shape.dtype.itemsize == 2
-        and shape.inputs % 16 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
-    )
-
-
 def wide_fp8(choice: Wide, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous. Tiles are of 128 rows. The
+    """``y`` [rows, columns] from ``x`` [rows, inputs], where
+    :func:`preheat.backends.cuda.tuning.wide_float8`, on Hopper; all contiguous. Tiles are of 128 rows. The
     grid has at most one program for each multiprocessor.
     """
     outputs, inputs = weight.shape

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from preheat.backends.cuda import linear_hopper_fp8
 from preheat.backends.cuda.graph import capture
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits
 from preheat.backends.cuda.linear_quantized import DeviceWeight
@@ -32,6 +32,7 @@ from preheat.backends.cuda.tuning import (
     Wide,
     codes_bytes,
     whole_groups,
+    wide_float8,
 )
 from preheat.ops.quantization import QuantizedRows
 
@@ -55,7 +56,7 @@ def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
     """Everything worth trying for ``rows`` rows of ``shape``."""
     if shape.scheme is not None:
         yield from _on_codes(shape, rows)
-        if rows >= 64 and linear_hopper_fp8.fits(shape):
+        if rows >= 64 and is_hopper() and wide_float8(shape):
             yield from WIDE_FP8
         if shape.scheme.activations is None and rows >= 128:
             yield Expanded(Library())

@@ -196,10 +196,11 @@ class KernelConfigs:
     """From a map and a number of rows to an implementation.
 
     Of several ``tables`` that know a map the last one counts. ``invariant``: only what keeps the contract's order.
+    ``hopper``: kernels written for it may be guessed, too.
     """
 
-    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True) -> None:
-        self.invariant = invariant
+    def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True, hopper: bool = False) -> None:
+        self.invariant, self._hopper = invariant, hopper
         self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
         self._rejected: set[tuple[LinearShape, int]] = set()
@@ -217,7 +218,7 @@ class KernelConfigs:
             return tile_rule(shape, rows) if shape.scheme is None else reference(shape)
         found = self._entries.get(shape._replace(bias=False), {})
         size = min((size for size in found if size >= rows), default=None)
-        return rule(shape, rows) if size is None else found[size]
+        return rule(shape, rows, hopper=self._hopper) if size is None else found[size]
 
     def reject(self, shape: LinearShape, rows: int) -> None:
         """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
@@ -252,7 +253,7 @@ def kernel_configs(
     device: str, capability: tuple[int, int], folder: Path | None, *, invariant: bool = True
 ) -> KernelConfigs:
     """What serves linear layers on such a GPU."""
-    return KernelConfigs(tables_for(device, capability, folder), invariant=invariant)
+    return KernelConfigs(tables_for(device, capability, folder), invariant=invariant, hopper=capability[0] == 9)
 
 
 def shipped() -> list[Table]:
@@ -302,8 +303,23 @@ def encode(table: Table) -> bytes:
     return head + b"}\n"
 
 
-def rule(shape: LinearShape, rows: int) -> KernelConfig:
+def wide_float8(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_fp8` does for a layer, on Hopper."""
+    return (
+        shape.scheme is not None
+        and shape.scheme.activations in ("token", "static")
+        and shape.scheme.scales in ("channel", "tensor")
+        and shape.dtype.itemsize == 2
+        and shape.inputs % 16 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
+    )
+
+
+def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
     """A guess for what is in no table."""
+    if hopper and wide_float8(shape):
+        for choice in (Wide(256, 128, 4), Wide(128, 128, 6)):
+            if -(-shape.outputs // choice.outputs) * -(-rows // choice.rows) >= PROCESSORS * 2 // 3:
+                return choice
     if shape.scheme is not None:
         if shape.scheme.activations is None and rows >= MANY_ROWS:
             return Expanded(rule(shape._replace(scheme=None), rows))  # type: ignore[arg-type]  # plain: not expanded again
