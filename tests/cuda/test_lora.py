@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
+from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
 from preheat.backends.cuda.tuning import KernelConfigs
@@ -181,6 +183,41 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
     else:
         assert (found != right).float().mean() < 0.01
         torch.testing.assert_close(found, right, atol=1e-2, rtol=2**-7)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(
+    activation: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For numbers of rows that tiles serve, in a graph, behind a kernel that writes x, again and again."""
+    device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
+    rows = CudaAdapters(device).rows(128, PLACES)
+    base = CudaLinear((noise(sum(outputs), INPUTS) / 40).to(device, dtype), configs=KernelConfigs())
+    made = CudaAdapters(device).linear(
+        base, INPUTS, outputs, rows, places=PLACES, max_rank=48, dtype=dtype, activation=activation, clip=None
+    )
+    for place in range(PLACES):
+        for part, size in enumerate(outputs):
+            rank = 5 + 6 * place
+            a, b = noise(rank, INPUTS, seed=place).to(dtype), noise(size, rank, seed=part).to(dtype)
+            made.write(place, part, a / 40, b, 0.7)
+    for count in (1, 2, 8, 16, 33, 64):
+        x = torch.empty(count, INPUTS, dtype=dtype, device=device)
+        rows.describe(0, "tokens", np.array([(row * 5) % (PLACES + 1) - 1 for row in range(count)], np.int32))
+        rows.use("tokens")
+        found: list[torch.Tensor] = []
+        source = noise(count, INPUTS, seed=1).to(device, dtype)
+        graph = capture(lambda x=x, found=found, source=source: found.append(made(torch.add(source, 0, out=x))))
+        launches: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(made._factors, "suit", lambda tile, *, gated, asked=launches: asked.append(tile) and False)
+            right = made(source)
+        assert launches
+        for _ in range(20):
+            found[-1].fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(found[-1], right)
 
 
 @DTYPES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from preheat.backends.cuda import lora
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora import ROWS, CudaAdapters, most_blocks, write_blocks
+from preheat.backends.cuda.lora import BLOCK, CudaAdapters, most_blocks, write_blocks
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.lora import add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
@@ -128,17 +130,45 @@ def test_sums_in_another_order_have_other_bits(monkeypatch):
     made, rows = layer()
     made.write(0, 0, *given[0])
     expected = run(made, rows, x, [0] * 37)
-    expand = lora._expand
+    shrink = lora._shrink
 
     class Backwards:
         def __getitem__(self, grid):
-            def launch(y, b, sums, *rest, **more):
-                expand[grid](y, b, sums.flip(2).contiguous(), *rest, **more)
+            def launch(x, a, sums, shrunk, *rest, **more):
+                shrink[grid](x, a, sums, shrunk, *rest, **more)
+                shrunk.copy_(reduce(add, sums.flip(2).unbind(2)) * given[0][2])
 
             return launch
 
-    monkeypatch.setattr(lora, "_expand", Backwards())
+    monkeypatch.setattr(lora, "_shrink", Backwards())
     assert not torch.equal(run(made, rows, x, [0] * 37), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+@pytest.mark.parametrize("count", [1, 16, 37])
+def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(count, activation, dtype, monkeypatch):
+    """For ranks of one tile and of three, a part without matrices, and rows without an adapter."""
+    ops, outputs = CudaAdapters(torch.device("cpu")), (64, 64)
+    rows = ops.rows(64, PLACES)
+    base = CudaLinear((noise(128, INPUTS) / 30).to(dtype), configs=KernelConfigs())
+    made = ops.linear(
+        base, INPUTS, outputs, rows, places=PLACES, max_rank=40, dtype=dtype, activation=activation, clip=None
+    )  # fmt: skip
+    for place, (rank, parts) in enumerate([(7, (0, 1)), (37, (0,)), (16, (0, 1))]):
+        for part in parts:
+            a, b = noise(rank, INPUTS, seed=place) / 30, noise(64, rank, seed=part)
+            made.write(place, part, a.to(dtype), b.to(dtype), 0.7)
+    x = noise(count, INPUTS, seed=5).to(dtype)
+    whose = [[1, 0, -1, 2, 1][row % 5] for row in range(count)]
+    tiled = run(made, rows, x, whose)
+    asked = []
+    monkeypatch.setattr(made._factors, "suit", lambda tile, *, gated: asked.append(tile) and False)
+    launched = run(made, rows, x, whose)
+    assert asked and torch.equal(tiled, launched)
+    rows.use(None)
+    plain = made(x)
+    assert [torch.equal(one, other) for one, other in zip(tiled, plain, strict=True)] == [each < 0 for each in whose]
 
 
 def test_what_was_there_before_is_gone():
@@ -186,9 +216,12 @@ def test_blocks_hold_every_row_once_and_never_need_more_room():
             for _ in range(20):
                 places = draw.integers(-1, most, count).astype(np.int32)
                 room = most_blocks(64, most)
-                words = np.empty(room * (1 + ROWS), np.int32)
+                words = np.empty(room * (1 + BLOCK) + count, np.int32)
                 write_blocks(words, room, places)
-                blocks, members = words[:room], words[room:].reshape(room, ROWS)
+                blocks, members, slots = np.split(words, [room, room * (1 + BLOCK)])
+                there = places >= 0
+                assert (members[slots[there]] == np.flatnonzero(there)).all() and (slots[~there] == -1).all()
+                members = members.reshape(room, BLOCK)
                 used = blocks >= 0
                 assert used.sum() <= most_blocks(count, most) and used[: used.sum()].all()
                 assert (members[~used] == -1).all()

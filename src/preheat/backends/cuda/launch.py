@@ -37,6 +37,22 @@ def begin(overlap: tl.constexpr):
 
 
 @triton.jit
+def begin_early(overlap: tl.constexpr):
+    """Of a kernel whose operands no kernel writes that has not ended when the one before it begins: the next one may
+    get in place. It has to call :func:`begin_late`, too.
+    """
+    if overlap:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def begin_late(overlap: tl.constexpr):
+    """Behind :func:`begin_early`: wait for the kernel before, before what it wrote is read and before this one ends."""
+    if overlap:
+        gdc_wait()
+
+
+@triton.jit
 def widened(numbers, dtype: tl.constexpr):
     """``numbers`` of eight bits or fewer as ``dtype``, for a product in the matrix unit.
 

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
 from preheat.backends.cuda.linear_quantized import (
@@ -36,6 +36,7 @@ from preheat.backends.cuda.linear_quantized import (
     quantized_input,
 )
 from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.lora_expand import Expansion, expanded, part_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
 from preheat.ops.kinds import Activation
@@ -53,7 +54,7 @@ def load_weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EV
     return tl.load(at, mask=(k + tl.arange(0, INPUTS))[None, :] < inputs, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "room"])
 def in_order(
     x,
     weight,
@@ -70,13 +71,26 @@ def in_order(
     EVEN: tl.constexpr,
     gated: tl.constexpr,
     overlap: tl.constexpr,
+    adapters=None,
+    room=0,
+    PARTS: tl.constexpr = 0,
+    TILES: tl.constexpr = 0,
+    PLACES: tl.constexpr = 0,
+    RANKS: tl.constexpr = 0,
+    AT_ONCE: tl.constexpr = 0,
 ):
     """One tile [OUTPUTS, ROWS] of y a program. ``outputs`` are the columns of y; ``EVEN``: INPUTS divides ``inputs``.
 
     Rows and outputs beyond the last one are computed as copies of it and not stored. ``x_tiles`` and ``weight_tiles``,
     if given, are the same matrices for the copy engine.
+
+    With ``adapters`` the kernel before this one shrinks x for them, and waited for x itself: only then what it wrote is
+    waited for, which takes no time any more.
     """
-    begin(overlap)
+    if adapters is None:
+        begin(overlap)
+    else:
+        begin_early(overlap)
     first, row = corner(rows, outputs, OUTPUTS, ROWS)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
@@ -97,8 +111,23 @@ def in_order(
 
     dtype: tl.constexpr = y.dtype.element_ty
     result = rounded(acc, bias, out, dtype)
+    part, height = 0, outputs
+    if adapters is not None:
+        begin_late(overlap)
+        if gated:
+            height = outputs * 2
+        else:
+            part = part_of(adapters, first, PARTS)
+        result = expanded(
+            result, out, token, part, adapters, height, room, PARTS, TILES, PLACES, RANKS, AT_ONCE
+        )  # fmt: skip
     if gated:
-        result = silu_mul(result, rounded(acc_up, bias, out + outputs, dtype))
+        up = rounded(acc_up, bias, out + outputs, dtype)
+        if adapters is not None:
+            up = expanded(
+                up, out + outputs, token, 1, adapters, height, room, PARTS, TILES, PLACES, RANKS, AT_ONCE
+            )  # fmt: skip
+        result = silu_mul(result, up)
     outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     to = y + tl.cast(row, tl.int64) * outputs + first
     stored = (first + outs < outputs) & (row + tokens < rows)
@@ -136,9 +165,28 @@ def apply(
         wide(choice, x, weight, bias, gated, y)
     else:
         assert isinstance(choice, Tile)
-        blocks = triton.cdiv(y.shape[1], choice.outputs) * triton.cdiv(len(x), choice.rows)
-        in_order[(blocks,)](*_arguments(choice, x, weight, bias, y), **_keywords(choice, weight.shape[1], gated))
+        by_tiles(choice, x, weight, bias, gated, y)
     return y
+
+
+def by_tiles(
+    tile: Tile,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    y: Tensor,
+    adapters: Expansion | None = None,
+) -> None:
+    """The same by the kernel with tiles. With ``adapters``, what they expand to is added; the kernel before this one
+    has to be the one that shrinks x for them.
+    """
+    blocks = triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows)
+    more: dict[str, Any] = {}
+    if adapters is not None:
+        at_once = triton.next_power_of_2(len(adapters.b))
+        more = {"adapters": adapters, "room": adapters.room, **adapters.sizes, "AT_ONCE": at_once}
+    in_order[(blocks,)](*_arguments(tile, x, weight, bias, y), **_keywords(tile, weight.shape[1], gated), **more)
 
 
 def _quantized(
@@ -226,6 +274,13 @@ class CudaLinear:
         Both are contiguous.
         """
         return apply(self.configs(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
+
+    def with_adapters(self, tile: Tile, x: Tensor, out: Tensor | None, adapters: Expansion) -> Tensor:
+        """The same by ``tile``, with what ``adapters`` expand to, see :func:`by_tiles`."""
+        assert isinstance(self._weight, Tensor)
+        y = x.new_empty(len(x), self.shape.columns) if out is None else out
+        by_tiles(tile, x, self._weight, self._bias, self._gated, y, adapters)
+        return y
 
     def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
         """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""

@@ -1,16 +1,13 @@
 """Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.lora`.
 
-The rows of each adapter are cut into blocks of ``ROWS``, filled up with none. One launch shrinks: a program has a block
-of rows, a part of the inputs and one of the layer's matrices, and writes its sums, which no other adds to. One launch
-expands: a program adds up the sums of its block in order, multiplies them by B and adds the product to its rows of the
-layer's output, in place. Rows without an adapter are in no block, so nothing of them is touched.
+The rows of each adapter are cut into blocks of ``BLOCK``, filled up with none. One launch shrinks: a program has a
+block of rows, a part of the inputs and one of the layer's matrices, and writes its sums, which no other adds to; the
+program that is the last of its block adds them up in order. Then comes the layer itself, which does not wait for that:
+where it runs by tiles, each tile ends with expanding what its rows have shrunk to. Where it does not, another launch
+expands, and applies the activation. Rows without an adapter get nothing added.
 
-How many blocks there are at most follows from the number of rows and of places, and so do both grids; programs of
+How many blocks there are at most follows from the number of rows and of places, and so does the grid; programs of
 blocks that a step has not end at once. Every row goes through products of one shape, whatever the number of rows.
-
-With bfloat16 matrices the shrunk rows are cut into three bfloat16 numbers each, whose sum they are, so that the matrix
-unit loses nothing of them; the three products and those of all tiles of ranks are added in one fp32 accumulator. Other
-matrices are held and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -28,42 +25,29 @@ from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.lora_expand import BLOCK, Expansion, expand
+from preheat.backends.cuda.tuning import Tile
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE
-
-ROWS = 16
-"""Rows of a block: what the matrix unit multiplies at once."""
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
 
-FEW_BLOCKS = 2
-"""Up to so many blocks, expanding takes narrow tiles: there are processors left."""
+AT_ONCE = 16
+"""Up to so many places, tiles of a layer expand for all of them in one product."""
+
+MOST_PARTS = 3
+"""Of a layer: queries, keys and values."""
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
-    x,
-    a,
-    sums,
-    places,
-    members,
-    tiles,
-    rows,
-    inputs,
-    slots,
-    PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    EVEN: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and part. A slot is a row's place
-    among all blocks.
+    x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, slots,
+    PARTS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and part; by the last of a
+    block's splits also what they are together, scaled. A slot is a row's place among all blocks.
     """
     block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, rank, k = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, CHUNK)
@@ -73,7 +57,8 @@ def _shrink(
     if place >= 0:
         there = ((row >= 0) & (row < rows))[:, None]
         at = x + row.to(tl.int64)[:, None] * inputs
-        for tile in range(tl.load(tiles + place * PARTS + part)):
+        count = tl.load(tiles + place * PARTS + part)
+        for tile in range(count):
             of = a + (((place * PARTS + part) * TILES + tile) * RANKS + rank).to(tl.int64)[:, None] * inputs
             acc = tl.zeros([ROWS, RANKS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
@@ -87,72 +72,22 @@ def _shrink(
                 acc = tl.dot(xs.to(ws.dtype), ws.T, acc, input_precision="ieee")
             to = ((part * TILES + tile) * SPLITS + split) * slots + block * ROWS + lane
             tl.store(sums + to.to(tl.int64)[:, None] * RANKS + rank[None, :], acc)
-
-
-@triton.jit
-def _times(shrunk, ws, acc):
-    """``acc`` plus fp32 ``shrunk`` times ``ws``, as if both were of fp32."""
-    if ws.dtype == tl.float32:
-        return tl.dot(shrunk, ws, acc, input_precision="ieee")
-    high = shrunk.to(ws.dtype)
-    rest = shrunk - high.to(tl.float32)
-    middle = rest.to(ws.dtype)
-    low = (rest - middle.to(tl.float32)).to(ws.dtype)
-    acc = tl.dot(low, ws, acc)
-    acc = tl.dot(middle, ws, acc)
-    return tl.dot(high, ws, acc)
-
-
-@triton.jit(do_not_specialize=["rows", "slots"])
-def _expand(
-    y,
-    b,
-    sums,
-    places,
-    members,
-    tiles,
-    scales,
-    bounds,
-    rows,
-    outputs,
-    slots,
-    PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """Add to y what the adapter of one block expands to, in COLUMNS outputs of one part, which has those between two
-    ``bounds``.
-    """
-    block, part = tl.program_id(0), tl.program_id(2)
-    lane, rank = tl.arange(0, ROWS), tl.arange(0, RANKS)
-    place = tl.load(places + block)
-    row = tl.load(members + block * ROWS + lane)
-    column = tl.load(bounds + part) + tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    end = tl.load(bounds + part + 1)
-    begin(overlap)
-    if place >= 0:
-        count = tl.load(tiles + place * PARTS + part)
-        if (count > 0) & (tl.min(column) < end):
-            inside = column < end
+        tl.debug_barrier()  # all warps have written before one of them says so
+        counter = arrived + block * PARTS + part
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.debug_barrier()
             scale = tl.load(scales + place * PARTS + part)
-            stored = ((row >= 0) & (row < rows))[:, None] & inside[None, :]
-            to = y + row.to(tl.int64)[:, None] * outputs + column[None, :]
-            before = tl.load(to, mask=stored, other=0.0)
-            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
             for tile in range(count):
-                at = (part * TILES + tile) * SPLITS * slots + block * ROWS + lane
-                own = sums + at.to(tl.int64)[:, None] * RANKS + rank[None, :]
-                shrunk = tl.load(own)
-                for split in tl.static_range(1, SPLITS):
-                    shrunk += tl.load(own + split * slots * RANKS)
-                of = ((place * TILES + tile).to(tl.int64) * outputs + column)[:, None] * RANKS + rank[None, :]
-                ws = tl.load(b + of, mask=inside[:, None], other=0.0)
-                acc = _times(shrunk * scale, ws.T, acc)
-            tl.store(to, (before.to(tl.float32) + acc).to(y.dtype.element_ty), mask=stored)
+                slot = block * ROWS + lane
+                of = (
+                    sums + ((part * TILES + tile) * SPLITS * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
+                )
+                total = tl.load(of, cache_modifier=".cg")
+                for each in tl.static_range(1, SPLITS):
+                    total += tl.load(of + each * slots * RANKS, cache_modifier=".cg")
+                to = ((part * TILES + tile) * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
+                tl.store(shrunk + to, total * scale)
+            tl.store(counter, 0)
 
 
 class Blocks:
@@ -160,12 +95,14 @@ class Blocks:
 
     def __init__(self, tokens: int, places: int, device: torch.device) -> None:
         self._count = most_blocks(tokens, places)
-        self._device = torch.full((self._count * (1 + ROWS),), -1, dtype=torch.int32, device=device)
+        self._device = torch.full((self._count * (1 + BLOCK) + tokens,), -1, dtype=torch.int32, device=device)
         cuda = device.type == "cuda"
         self._host = [torch.full_like(self._device, -1, device="cpu", pin_memory=cuda) for _ in range(HOST_COPIES)]
         self._copied = [torch.cuda.Event() for _ in range(HOST_COPIES)] if cuda else []
         self._there = np.empty(0, np.int32)
-        self.places, self.members = self._device[: self._count], self._device[self._count :]
+        ends = [self._count, self._count * BLOCK, tokens]
+        self.places, self.members, self.slots = self._device.split(ends)
+        self.arrived = torch.zeros(self._count * MOST_PARTS, dtype=torch.int32, device=device)
 
     def send(self, turn: int, places: np.ndarray) -> None:
         """Let the device have the blocks of rows with these ``places``, by host copy ``turn``, unless it has them."""
@@ -182,21 +119,23 @@ class Blocks:
 
 def most_blocks(rows: int, places: int) -> int:
     """Blocks that so many rows can have: all but one of each adapter are full."""
-    return min(rows, rows // ROWS + places)
+    return min(rows, rows // BLOCK + places)
 
 
 def write_blocks(words: np.ndarray, count: int, places: np.ndarray) -> None:
-    """Write ``words`` int32 [count * (1 + ROWS)]: the place of each block, then the rows of each, in the order of
-    places; -1 stands for none.
+    """Write ``words`` int32 [count * (1 + BLOCK) + rows]: the place of each block, the rows of each, in the order of
+    places, then the slot of each row; -1 stands for none.
     """
     words.fill(-1)
     rows = np.flatnonzero(places >= 0)
     rows = rows[np.argsort(places[rows], kind="stable")]
     sizes = np.bincount(places[rows])
-    blocks = -(-sizes // ROWS)
+    blocks = -(-sizes // BLOCK)
     words[: blocks.sum()] = np.arange(len(sizes)).repeat(blocks)
-    skipped = (blocks.cumsum() - blocks) * ROWS - (sizes.cumsum() - sizes)
-    words[count + np.arange(len(rows)) + skipped.repeat(sizes)] = rows
+    skipped = (blocks.cumsum() - blocks) * BLOCK - (sizes.cumsum() - sizes)
+    slots = np.arange(len(rows)) + skipped.repeat(sizes)
+    words[count + slots] = rows
+    words[count * (1 + BLOCK) + rows] = slots
 
 
 class CudaAdapterRows:
@@ -238,6 +177,7 @@ class CudaAdapters:
         clip: float | None,
     ) -> AdaptedLinear:
         assert isinstance(linear, CudaLinear)
+        assert len(outputs) <= MOST_PARTS
         factors = Factors(inputs, outputs, places, max_rank, matrix_dtype(linear.shape.dtype, dtype), self._device)
         return AdaptedLinear(linear, factors, rows, activation, clip)
 
@@ -274,10 +214,16 @@ class AdaptedLinear:
         blocks = self._rows.blocks
         if blocks is None:
             return self.plain(x, out)
-        finished = self._activation is None and self._limit is None
-        y = self.inner(x, out if finished else None)
-        self._factors.add(x, y, blocks)
-        if self._activation is not None:
+        gated = self._activation == "silu_and_mul"
+        finished = gated or (self._activation is None and self._limit is None)
+        layer = self.plain if gated else self.inner
+        tile = layer.configs(layer.shape, len(x))
+        if isinstance(tile, Tile) and self._factors.suit(tile, gated=gated):
+            y = layer.with_adapters(tile, x, out if finished else None, self._factors.shrink(x, blocks))
+        else:
+            y = self.inner(x, out if finished and not gated else None)
+            y = self._factors.add(x, y, blocks, gated=gated, out=out)
+        if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
 
@@ -297,7 +243,7 @@ class Factors:
         device: torch.device,
     ) -> None:
         parts, self._tiles_each = len(outputs), -(-max_rank // TILE)
-        self._inputs, self._widest, self._places = inputs, max(outputs), places
+        self._inputs, self._places = inputs, places
         self._bounds = np.cumsum([0, *outputs]).tolist()
         self._width = min(PART, max(triton.next_power_of_2(inputs), TILE))
         self._splits = -(-inputs // self._width)
@@ -333,19 +279,23 @@ class Factors:
         self._tiles.copy_(self._host_tiles)
         self._scales.copy_(self._host_scales)
 
-    def add(self, x: Tensor, y: Tensor, blocks: Blocks) -> None:
-        """Add to ``y`` [rows, outputs], in place, what is expanded from ``x`` [rows, inputs]."""
+    def suit(self, tile: Tile, *, gated: bool) -> bool:
+        """Whether a layer's tiles can expand: each has outputs of one part."""
+        return self._places <= AT_ONCE and (gated or all(bound % tile.outputs == 0 for bound in self._bounds))
+
+    def shrink(self, x: Tensor, blocks: Blocks) -> Expansion:
+        """What ``x`` [rows, inputs] shrinks to."""
         rows, count, parts = len(x), most_blocks(len(x), self._places), len(self._bounds) - 1
-        sums = x.new_empty(parts, self._tiles_each, self._splits, count * ROWS, TILE, dtype=torch.float32)
-        sizes = {"PARTS": parts, "TILES": self._tiles_each, "SPLITS": self._splits, "ROWS": ROWS, "RANKS": TILE}
+        sums = x.new_empty(parts, self._tiles_each, self._splits, count * BLOCK, TILE, dtype=torch.float32)
+        shrunk = x.new_empty(parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
         _shrink[count, self._splits, parts](
-            x, self._a, sums, blocks.places, blocks.members, self._tiles, rows, self._inputs, count * ROWS,
-            WIDTH=self._width, CHUNK=min(CHUNK, self._width), EVEN=self._inputs % self._width == 0,
-            **sizes, **options(num_warps=4, num_stages=4),
+            x, self._a, sums, shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived, rows,
+            self._inputs, count * BLOCK, PARTS=parts, TILES=self._tiles_each, SPLITS=self._splits, WIDTH=self._width,
+            CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE, EVEN=self._inputs % self._width == 0,
+            **options(num_warps=4, num_stages=4),
         )  # fmt: skip
-        columns = 128 if count <= FEW_BLOCKS else 256
-        _expand[count, triton.cdiv(self._widest, columns), parts](
-            y, self._b, sums, blocks.places, blocks.members, self._tiles, self._scales, self._bounds_there, rows,
-            self._bounds[-1], count * ROWS, COLUMNS=columns, enable_fp_fusion=False,
-            **sizes, **options(num_warps=4, num_stages=2),
-        )  # fmt: skip
+        return Expansion(shrunk, self._b, blocks.slots, blocks.places, self._tiles, self._bounds_there)
+
+    def add(self, x: Tensor, y: Tensor, blocks: Blocks, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        """``y`` [rows, outputs] and what is expanded from ``x`` [rows, inputs], as :func:`expand` does it."""
+        return expand(y, self.shrink(x, blocks), self._bounds, gated=gated, out=out)
