@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
+from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
@@ -25,12 +26,15 @@ from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.lora import add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.cpu.test_random_requests import VOCAB
 from tests.cuda.test_engine import CONFIG, ROOMY, TIGHT
 
 COUNT = 5
 """Adapters."""
+FEW_BLOCKS = {"max_model_len": 448, "num_gpu_blocks_override": 34}
+"""So few that a sequence has to give way to another."""
 WITH: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 40, "max_cpu_loras": COUNT}
 
 Bits = list[Any]
@@ -125,7 +129,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_any(
 
 def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
     """Two places for five adapters, few blocks, small steps, a step in flight."""
-    tight = made(model, **TIGHT | WITH | {"num_gpu_blocks_override": 44}, max_loras=2, async_scheduling=True)
+    tight = made(model, **TIGHT | WITH | FEW_BLOCKS, max_loras=2, async_scheduling=True)
     loads: list[int] = []
     right = tight.loop.executor.load_adapters
 
@@ -191,6 +195,7 @@ def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(
     activation: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For numbers of rows that tiles serve, in a graph, behind a kernel that writes x, again and again."""
+    CudaBackend().prepare(Settings(), None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
     rows = CudaAdapters(device).rows(128, PLACES)
     base = CudaLinear((noise(sum(outputs), INPUTS) / 40).to(device, dtype), configs=KernelConfigs())

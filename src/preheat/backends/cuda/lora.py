@@ -26,7 +26,7 @@ from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora_expand import BLOCK, Expansion, expand
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.tuning import Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE
 
@@ -35,6 +35,9 @@ CHUNK = 128
 
 AT_ONCE = 16
 """Up to so many places, tiles of a layer expand for all of them in one product."""
+
+FEW_ROWS = 32
+"""Up to so many, tiles that expand cost less than cuBLAS and another launch, though cuBLAS alone may be faster."""
 
 MOST_PARTS = 3
 """Of a layer: queries, keys and values."""
@@ -218,6 +221,8 @@ class AdaptedLinear:
         finished = gated or (self._activation is None and self._limit is None)
         layer = self.plain if gated else self.inner
         tile = layer.configs(layer.shape, len(x))
+        if isinstance(tile, Library) and len(x) <= FEW_ROWS:
+            tile = tile_rule(layer.shape, len(x))
         if isinstance(tile, Tile) and self._factors.suit(tile, gated=gated):
             y = layer.with_adapters(tile, x, out if finished else None, self._factors.shrink(x, blocks))
         else:

@@ -93,10 +93,10 @@ def expanded(
     count = tl.load(adapters.tiles + place * PARTS + part, mask=slot >= 0, other=0)
     column = tl.arange(0, AT_ONCE * RANKS)
     acc = tl.zeros(result.shape, tl.float32)
-    for first in range(0, PLACES, AT_ONCE):
+    for first in tl.range(0, PLACES, AT_ONCE, num_stages=1):  # shared memory is full of tiles of weights
         whose = first + column // RANKS
         own = (place[None, :] == whose[:, None]) & (count > 0)[None, :]
-        for tile in range(tl.max(tl.where(own, count[None, :], 0))):
+        for tile in tl.range(0, tl.max(tl.where(own, count[None, :], 0)), num_stages=1):
             mine = own & (count > tile)[None, :]
             used = tl.max(mine.to(tl.int32), 1) > 0
             at = ((part * TILES + tile) * room + slot).to(tl.int64)[None, :] * RANKS + (column % RANKS)[:, None]
