@@ -38,7 +38,7 @@ def store_codes(row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 1), tl.full([GROUPS], MOST, tl.float32)), LEAST)
     each = tl.zeros([GROUPS, WIDTH // GROUPS], tl.float32) + scale[:, None]
     if COMPILED and KIND != "static":
-        quotient = _divided(wide, each, tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)[:, None])
+        quotient = divided(wide, each, tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)[:, None])
     else:
         quotient = tl.div_rn(wide, each)
         quotient = tl.maximum(quotient, -MOST, propagate_nan=tl.PropagateNan.ALL)
@@ -49,13 +49,14 @@ def store_codes(row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def _divided(x, y, reciprocal):
+def divided(x, y, reciprocal):
     """``x`` / ``y`` rounded to nearest, given the ``reciprocal`` of y so rounded (Markstein, "Computation of elementary
     functions on the IBM RISC System/6000 processor", 1990): three instructions instead of a division. y is neither
     so small nor so large that a step underflows, where it would matter to eight bits.
     """
     near = x * reciprocal
-    return tl.fma(tl.fma(-near, y, x), reciprocal + tl.zeros_like(x), near)
+    zeros = tl.zeros_like(x)
+    return tl.fma(tl.fma(-near, y + zeros, x), reciprocal + zeros, near)
 
 
 @triton.jit
@@ -84,6 +85,6 @@ def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None) -> Q
     width = triton.next_power_of_2(x.shape[1])
     _quantize[(len(x),)](
         x, static, codes, scales, SIZE=x.shape[1], WIDTH=width, KIND=kind,
-        **options(num_warps=min(max(width // 512, 1), 32), num_stages=1),
+        **options(num_warps=min(max(width // 512, 1), 8), num_stages=1),
     )  # fmt: skip
     return QuantizedRows(codes, scales, None)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.launch import COMPILED, begin, options
 from preheat.backends.cuda.norm import inverse_rms
+from preheat.backends.cuda.quantize import divided
 from preheat.ops.kinds import NormKind
 
 HEADS_PER_PROGRAM = 8
@@ -35,7 +36,13 @@ def _plus(a, b):
 @triton.jit
 def _stored(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
     """What the cache of eight bits holds of ``x``; NaN stays NaN."""
-    quotient = tl.div_rn(x.to(tl.float32), scale)
+    wide = x.to(tl.float32)
+    if COMPILED:
+        most = scale * (2 * MOST)  # beyond it all is bounded, also what is infinite
+        wide = tl.minimum(tl.maximum(wide, -most, tl.PropagateNan.ALL), most, tl.PropagateNan.ALL)
+        quotient = divided(wide, scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    else:
+        quotient = tl.div_rn(wide, scale)
     bounded = tl.minimum(tl.maximum(quotient, -MOST, tl.PropagateNan.ALL), MOST, tl.PropagateNan.ALL)
     return bounded.to(dtype)
 
@@ -104,7 +111,7 @@ def _rope_and_write(
     stored_left = tl.where(is_value[:, None], left, new_left)
     stored_right = tl.where(is_value[:, None], right, new_right)
     if key_scale is not None:
-        scale = tl.where(is_value, value_scale, key_scale)[:, None]
+        scale = tl.where(is_value, value_scale, key_scale)[:, None].to(tl.float32)
         stored_left = _stored(stored_left, scale, MOST, cache.dtype.element_ty)
         stored_right = _stored(stored_right, scale, MOST, cache.dtype.element_ty)
     tl.store(cache_at, stored_left, mask=cached)
