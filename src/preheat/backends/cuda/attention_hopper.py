@@ -121,9 +121,9 @@ def _widen(
     at = 0
     turns = _turns(num_tiles, KV_HEADS)
     for turn in range(turns):
-        token, count, kv_head = _unit(turn, turns, tiles, KV_HEADS)
+        token, count, _head = _unit(turn, turns, tiles, KV_HEADS)
         position = gl.load(positions + token)
-        for key in range(_start(position, WINDOW), position + count, TILE):
+        for _key in range(_start(position, WINDOW), position + count, TILE):
             for each in gl.static_range(2):  # keys, values
                 _widen_tile(at, held[each], full[each], empty[each], wide[each], wide_full[each], wide_empty[each])
             at += 1
