@@ -36,7 +36,7 @@ from preheat.backends.cuda.linear_quantized import (
     quantized_input,
 )
 from preheat.backends.cuda.linear_tile import corner, rounded
-from preheat.backends.cuda.lora_expand import Expansion, expanded, part_of
+from preheat.backends.cuda.lora_expand import Expansion, adapters_of, expanded, part_of, tiles_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
 from preheat.ops.kinds import Activation
@@ -95,6 +95,15 @@ def in_order(
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
 
+    part, slot, place, count, count_up = 0, token, token, token, token
+    if adapters is not None:
+        slot, place = adapters_of(token, adapters)
+        if gated:
+            count_up = tiles_of(place, 1, adapters, PARTS)
+        else:
+            part = part_of(adapters, first, PARTS)
+        count = tiles_of(place, part, adapters, PARTS)
+
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for k in range(0, inputs, INPUTS):
@@ -111,21 +120,17 @@ def in_order(
 
     dtype: tl.constexpr = y.dtype.element_ty
     result = rounded(acc, bias, out, dtype)
-    part, height = 0, outputs
+    height = outputs * 2 if gated else outputs
     if adapters is not None:
         begin_late(overlap)
-        if gated:
-            height = outputs * 2
-        else:
-            part = part_of(adapters, first, PARTS)
         result = expanded(
-            result, out, token, part, adapters, height, room, PARTS, TILES, PLACES, RANKS, AT_ONCE
+            result, out, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE
         )  # fmt: skip
     if gated:
         up = rounded(acc_up, bias, out + outputs, dtype)
         if adapters is not None:
             up = expanded(
-                up, out + outputs, token, 1, adapters, height, room, PARTS, TILES, PLACES, RANKS, AT_ONCE
+                up, out + outputs, slot, place, count_up, 1, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE
             )  # fmt: skip
         result = silu_mul(result, up)
     outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]

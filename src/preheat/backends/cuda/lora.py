@@ -263,14 +263,14 @@ class Factors:
         return self._a.nbytes + self._b.nbytes
 
     def write(self, place: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put ``a`` [rank, inputs] and ``b`` [outputs, rank] into ``place``."""
+        """Put ``a`` [rank, inputs] and ``b`` [outputs, rank] into ``place``. Copies are asked for, not waited for."""
         rank, tiles = len(a), -(-len(a) // TILE)
         more, first, last = tiles * TILE - rank, self._bounds[part], self._bounds[part + 1]
-        downs = F.pad(a.to(self._a.dtype), (0, 0, 0, more)).view(tiles, TILE, self._inputs)
-        ups = F.pad(b.to(self._b.dtype), (0, more)).view(last - first, tiles, TILE).transpose(0, 1).contiguous()
-        for tile in range(tiles):
-            self._a[place, part, tile].copy_(downs[tile])
-            self._b[place, tile, first:last].copy_(ups[tile])
+        if more:
+            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        for tile, (down, up) in enumerate(zip(a.split(TILE), b.split(TILE, 1), strict=True)):
+            self._a[place, part, tile].copy_(down.to(self._a.dtype), non_blocking=True)
+            self._b[place, tile, first:last].copy_(up.to(self._b.dtype).contiguous(), non_blocking=True)
         self._host_tiles[place, part], self._host_scales[place, part] = tiles, scale
         self._tell()
 
@@ -281,8 +281,8 @@ class Factors:
             self._tell()
 
     def _tell(self) -> None:
-        self._tiles.copy_(self._host_tiles)
-        self._scales.copy_(self._host_scales)
+        self._tiles.copy_(self._host_tiles, non_blocking=True)  # not from pinned memory, which may change meanwhile
+        self._scales.copy_(self._host_scales, non_blocking=True)
 
     def suit(self, tile: Tile, *, gated: bool) -> bool:
         """Whether a layer's tiles can expand: each has outputs of one part."""

@@ -80,30 +80,48 @@ def part_of(adapters, first, PARTS: tl.constexpr):
 
 
 @triton.jit
+def adapters_of(token, adapters):
+    """Slots and places of rows ``token``, -1 for none. No kernel writes them."""
+    slot = tl.load(adapters.slots + token)
+    return slot, tl.load(adapters.places + slot // ROWS_OF_BLOCK, mask=slot >= 0, other=-1)
+
+
+@triton.jit
+def tiles_of(place, part, adapters, PARTS: tl.constexpr):
+    """In how many tiles of ranks the adapters in each ``place`` have a ``part``. No kernel writes that, either."""
+    return tl.load(adapters.tiles + place * PARTS + part, mask=place >= 0, other=0)
+
+
+@triton.jit
 def expanded(
-    result, out, token, part, adapters, height, room, PARTS: tl.constexpr, TILES: tl.constexpr, PLACES: tl.constexpr,
+    result, out, slot, place, count, part, adapters, height, room, TILES: tl.constexpr, PLACES: tl.constexpr,
     RANKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """``result`` [outputs, rows], outputs ``out`` of rows ``token``, all of one ``part``, and what adapters add to it.
+    """``result`` [outputs, rows], outputs ``out`` of rows that are all of one ``part``, and what adapters add to it:
+    those in ``place``, whose part is ``count`` tiles of ranks.
 
     ``AT_ONCE`` places are multiplied in one product. ``height`` are the outputs of all parts.
     """
-    slot = tl.load(adapters.slots + token)
-    place = tl.load(adapters.places + slot // ROWS_OF_BLOCK, mask=slot >= 0, other=-1)
-    count = tl.load(adapters.tiles + place * PARTS + part, mask=slot >= 0, other=0)
-    column = tl.arange(0, AT_ONCE * RANKS)
+    WIDTH: tl.constexpr = AT_ONCE * RANKS
+    rank, nth = tl.arange(0, RANKS), tl.arange(0, AT_ONCE)
     acc = tl.zeros(result.shape, tl.float32)
-    for first in tl.range(0, PLACES, AT_ONCE, num_stages=1):  # shared memory is full of tiles of weights
-        whose = first + column // RANKS
-        own = (place[None, :] == whose[:, None]) & (count > 0)[None, :]
-        for tile in tl.range(0, tl.max(tl.where(own, count[None, :], 0)), num_stages=1):
-            mine = own & (count > tile)[None, :]
-            used = tl.max(mine.to(tl.int32), 1) > 0
-            at = ((part * TILES + tile) * room + slot).to(tl.int64)[None, :] * RANKS + (column % RANKS)[:, None]
-            shrunk = tl.load(adapters.shrunk + at, mask=mine, other=0.0)
-            at = ((whose * TILES + tile).to(tl.int64) * height)[None, :] + out[:, None]
-            ws = tl.load(adapters.b + at * RANKS + (column % RANKS)[None, :], mask=used[None, :], other=0.0)
-            acc = _times(ws, shrunk, acc)
+    lowest, end = 0, PLACES
+    if AT_ONCE < PLACES:  # only those that some row has
+        lowest, end = tl.min(tl.where(count > 0, place, PLACES)), tl.max(tl.where(count > 0, place, -1)) + 1
+    for first in tl.range(lowest, end, AT_ONCE, num_stages=1):  # shared memory is full of tiles of weights
+        own = place[:, None] == (first + nth)[None, :]
+        for tile in tl.range(0, tl.max(tl.where(own, count[:, None], 0)), num_stages=1):
+            more = count > tile
+            own_tile = own & more[:, None]
+            at = ((part * TILES + tile) * room + slot).to(tl.int64) * RANKS
+            shrunk = tl.load(adapters.shrunk + at[:, None] + rank[None, :], mask=more[:, None], other=0.0)
+            spread = tl.where(own_tile[:, :, None], shrunk[:, None, :], 0.0).reshape([place.shape[0], WIDTH])
+            used = tl.max(own_tile.to(tl.int32), 0) > 0
+            at = (((first + nth) * TILES + tile).to(tl.int64) * height)[None, :] + out[:, None]
+            ws = tl.load(
+                adapters.b + (at * RANKS)[:, :, None] + rank[None, None, :], mask=used[None, :, None], other=0.0
+            ).reshape([out.shape[0], WIDTH])
+            acc = _times(ws, spread.T, acc)
     return tl.where((count > 0)[None, :], (result.to(tl.float32) + acc).to(result.dtype), result)
 
 
@@ -125,23 +143,26 @@ def _expand(
         if WHOLE:
             first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
     out, row = first + tl.arange(0, COLUMNS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    begin(overlap)
     token = tl.minimum(row, rows - 1)
+    slot, place = adapters_of(token, adapters)
+    begin(overlap)
     stored = (out < end)[:, None] & (row < rows)[None, :]
     if not gated:
-        stored &= (tl.load(adapters.slots + token) >= 0)[None, :]
+        stored &= (slot >= 0)[None, :]
     of = tl.minimum(out, height - 1)
     at = y + token.to(tl.int64)[None, :] * height + out[:, None]
     result = tl.load(at, mask=stored, other=0.0)
+    part = tl.program_id(2)
+    count = tiles_of(place, part, adapters, PARTS)
     if gated:
         up = tl.load(at + columns, mask=stored, other=0.0)
-        result = expanded(result, of, token, 0, adapters, height, room, PARTS, TILES, PLACES, RANKS, 1)
+        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, 1)
         of = tl.minimum(out + columns, height - 1)
-        up = expanded(up, of, token, 1, adapters, height, room, PARTS, TILES, PLACES, RANKS, 1)
+        count = tiles_of(place, 1, adapters, PARTS)
+        up = expanded(up, of, slot, place, count, 1, adapters, height, room, TILES, PLACES, RANKS, 1)
         result = silu_mul(result, up)
     else:
-        part = tl.program_id(2)
-        result = expanded(result, of, token, part, adapters, height, room, PARTS, TILES, PLACES, RANKS, 1)
+        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, 1)
     tl.store(z + token.to(tl.int64)[None, :] * columns + out[:, None], result, mask=stored)
 
 
