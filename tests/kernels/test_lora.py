@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.cuda import lora
+from preheat.backends.cuda import lora, lora_expand
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora import BLOCK, CudaAdapters, most_blocks, write_blocks
 from preheat.backends.cuda.tuning import KernelConfigs
@@ -166,6 +166,8 @@ def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(count, activation, dtyp
     monkeypatch.setattr(made._factors, "suit", lambda tile, *, gated: asked.append(tile) and False)
     launched = run(made, rows, x, whose)
     assert asked and torch.equal(tiled, launched)
+    monkeypatch.setattr(lora_expand, "FEW_ROWS", 0)  # one place at a time
+    assert torch.equal(run(made, rows, x, whose), launched)
     rows.use(None)
     plain = made(x)
     assert [torch.equal(one, other) for one, other in zip(tiled, plain, strict=True)] == [each < 0 for each in whose]

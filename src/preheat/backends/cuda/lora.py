@@ -25,16 +25,13 @@ from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora_expand import BLOCK, Expansion, expand
+from preheat.backends.cuda.lora_expand import AT_ONCE, BLOCK, Expansion, expand
 from preheat.backends.cuda.tuning import Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
-
-AT_ONCE = 16
-"""Up to so many places, tiles of a layer expand for all of them in one product."""
 
 FEW_ROWS = 32
 """Up to so many, tiles that expand cost less than cuBLAS and another launch, though cuBLAS alone may be faster."""

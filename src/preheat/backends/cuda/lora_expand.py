@@ -24,6 +24,12 @@ from preheat.ops.lora import TILE
 BLOCK = 16
 """Rows of a block, all of one adapter: what the matrix unit multiplies at once."""
 
+AT_ONCE = 16
+"""Up to so many places are multiplied in one product, which of few rows may have any."""
+
+FEW_ROWS = 512
+"""Up to so many. Of more rows, which are those of prompts, a tile has one place or two."""
+
 ROWS_OF_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
@@ -128,8 +134,8 @@ def expanded(
 @triton.jit(do_not_specialize=["rows", "room"])
 def _expand(
     y, z, adapters, rows, columns, room, PARTS: tl.constexpr, TILES: tl.constexpr, PLACES: tl.constexpr,
-    RANKS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr,
-    overlap: tl.constexpr,
+    RANKS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    gated: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile [COLUMNS, ROWS] of ``z``: of both halves of y, if ``gated``, else of one part of y, which z then is.
 
@@ -156,13 +162,13 @@ def _expand(
     count = tiles_of(place, part, adapters, PARTS)
     if gated:
         up = tl.load(at + columns, mask=stored, other=0.0)
-        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, 1)
+        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
         of = tl.minimum(out + columns, height - 1)
         count = tiles_of(place, 1, adapters, PARTS)
-        up = expanded(up, of, slot, place, count, 1, adapters, height, room, TILES, PLACES, RANKS, 1)
+        up = expanded(up, of, slot, place, count, 1, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
         result = silu_mul(result, up)
     else:
-        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, 1)
+        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
     tl.store(z + token.to(tl.int64)[None, :] * columns + out[:, None], result, mask=stored)
 
 
@@ -176,8 +182,9 @@ def expand(y: Tensor, adapters: Expansion, bounds: Sequence[int], *, gated: bool
     height = min(64, max(16, triton.next_power_of_2(rows)))
     widest = max(end - start for start, end in pairwise(bounds))
     across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
+    at_once = triton.next_power_of_2(len(adapters.b)) if rows <= FEW_ROWS and len(adapters.b) <= AT_ONCE else 1
     _expand[triton.cdiv(across, 128), triton.cdiv(rows, height), parts](
-        y, z, adapters, rows, columns, adapters.room, **adapters.sizes, COLUMNS=128, ROWS=height,
+        y, z, adapters, rows, columns, adapters.room, **adapters.sizes, AT_ONCE=at_once, COLUMNS=128, ROWS=height,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated,
         enable_fp_fusion=False, **options(num_warps=4 if height < 64 else 8, num_stages=2),
     )  # fmt: skip
