@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import CompletionOutput as CompletionOutput
     from preheat.frontend.outputs import RequestOutput as RequestOutput
     from preheat.llm import LLM as LLM
+    from preheat.llm import EmbedsPrompt as EmbedsPrompt
     from preheat.llm import TextPrompt as TextPrompt
     from preheat.llm import TokensPrompt as TokensPrompt
 
@@ -35,6 +36,7 @@ _HOME = {
     "BeamSearchParams": "preheat.frontend.beams",
     "BeamSearchSequence": "preheat.frontend.outputs",
     "CompletionOutput": "preheat.frontend.outputs",
+    "EmbedsPrompt": "preheat.llm",
     "EngineDead": "preheat.errors",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
@@ -56,6 +58,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbedsPrompt",
     "EngineDead",
     "InvalidRequest",
     "LLM",

@@ -232,11 +232,19 @@ class Level(IntEnum):
         return cls.GREEDY if params.greedy else cls.FILTERED
 
 
+PIECE = 64
+"""Most positions of a piece of a prompt's embeddings."""
+
+
 class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
-    """An image as the model sees it: ``pixels`` are fp32 [channels, height, width]. Equal ``hash``, equal pixels."""
+    """An image as the model sees it: ``pixels`` are fp32 [channels, height, width]; or a piece of the embeddings that
+    stand for a prompt: [positions, hidden], at most :data:`PIECE` positions, of type ``dtype``, which is that of torch.
+    Equal ``hash``, equal pixels.
+    """
 
     hash: bytes
     pixels: bytes
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 class Segment(msgspec.Struct, array_like=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
 
@@ -26,6 +26,7 @@ from preheat.frontend.outputs import (
     RequestOutput,
     ScoringOutput,
 )
+from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import RequestState
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
@@ -54,7 +55,14 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[dict[str, Any]]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
+class EmbedsPrompt(TypedDict):
+    """A tensor of torch, [tokens, hidden], in place of tokens; needs ``enable_prompt_embeds``."""
+
+    prompt_embeds: Tensor
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | dict[str, Any]
 """Text, token ids, or one of vLLM's dictionaries, whose ``"multi_modal_data": {"image": images}`` is one image of
 Pillow or a list of them."""
 
@@ -276,12 +284,15 @@ class OfflineClient:
     def _prepare(
         self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, priority: int
     ) -> RequestState:
-        given, more = _given(prompt)
+        given, more = _given(prompt, self._embedded)
         more["images"] = self.frontend.load_images(_images_of(more.pop("multi_modal_data", None)))
         return self.frontend.prepare(
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True,
             priority=priority, **more,
         )  # fmt: skip
+
+    def _embedded(self, tensor: object) -> Embedded:
+        return self.frontend.prompt_embeds.of_tensor(tensor)
 
     def _serve(self, asked: LoRARequest) -> None:
         """Have an adapter read, unless it is served already. Raises InvalidRequest."""
@@ -427,18 +438,24 @@ def _images_of(data: dict[str, Any] | None) -> list[Any]:
     return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
 
 
-def _given(prompt: Prompt) -> tuple[str | Sequence[int], dict[str, Any]]:
-    """The text or the token ids of a prompt, and what else :meth:`Frontend.prepare` is to know of it."""
+def _given(
+    prompt: Prompt, embedded: Callable[[object], Embedded]
+) -> tuple[str | Sequence[int] | Embedded, dict[str, Any]]:
+    """The text, the ids or the embeddings of a prompt, and what else :meth:`Frontend.prepare` is to know of it."""
     if not isinstance(prompt, dict):
         return prompt, {}
     more: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
+    if (tensor := more.pop("prompt_embeds", None)) is not None:
+        if unknown := more.keys() - {"cache_salt"}:
+            raise InvalidRequest(f"a prompt is prompt_embeds or {min(unknown)}: leave one out", param="prompt")
+        return embedded(tensor), more
     ids, text = more.pop("prompt_token_ids", None), more.pop("prompt", None)
     if unknown := more.keys() - {"cache_salt", "multi_modal_data"}:
         raise InvalidRequest(f"a prompt's {min(unknown)} is not supported", param="prompt")
     if ids is not None:
         return cast("Sequence[int]", ids), {"text": text, **more}
     if not isinstance(text, str):
-        raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", param="prompt")
+        raise InvalidRequest("a prompt needs a text as prompt, prompt_token_ids or prompt_embeds", param="prompt")
     return text, more
 
 

@@ -93,6 +93,9 @@ class Settings:
     max_model_len: int | None = _model(
         None, "Most tokens of prompt and output together.", low=1, default_text="the model's length"
     )
+    enable_prompt_embeds: bool = _model(
+        False, "Take embeddings in place of a prompt's tokens, as `prompt_embeds`: see docs/prompt-embeds.md."
+    )
     chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
     enable_auto_tool_choice: bool = _model(
         False, "Let models decide whether they call a tool; needs `tool_call_parser`."
@@ -587,6 +590,7 @@ class Settings:
         _ = self.speculation
         check_lora(self)
         _check_elastic(self)
+        _check_prompt_embeds(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -642,6 +646,21 @@ def _check_elastic(settings: Settings) -> None:
             raise SettingsError(
                 f"{name} is for one device that shares no layers yet: drop it, or the other devices", param=name
             )
+
+
+def _check_prompt_embeds(settings: Settings) -> None:
+    """Raise SettingsError for what prompts of embeddings exclude."""
+    speculates = settings.speculation
+    refused = {
+        "tensor_parallel_size": (settings.tensor_parallel_size > 1 or settings.tp_invariant)
+        and "is for one device that shares no layers yet",
+        "speculative_config": speculates is not None
+        and speculates.model is not None
+        and "leaves a model that drafts without tokens to read; other methods draft",
+    }
+    for name, why in refused.items():
+        if settings.enable_prompt_embeds and why:
+            raise SettingsError(f"enable_prompt_embeds {why}: drop it, or change {name}", param=name)
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:
