@@ -295,9 +295,7 @@ def begun_again(patch) -> None:
 def rounded(patch) -> None:
     """Rows that lose a bit on the way."""
     right = PromptEmbeds.of_tensor
-    patch.setattr(
-        PromptEmbeds, "of_tensor", lambda self, tensor: right(self, (tensor.float() * (1 + 2**-7)).bfloat16())
-    )
+    patch.setattr(PromptEmbeds, "of_tensor", lambda self, tensor: right(self, tensor.float() * (1 + 2**-7)))
 
 
 def no_bytes(patch) -> None:

@@ -59,8 +59,8 @@ class Frontend:
     :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
     For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
     if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing. ``adapters``:
-    those that requests may name. ``embed_size``: prompts may be embeddings, rows of so many
-    numbers. ``traces``: where spans of requests go.
+    those that requests may name. ``embed_size``: prompts may be embeddings, rows of so many numbers. ``traces``: where
+    spans of requests go.
     """
 
     def __init__(
