@@ -26,6 +26,7 @@ from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.draws import check_drafted_draws, check_draws
 from preheat.verify.grammar import GrammarCheck
 from preheat.verify.image_check import ImageCheck
+from preheat.verify.logprob_check import check_logprobs
 from preheat.verify.names import context_lengths, long_context
 from preheat.verify.paths import PATHS, large_steps
 from preheat.verify.pool_check import check_pooled
@@ -111,6 +112,7 @@ class BootCheck:
         found: dict[str, Callable[[], int | None]] = {
             "finite": self._check_finite,
             "sampler": partial(check_draws, self._runner),
+            "logprobs": partial(check_logprobs, self._runner),
             "grammar": self._check_grammars,
             "pooled": lambda: sum(check_pooled(self._runner, tokens) for tokens in self._contexts),
         }

@@ -42,6 +42,7 @@ def check_names(
         "full step": neighbours,
         "drafts": settings.speculation is not None and longest > 1,
         "sampler": not pools,
+        "logprobs": not pools,
         "pooled": pools and longest > 1,
         "embeds" if settings.enable_prompt_embeds else "images": bool(limits.image_tokens)
         and image_context(limits) <= _room(limits),
