@@ -1,5 +1,5 @@
-"""The check at boot of log-probabilities of told tokens (``logprob_token_ids``): from logits that are known, those of the
-distribution, and the same bits whatever other rows of the step ask for.
+"""The check at boot of log-probabilities of told tokens (``logprob_token_ids``): from logits that are known, those of
+the distribution, and the same bits whatever other rows of the step ask for.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def _reported(runner: CheckRunner, ids: list[int], line: torch.Tensor, asked: li
     try:
         slots, logits = np.array(taken, np.int64), line.expand(len(rows), -1).contiguous()
         sampling = sampling_input(runner.slots, slots)
-        found: list[TokenLogprobs] = runner.executor.draw_with_logprobs(logits, sampling, slots, np.arange(len(rows)))[
-            1
-        ]
+        _, found = runner.executor.draw_with_logprobs(logits, sampling, slots, np.arange(len(rows)))
         return found
     finally:
         for slot in taken:
