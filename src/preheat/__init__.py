@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from preheat.errors import ModelError as ModelError
     from preheat.errors import PreheatError as PreheatError
     from preheat.errors import SettingsError as SettingsError
+    from preheat.execution.weight_group import WeightGroup as WeightGroup
     from preheat.frontend.adapters import LoRARequest as LoRARequest
     from preheat.frontend.beams import BeamSearchParams as BeamSearchParams
     from preheat.frontend.embedding import PoolingParams as PoolingParams
@@ -50,6 +51,7 @@ _HOME = {
     "StructuredOutputsParams": "preheat.core",
     "TextPrompt": "preheat.llm",
     "TokensPrompt": "preheat.llm",
+    "WeightGroup": "preheat.execution.weight_group",
     "reference": "preheat.reference",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightGroup",
     "__version__",
     "reference",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
 
@@ -32,6 +32,7 @@ from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
 from preheat.transport import InlineTransport
 from preheat.utils.adapters import LoraModule
+from preheat.utils.weight_transfer import TransferGroup, announced
 from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 
 if TYPE_CHECKING:
@@ -366,17 +367,40 @@ class LLM(OfflineClient):
         return self.frontend.state
 
     def update_weights(
-        self, weights: str | Path | Iterable[tuple[str, Tensor]], weight_version: str | None = None
+        self,
+        weights: str | Path | Iterable[tuple[str, Tensor]] | Mapping[str, Any],
+        weight_version: str | None = None,
     ) -> None:
         """Replace weights in place: those in the safetensors files of a folder, or these tensors, by their names in the
-        checkpoint. They may be some of the model's. What was cached is forgotten.
+        checkpoint; or, as in vLLM, ``{"update_info": {...}}``, those that a trainer sends. They may be some of the
+        model's. What was cached is forgotten.
 
         Raises ModelError, naming tensors, for what does not fit or is not finite; the old weights stay then.
         """
+        version = weight_version or ""
         if isinstance(weights, str | Path):
-            self._command("update_weights", path=str(weights), version=weight_version or "")
+            self._command("update_weights", path=str(weights), version=version)
+        elif isinstance(weights, Mapping):
+            info = weights["update_info"]
+            tensors = announced(info["names"], info["dtype_names"], info["shapes"])
+            self._command("update_weights", announced=tensors, version=version)
         else:
-            self._command("update_weights", tensors=dict(weights), version=weight_version or "")
+            self._command("update_weights", tensors=dict(weights), version=version)
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Join the group of a trainer, which waits in :class:`preheat.WeightGroup`; needs ``weight_transfer_config``.
+        ``init_info`` has vLLM's ``master_address``, ``master_port``, ``rank_offset`` and ``world_size``, and
+        ``timeout`` in seconds. Raises InvalidRequest.
+        """
+        self._command("init_weight_transfer_engine", group=TransferGroup(**init_info.get("init_info", init_info)))
+
+    def start_weight_update(self) -> None:
+        """Keep what a trainer sends until :meth:`finish_weight_update`."""
+        self._command("start_weight_update")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Replace weights in place by all that a trainer has sent since :meth:`start_weight_update`."""
+        self._command("finish_weight_update", version=weight_version or "")
 
     def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Give back memory, with ``enable_sleep_mode``: at level 1 that of the cache, at level 2 that of the weights

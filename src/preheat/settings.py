@@ -22,6 +22,7 @@ from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
 from preheat.utils.structured import structured_config
+from preheat.utils.weight_transfer import transfer_config
 
 BUNDLED = "bundled"
 """The name of the model that comes with preheat."""
@@ -292,6 +293,11 @@ class Settings:
         "Serve the endpoints of an operator, such as `/pause` and `/update_weights`: see docs/weight-updates.md. Needs "
         "`api_key`.",
         env="VLLM_SERVER_DEV_MODE",
+    )
+    weight_transfer_config: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
+        None,
+        'How a trainer may send new weights, as vLLM\'s JSON object: `{"backend": "nccl"}`, or `gloo`; see '
+        "docs/weight-updates.md.",
     )
     weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
 
@@ -589,6 +595,7 @@ class Settings:
             )
         _ = self.speculation
         check_lora(self)
+        transfer_config(self.weight_transfer_config)
         _check_elastic(self)
         _check_prompt_embeds(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
