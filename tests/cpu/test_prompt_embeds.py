@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, NotInvariant, SettingsError
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.schedule import prefix
@@ -33,6 +33,7 @@ from preheat.verify.drive import Engine
 from preheat.verify.image_paths import ImagePaths
 from preheat.verify.verification import tight
 from preheat.warmup.record import Record
+from tests.adapters import write_adapter
 
 OPTIONS = {
     "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 96, "max_model_len": 256, "block_size": 16,
@@ -263,6 +264,25 @@ def test_searches_begin_with_embeddings(llm):
     assert [(each.tokens[len(ids) :], each.cum_logprob) for each in tokens] == [
         (each.tokens[len(ids) :], each.cum_logprob) for each in embeds
     ]
+
+
+def test_adapters_grammars_and_blocks_from_the_host(tmp_path):
+    """What else a request may ask for is that of its tokens; so are blocks that come back."""
+    write_adapter(tmp_path / "one", 1)
+    llm = LLM(**OPTIONS | {"num_gpu_blocks_override": 18}, enable_lora=True, kv_offloading_size=1)
+    adapter, ids = LoRARequest("one", 1, str(tmp_path / "one")), prompts(llm)[5][:150]
+    grammar = StructuredOutputsParams(regex="[ab]{5,9}")
+    held = SamplingParams(temperature=0.8, seed=3, max_tokens=30, structured_outputs=grammar)
+    embeds = {"prompt_embeds": rows(llm, ids)}
+    for params, lora in ((PARAMS[5], None), (PARAMS[5], adapter), (held, adapter)):
+        by_ids, given = (
+            seen(llm.generate([prompt], params, use_tqdm=False, lora_request=lora)) for prompt in (ids, embeds)
+        )
+        assert by_ids == given
+    llm.generate([{"prompt_embeds": rows(llm, ids[::-1])}, ids[5:]], PARAMS[:2], use_tqdm=False)
+    (again,) = llm.generate([embeds], held, use_tqdm=False, lora_request=adapter)
+    assert seen([again]) == given
+    assert llm.loop.scheduler.stats().external_hits > 0
 
 
 # --- the proofs, and what is planted for them ---
