@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from preheat.errors import ModelError as ModelError
     from preheat.errors import PreheatError as PreheatError
     from preheat.errors import SettingsError as SettingsError
+    from preheat.execution.weight_group import WeightGroup as WeightGroup
     from preheat.frontend.adapters import LoRARequest as LoRARequest
     from preheat.frontend.beams import BeamSearchParams as BeamSearchParams
     from preheat.frontend.embedding import PoolingParams as PoolingParams
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import CompletionOutput as CompletionOutput
     from preheat.frontend.outputs import RequestOutput as RequestOutput
     from preheat.llm import LLM as LLM
+    from preheat.llm import EmbedsPrompt as EmbedsPrompt
     from preheat.llm import TextPrompt as TextPrompt
     from preheat.llm import TokensPrompt as TokensPrompt
 
@@ -35,6 +37,7 @@ _HOME = {
     "BeamSearchParams": "preheat.frontend.beams",
     "BeamSearchSequence": "preheat.frontend.outputs",
     "CompletionOutput": "preheat.frontend.outputs",
+    "EmbedsPrompt": "preheat.llm",
     "EngineDead": "preheat.errors",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
@@ -48,6 +51,7 @@ _HOME = {
     "StructuredOutputsParams": "preheat.core",
     "TextPrompt": "preheat.llm",
     "TokensPrompt": "preheat.llm",
+    "WeightGroup": "preheat.execution.weight_group",
     "reference": "preheat.reference",
 }
 
@@ -56,6 +60,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbedsPrompt",
     "EngineDead",
     "InvalidRequest",
     "LLM",
@@ -69,6 +74,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightGroup",
     "__version__",
     "reference",
 ]

@@ -19,6 +19,7 @@ import numpy as np
 
 from preheat.errors import WireError
 from preheat.utils.text import plain_number
+from preheat.utils.weight_transfer import Announced, TransferGroup
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -232,11 +233,19 @@ class Level(IntEnum):
         return cls.GREEDY if params.greedy else cls.FILTERED
 
 
+PIECE = 64
+"""Most positions of a piece of a prompt's embeddings."""
+
+
 class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
-    """An image as the model sees it: ``pixels`` are fp32 [channels, height, width]. Equal ``hash``, equal pixels."""
+    """An image as the model sees it: ``pixels`` are fp32 [channels, height, width]; or a piece of the embeddings that
+    stand for a prompt: [positions, hidden], at most :data:`PIECE` positions, of type ``dtype``, which is that of torch.
+    Equal ``hash``, equal pixels.
+    """
 
     hash: bytes
     pixels: bytes
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 class Segment(msgspec.Struct, array_like=True):
@@ -314,17 +323,22 @@ class Command(msgspec.Struct, tag="command"):
     ``mode`` says what becomes of running requests before a pause or a sleep: they end with reason "abort", are waited
     for, or are kept. ``level`` is that of a sleep; ``tags`` are what wakes up, all if there are none. ``path`` is a
     folder of safetensors files with the new weights, ``version`` what they are called; ``tensors`` has them by name,
-    where both ends are one process.
+    where both ends are one process, ``announced`` what a trainer is going to send in the ``group`` that was joined.
     """
 
     id: int
-    name: Literal["pause", "resume", "update_weights", "sleep", "wake_up"]
+    name: Literal[
+        "pause", "resume", "update_weights", "sleep", "wake_up",
+        "init_weight_transfer_engine", "start_weight_update", "finish_weight_update",
+    ]  # fmt: skip
     mode: Literal["abort", "wait", "keep"] = "abort"
     level: int = 1
     tags: list[str] = []
     path: str = ""
     version: str = ""
     tensors: Any = None
+    group: TransferGroup | None = None
+    announced: list[Announced] = []
 
 
 class EngineState(msgspec.Struct):

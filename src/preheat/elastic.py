@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import BlockCache
 from preheat.execution.sleep import CACHE, WEIGHTS
+from preheat.execution.weight_transfer import Transfers
 from preheat.model.loader import LoadedModel
 from preheat.model.residence import Dropped
 from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
@@ -78,17 +79,42 @@ class Elastic:
         self._dropped: dict[str, Dropped | Freed] = {}
         self._lacking = False  # weights, since they were dropped
         self._digest: str | None = None  # what the next check has to find
+        self._transfers = Transfers(settings, backend, model)
         self.state = EngineState(digest=monitor.record.proof.digest)
 
-    @torch.no_grad()  # not inference mode: what programs read would be told apart by it
+    def beside(self, command: Command) -> Callable[[], None] | None:
+        """See :class:`preheat.engine.control.Operator`."""
+        if command.group is not None:
+            self._check_supported()
+            return self._transfers.joining(command.group)
+        if command.announced:
+            self._check_supported()
+            return self._transfers.receiving(command.announced)
+        return None
+
+    def gather(self) -> None:
+        self._transfers.gather()
+
+    def finish(self, command: Command) -> None:
+        self._replace(command, self._transfers.gathered())
+
     def update(self, command: Command) -> None:
         """Raises ModelError or InvalidRequest, and the old weights stay."""
+        if not command.announced:
+            self._transfers.check_not_gathering()
+            self._replace(command, command.tensors)
+        elif (received := self._transfers.received()) is not None:
+            self._replace(command, received)
+
+    @torch.no_grad()  # not inference mode: what programs read would be told apart by it
+    def _replace(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """By ``tensors``, or by the files that the command names."""
         self._check_supported()
         slept = self._dropped.pop(WEIGHTS, None)
         if slept is not None:
             slept.restore()
         try:
-            self._load(command)
+            self._load(command.path, tensors)
         except BaseException:
             if slept is not None:
                 self._drop(WEIGHTS, keep=not self._lacking)
@@ -100,10 +126,10 @@ class Elastic:
         self.state.blocked_reason = ""
         logger.info("The weights are those of version %s, digest %s", self.state.weight_version, self.state.digest)
 
-    def _load(self, command: Command) -> None:
+    def _load(self, path: str, tensors: Mapping[str, torch.Tensor] | None) -> None:
         with self._backend.uploading() as copy:
             on_host = self._settings.weights_load_device == HOST and copy
-            source = self._source(command, copy, bool(on_host))
+            source = self._source(path, tensors, copy, bool(on_host))
             update = Update(self._model, source, self._backend, on_host=on_host, whole=self._lacking)
         update.swap()
         self._forget()
@@ -122,11 +148,13 @@ class Elastic:
                 raise InvalidRequest(f"the old weights stay: with the new ones, {error}") from None
             raise
 
-    def _source(self, command: Command, copy: Callable[..., None], on_host: bool) -> StoredTensors:
+    def _source(
+        self, path: str, tensors: Mapping[str, torch.Tensor] | None, copy: Callable[..., None], on_host: bool
+    ) -> StoredTensors:
         read, renames = _plain_copy if on_host else copy, self._model.spec.renames
-        if command.tensors is not None:
-            return StoredTensors("the tensors", [GivenTensors(command.tensors)], read, renames)
-        return SafetensorsFiles(Path(command.path), read, renames)
+        if tensors is not None:
+            return StoredTensors("the tensors", [GivenTensors(tensors)], read, renames)
+        return SafetensorsFiles(Path(path), read, renames)
 
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest, saying what to change, where the engine cannot sleep so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from preheat.core import PIECE
 from preheat.errors import SettingsError
 from preheat.settings import Settings
 
@@ -14,8 +15,8 @@ MAX_BLOCKS = 2**24
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
-    ``num_speculative_tokens`` draft tokens. An image takes ``image_tokens`` positions of a prompt; 0: the model sees
-    none.
+    ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
+    positions of a prompt; 0: there are none.
     """
 
     max_model_len: int
@@ -91,7 +92,7 @@ def resolve_limits(
         num_blocks=_num_blocks(
             settings, sequences * -(-length // size) + 1, block_bytes, usable=usable, default=cache_bytes
         ),
-        image_tokens=image_tokens,
+        image_tokens=image_tokens or PIECE * settings.enable_prompt_embeds,
     )
 
 

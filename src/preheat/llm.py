@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, cast
 
@@ -26,11 +26,13 @@ from preheat.frontend.outputs import (
     RequestOutput,
     ScoringOutput,
 )
+from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import RequestState
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
 from preheat.transport import InlineTransport
 from preheat.utils.adapters import LoraModule
+from preheat.utils.weight_transfer import TransferGroup, announced
 from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 
 if TYPE_CHECKING:
@@ -54,7 +56,14 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[dict[str, Any]]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
+class EmbedsPrompt(TypedDict):
+    """A tensor of torch, [tokens, hidden], in place of tokens; needs ``enable_prompt_embeds``."""
+
+    prompt_embeds: Tensor
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | dict[str, Any]
 """Text, token ids, or one of vLLM's dictionaries, whose ``"multi_modal_data": {"image": images}`` is one image of
 Pillow or a list of them."""
 
@@ -276,12 +285,15 @@ class OfflineClient:
     def _prepare(
         self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, priority: int
     ) -> RequestState:
-        given, more = _given(prompt)
+        given, more = _given(prompt, self._embedded)
         more["images"] = self.frontend.load_images(_images_of(more.pop("multi_modal_data", None)))
         return self.frontend.prepare(
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True,
             priority=priority, **more,
         )  # fmt: skip
+
+    def _embedded(self, tensor: object) -> Embedded:
+        return self.frontend.prompt_embeds.of_tensor(tensor)
 
     def _serve(self, asked: LoRARequest) -> None:
         """Have an adapter read, unless it is served already. Raises InvalidRequest."""
@@ -355,17 +367,40 @@ class LLM(OfflineClient):
         return self.frontend.state
 
     def update_weights(
-        self, weights: str | Path | Iterable[tuple[str, Tensor]], weight_version: str | None = None
+        self,
+        weights: str | Path | Iterable[tuple[str, Tensor]] | Mapping[str, Any],
+        weight_version: str | None = None,
     ) -> None:
         """Replace weights in place: those in the safetensors files of a folder, or these tensors, by their names in the
-        checkpoint. They may be some of the model's. What was cached is forgotten.
+        checkpoint; or, as in vLLM, ``{"update_info": {...}}``, those that a trainer sends. They may be some of the
+        model's. What was cached is forgotten.
 
         Raises ModelError, naming tensors, for what does not fit or is not finite; the old weights stay then.
         """
+        version = weight_version or ""
         if isinstance(weights, str | Path):
-            self._command("update_weights", path=str(weights), version=weight_version or "")
+            self._command("update_weights", path=str(weights), version=version)
+        elif isinstance(weights, Mapping):
+            info = weights["update_info"]
+            tensors = announced(info["names"], info["dtype_names"], info["shapes"])
+            self._command("update_weights", announced=tensors, version=version)
         else:
-            self._command("update_weights", tensors=dict(weights), version=weight_version or "")
+            self._command("update_weights", tensors=dict(weights), version=version)
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Join the group of a trainer, which waits in :class:`preheat.WeightGroup`; needs ``weight_transfer_config``.
+        ``init_info`` has vLLM's ``master_address``, ``master_port``, ``rank_offset`` and ``world_size``, and
+        ``timeout`` in seconds. Raises InvalidRequest.
+        """
+        self._command("init_weight_transfer_engine", group=TransferGroup(**init_info.get("init_info", init_info)))
+
+    def start_weight_update(self) -> None:
+        """Keep what a trainer sends until :meth:`finish_weight_update`."""
+        self._command("start_weight_update")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Replace weights in place by all that a trainer has sent since :meth:`start_weight_update`."""
+        self._command("finish_weight_update", version=weight_version or "")
 
     def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Give back memory, with ``enable_sleep_mode``: at level 1 that of the cache, at level 2 that of the weights
@@ -427,18 +462,24 @@ def _images_of(data: dict[str, Any] | None) -> list[Any]:
     return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
 
 
-def _given(prompt: Prompt) -> tuple[str | Sequence[int], dict[str, Any]]:
-    """The text or the token ids of a prompt, and what else :meth:`Frontend.prepare` is to know of it."""
+def _given(
+    prompt: Prompt, embedded: Callable[[object], Embedded]
+) -> tuple[str | Sequence[int] | Embedded, dict[str, Any]]:
+    """The text, the ids or the embeddings of a prompt, and what else :meth:`Frontend.prepare` is to know of it."""
     if not isinstance(prompt, dict):
         return prompt, {}
     more: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
+    if (tensor := more.pop("prompt_embeds", None)) is not None:
+        if unknown := more.keys() - {"cache_salt"}:
+            raise InvalidRequest(f"a prompt is prompt_embeds or {min(unknown)}: leave one out", param="prompt")
+        return embedded(tensor), more
     ids, text = more.pop("prompt_token_ids", None), more.pop("prompt", None)
     if unknown := more.keys() - {"cache_salt", "multi_modal_data"}:
         raise InvalidRequest(f"a prompt's {min(unknown)} is not supported", param="prompt")
     if ids is not None:
         return cast("Sequence[int]", ids), {"text": text, **more}
     if not isinstance(text, str):
-        raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", param="prompt")
+        raise InvalidRequest("a prompt needs a text as prompt, prompt_token_ids or prompt_embeds", param="prompt")
     return text, more
 
 

@@ -22,6 +22,7 @@ from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
 from preheat.utils.structured import structured_config
+from preheat.utils.weight_transfer import transfer_config
 
 BUNDLED = "bundled"
 """The name of the model that comes with preheat."""
@@ -92,6 +93,9 @@ class Settings:
     )
     max_model_len: int | None = _model(
         None, "Most tokens of prompt and output together.", low=1, default_text="the model's length"
+    )
+    enable_prompt_embeds: bool = _model(
+        False, "Take embeddings in place of a prompt's tokens, as `prompt_embeds`: see docs/prompt-embeds.md."
     )
     chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
     enable_auto_tool_choice: bool = _model(
@@ -289,6 +293,11 @@ class Settings:
         "Serve the endpoints of an operator, such as `/pause` and `/update_weights`: see docs/weight-updates.md. Needs "
         "`api_key`.",
         env="VLLM_SERVER_DEV_MODE",
+    )
+    weight_transfer_config: dict[str, Any] | None = _server(  # noqa: RUF009 - None is not mutable
+        None,
+        'How a trainer may send new weights, as vLLM\'s JSON object: `{"backend": "nccl"}`, or `gloo`; see '
+        "docs/weight-updates.md.",
     )
     weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
 
@@ -586,7 +595,9 @@ class Settings:
             )
         _ = self.speculation
         check_lora(self)
+        transfer_config(self.weight_transfer_config)
         _check_elastic(self)
+        _check_prompt_embeds(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -642,6 +653,21 @@ def _check_elastic(settings: Settings) -> None:
             raise SettingsError(
                 f"{name} is for one device that shares no layers yet: drop it, or the other devices", param=name
             )
+
+
+def _check_prompt_embeds(settings: Settings) -> None:
+    """Raise SettingsError for what prompts of embeddings exclude."""
+    speculates = settings.speculation
+    refused = {
+        "tensor_parallel_size": (settings.tensor_parallel_size > 1 or settings.tp_invariant)
+        and "is for one device that shares no layers yet",
+        "speculative_config": speculates is not None
+        and speculates.model is not None
+        and "leaves a model that drafts without tokens to read; other methods draft",
+    }
+    for name, why in refused.items():
+        if settings.enable_prompt_embeds and why:
+            raise SettingsError(f"enable_prompt_embeds {why}: drop it, or change {name}", param=name)
 
 
 def _check_mm_limits(limits: dict[str, Any] | None) -> None:

@@ -84,6 +84,7 @@ def boot_front(
             images=images,
             priorities=settings.scheduling_policy == "priority",
             pooling=pooling_of(settings, folder, read_config(folder, settings.hf_overrides)),
+            embed_size=_embed_size(settings, folder),
             adapters=Adapters(send, settings),
             traces=_traces(settings),
             formats=AnswerFormats(
@@ -130,6 +131,13 @@ def _images(settings: Settings, folder: Path) -> Images | None:
         limit=(settings.limit_mm_per_prompt or {}).get("image"),
         max_pixels=settings.max_image_pixels,
     )
+
+
+def _embed_size(settings: Settings, folder: Path) -> int | None:
+    """The numbers of an embedding, if prompts may be embeddings."""
+    if not settings.enable_prompt_embeds:
+        return None
+    return read_spec(read_config(folder, settings.hf_overrides), settings.quantization).hidden_size
 
 
 def _generation_folder(settings: Settings) -> Path | None:

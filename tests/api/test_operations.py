@@ -13,15 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from preheat import WeightGroup
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.server.operations import allowed_path, check_settings
 from preheat.settings import Settings
-from tests.api.conftest import Server, serving
+from tests.api.conftest import Server, free_port, serving
 
 KEY = {"Authorization": "Bearer operator"}
 ASKED = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 COMPLETIONS = "/v1/completions"
+INFO: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def operated(root: Path) -> Iterator[Server]:
     options: dict[str, Any] = {"api_key": ["operator"], "server_dev_mode": True, "weights_root": str(root)}
     options |= {"max_model_len": 192, "dtype": "float32", "num_threads": 1, "enable_sleep_mode": True}
+    options |= {"weight_transfer_config": {"backend": "gloo"}}
     with serving("bundled", engine=None, **options) as server:
         yield server
 
@@ -62,7 +65,8 @@ def told(server: Server, path: str, body: object = None, status: int = 200) -> A
 
 
 def test_only_operators_reach_them(operated: Server, scripted: Server) -> None:
-    for path in ("/pause", "/resume", "/update_weights", "/sleep", "/wake_up"):
+    transfers = ("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update")
+    for path in ("/pause", "/resume", "/update_weights", "/sleep", "/wake_up", *transfers):
         assert operated.post(path, b"").status == 401
         answer = scripted.post(path, b"")
         assert answer.status == 404 and "--server-dev-mode" in answer.error["message"]
@@ -93,13 +97,44 @@ def test_weights(operated: Server) -> None:
     for body, message in (
         ({"path": "link"}, "not below"),
         ({"path": "pickle"}, "holds no *.safetensors"),
-        ({"path": "other", "update_info": {"backend": "nccl"}}, "NCCL and IPC are not"),
+        ({"path": "other", "update_info": INFO}, "one of them"),
+        ({"update_info": INFO | {"shapes": []}}, "0 shapes"),
+        ({"update_info": INFO | {"packed": True}}, "update_info.packed is not supported"),
+        ({"update_info": INFO}, "no group with a trainer"),
         ({}, "path"),
     ):
         assert message in told(operated, "/update_weights", body, 400)["error"]["message"]
     assert operated.get("/weight_info", **KEY).json == now
     assert told(operated, "/update_weights", {"path": "same"})["digest"] not in ("", now["digest"])
     assert said(operated) == before
+
+
+def test_weights_of_a_trainer(operated: Server, root: Path) -> None:
+    """As trainers talk to vLLM's server, but for the group: in two parts, while requests are answered."""
+    by_files = told(operated, "/update_weights", {"path": "other"})["digest"]
+    before, digest = told(operated, "/update_weights", {"path": "same"}), said(operated)
+    tensors, port = list(load_file(root / "other" / "model.safetensors").items()), free_port()
+    groups: list[WeightGroup] = []
+    trainer = threading.Thread(
+        target=lambda: groups.append(WeightGroup("127.0.0.1", port, rank=0, world_size=2, timeout=30)), daemon=True
+    )
+    trainer.start()
+    world = 1 + operated.get("/get_world_size", **KEY).json["world_size"]
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world, "timeout": 30}
+    assert told(operated, "/init_weight_transfer_engine", {"init_info": info}) == {"status": "joined", "message": None}
+    trainer.join()
+    told(operated, "/start_weight_update", {"is_checkpoint_format": True})
+    for part in (tensors[:5], tensors[5:]):
+        sender = threading.Thread(target=groups[0].send, args=(part,), daemon=True)
+        sender.start()
+        told(operated, "/update_weights", {"update_info": groups[0].announce(part)})
+        sender.join()
+        assert said(operated) == digest
+    now = told(operated, "/finish_weight_update", {"weight_version": "step-9"})
+    assert now == {"weight_version": "step-9", "digest": by_files}
+    assert said(operated) != digest
+    groups[0].close()
+    assert told(operated, "/update_weights", {"path": "same"})["digest"] == before["digest"]
 
 
 def test_pause_and_resume(operated: Server) -> None:

@@ -2,7 +2,7 @@
 
     python -m venv /tmp/clients
     /tmp/clients/bin/pip install langchain-openai instructor litellm 'pydantic-ai-slim[openai,anthropic]' \
-        openai-agents dspy 'lm-eval[api]'
+        openai-agents dspy 'lm-eval[api]' guidellm
     preheat serve --port 8000 --enable-auto-tool-choice --tool-call-parser hermes &
     /tmp/clients/bin/python tests/clients/run.py http://127.0.0.1:8000
 
@@ -13,11 +13,15 @@ names behind the URL pick some.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -152,7 +156,28 @@ def lm_eval() -> None:
     assert chat.generate_until(asked("generate_until", talk, {"max_gen_toks": 16}))[0]
 
 
-CHECKS: list[Callable[[], None]] = [langchain, instructor, litellm, pydantic_ai, openai_agents, dspy, lm_eval]
+def guidellm() -> None:
+    """Its program: two streams of synthetic prompts by each of three endpoints. It counts tokens as the server does."""
+    tokenizer = Path(__file__).parents[2] / "src" / "preheat" / "bundled"
+    for form in ("completions", "chat/completions", "responses"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "report.json")
+            command = [
+                Path(sys.executable).with_name("guidellm"), "run", "--disable-console",
+                "--backend", f"kind=openai_http,target={URL},request_format=/v1/{form}",
+                "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
+                "--tokenizer", f"kind=hf_auto,model={tokenizer}",
+                "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8", "--output", f"kind=json,path={path}",
+            ]  # fmt: skip
+            subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=120)
+            (benchmark,) = json.loads(path.read_text())["benchmarks"]
+        made = benchmark["scheduler_metrics"]["requests_made"]
+        assert made["successful"] == 6 and not made["errored"], made
+        for each in benchmark["requests"]["successful"]:
+            assert each["output_tokens"] == 8 and each["prompt_tokens"] >= 32 and each["inter_token_latency_ms"] > 0
+
+
+CHECKS: list[Callable[[], None]] = [langchain, instructor, litellm, pydantic_ai, openai_agents, dspy, lm_eval, guidellm]
 ASKED = sys.argv[2:] or [check.__name__ for check in CHECKS]
 
 

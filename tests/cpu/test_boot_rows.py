@@ -8,6 +8,7 @@ import torch
 
 from preheat import LLM, boot
 from preheat.backends.base import Facts
+from preheat.backends.cpu import sampler as cpu_sampler
 from preheat.backends.cpu.facts import FACTS
 from preheat.errors import CheckFailed, NotInvariant, PreheatError
 from preheat.execution import logit_stages
@@ -47,7 +48,7 @@ def check(loop):
     assert loop.scheduler.slots.num_free == ROOMY["max_num_seqs"]
 
 
-@pytest.mark.parametrize("name", ["finite", "resumed", "long context", "full step", "sampler", "grammar"])
+@pytest.mark.parametrize("name", ["finite", "resumed", "long context", "full step", "sampler", "logprobs", "grammar"])
 def test_all_is_well(check, loop, name, monkeypatch):
     """And something was really computed."""
     ran: list[str] = []
@@ -61,10 +62,10 @@ def test_all_is_well(check, loop, name, monkeypatch):
 
         return run
 
-    for kind in ("logits", "draw"):
+    for kind in ("logits", "draw_with_logprobs"):
         monkeypatch.setattr(loop.executor, kind, noted(kind))
     check.run(name)
-    assert set(ran) == {"draw" if name in ("sampler", "grammar") else "logits"}
+    assert set(ran) == {"draw_with_logprobs" if name in ("sampler", "logprobs", "grammar") else "logits"}
 
 
 PLANTED = {
@@ -119,6 +120,42 @@ def test_draws_that_are_not_the_contracts_are_seen(check, plant, monkeypatch, lo
     loop.executor.sampler.forget()
     with pytest.raises(CheckFailed, match=r"sampler: token \d+ was drawn where the contract has \d+, at position"):
         check.run("sampler")
+
+
+def told_upside_down(patch):
+    right = sampling.SamplingInput.told_of
+    patch.setattr(sampling.SamplingInput, "told_of", lambda *args: [each[::-1] for each in right(*args)])
+
+
+def told_of_the_first(patch):
+    right = sampling.SamplingInput.told_of
+    patch.setattr(sampling.SamplingInput, "told_of", lambda *args: right(*args)[:1] * len(right(*args)))
+
+
+def after_temperature(patch):
+    right = cpu_sampler.token_logprobs
+    patch.setattr(cpu_sampler, "token_logprobs", lambda logits, *more: right(logits * 1.001, *more))
+
+
+def by_company(patch):
+    """In a batch of several rows the last bit is another one."""
+    right = cpu_sampler.token_logprobs
+    patch.setattr(cpu_sampler, "token_logprobs", lambda logits, *more: right(logits * (1 + 1e-7 * len(logits)), *more))
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (told_upside_down, "were asked for, and"),
+        (told_of_the_first, "were asked for, and"),
+        (after_temperature, "and the distribution has"),
+        (by_company, "have other bits alone"),
+    ],
+)
+def test_log_probabilities_that_are_not_the_distributions_are_seen(check, plant, message, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(CheckFailed, match=f"logprobs: .*{message}"):
+        check.run("logprobs")
 
 
 def no_mask(patch):

@@ -100,8 +100,7 @@ BESIDE = {"pattern: not anchored", "allOf", "allOf: objects"}
 
 
 def test_xgrammar_keeps_to_schemas(other):
-    some = {name: each for place, (name, each) in enumerate(corpus().items()) if name in SERVED or place % 10 == 0}
-    assert problems(other, {name: each for name, each in some.items() if name not in BESIDE}) == {}
+    assert problems(other, {name: each for name, each in corpus().items() if name not in BESIDE}) == {}
 
 
 MORE = {

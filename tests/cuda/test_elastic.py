@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, SamplingParams, WeightGroup
 from preheat.execution.offload import HostTier
 from preheat.model.formats import expected_tensors
 from preheat.model.sources import DummyTensors
 from preheat.schedule.prefix import PrefixCache
+from tests.cpu.test_weight_transfer import free_port
 from tests.cuda.test_engine import CONFIG
 
 OPTIONS: dict[str, Any] = {
@@ -110,3 +112,25 @@ def test_blocks_of_others_are_noticed(small: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HostTier, "copy", shifted)
     assert answers(small, PROMPTS) != expected
     small.reset_prefix_cache()
+
+
+def test_weights_of_a_trainer_are_those_of_a_fresh_boot(model: str, fresh: tuple[str | None, list[Any]]) -> None:
+    """By gloo, from a thread; NCCL needs a GPU for the trainer, too."""
+    llm = LLM(model, **OPTIONS, seed=0, weight_transfer_config={"backend": "gloo"}, on_cold="raise")
+    pairs, port = list(weights(llm, 1).items()), free_port()
+
+    def train() -> None:
+        group = WeightGroup("127.0.0.1", port, rank=0, world_size=2, timeout=60)
+        announced.append(group.announce(pairs))
+        group.send(pairs)
+
+    announced: list[dict[str, Any]] = []
+    trainer = Thread(target=train, daemon=True)
+    trainer.start()
+    llm.init_weight_transfer_engine(
+        {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "timeout": 60}
+    )
+    while not announced:
+        trainer.join(0.01)
+    llm.update_weights({"update_info": announced[0]})
+    assert (llm.state.digest, answers(llm)) == fresh

@@ -24,6 +24,8 @@ from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
+from preheat.verify.check_runner import CheckRunner
+from preheat.verify.logprob_check import check_logprobs
 from tests.cpu.eagle_reference import Reference, random_tensors, save_head, save_target
 from tests.cpu.test_eagle import agreeing, heard
 from tests.kernels.backend import InterpretedCuda
@@ -232,3 +234,18 @@ def test_adapters_beside_rows_without_one_in_places_that_change(model, tmp_path)
     assert found == said(device="cpu")
     without = tokens_of(LLM(model, **OPTIONS).generate(prompts, params, use_tqdm=False))
     assert [one == other for one, other in zip(found, without, strict=True)] == [not one for one in whose]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_prompts_of_embeddings_are_those_of_their_tokens(model):
+    """And the check at boot of told tokens' log-probabilities passes."""
+    engine = LLM(model, **OPTIONS, enable_prompt_embeds=True)
+    table, chance = engine.loop.executor.decoder.weights.embedding, random.Random(1)
+    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (1, 18, 5)]
+    params = [SamplingParams(temperature=place % 2, seed=place, max_tokens=3) for place in range(3)]
+    embeds = [{"prompt_embeds": table[ids]} for ids in prompts]
+    first = tokens_of(engine.generate(embeds, params, use_tqdm=False))
+    assert first == tokens_of(engine.generate(prompts, params, use_tqdm=False))
+    loop = engine.loop
+    check_logprobs(CheckRunner(loop.scheduler.pool, loop.packer, loop.executor))
+    loop.scheduler.check()

@@ -46,7 +46,7 @@ RULE = {
     "calibration": "llm model schedule execution backends.base",
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
-    "__init__": "llm frontend reference",
+    "__init__": "llm frontend reference execution",
     "__main__": "cli",
 }
 

@@ -1,14 +1,18 @@
 """Commands of an operator: pause and resume, new weights, sleep and wake. No torch here.
 
 A command takes effect between two steps. While the engine is paused no step runs, and requests that arrive are held
-back. What a command does to the device, the :class:`Operator` does.
+back. What a command does to the device, the :class:`Operator` does. Where one waits for a trainer it does so in a
+thread, and steps go on.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from copy import copy
-from typing import TYPE_CHECKING, Protocol
+from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from preheat.core import Command, EngineState, Outcome, Request
 from preheat.errors import EngineDead, InvalidRequest, PreheatError, WireError
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+POLL_SECONDS = 0.001
+"""How long an idle loop waits for a thread at once."""
+
+
 class Operator(Protocol):
     """What commands do to the device, with nothing in flight. An error leaves everything as it was."""
 
@@ -26,6 +34,15 @@ class Operator(Protocol):
 
     def update(self, command: Command) -> None:
         """Let the command's tensors be the weights; running sequences are computed again."""
+
+    def beside(self, command: Command) -> Callable[[], None] | None:
+        """What must be waited for before ``command`` is carried out, while steps go on; None: nothing."""
+
+    def gather(self) -> None:
+        """From now on tensors that a trainer sends are kept until :meth:`finish`."""
+
+    def finish(self, command: Command) -> None:
+        """As :meth:`update`, with all that was gathered."""
 
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest if it cannot sleep so."""
@@ -37,6 +54,29 @@ class Operator(Protocol):
         """Take memory again, of what ``tags`` name or of all; whether nothing sleeps any more."""
 
 
+class Beside(NamedTuple):
+    """A command and what it waits for."""
+
+    command: Command
+    done: Future[None]
+
+    @classmethod
+    def start(cls, command: Command, work: Callable[[], None]) -> Beside:
+        """``work`` begins in a thread, which does not keep the process alive."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        Thread(target=run, name=command.name, daemon=True).start()
+        return cls(command, done)
+
+
 class Control:
     """Carries out the commands that reach ``loop``. ``paused``: it must not step."""
 
@@ -46,6 +86,12 @@ class Control:
         self._state = EngineState() if operator is None else operator.state
         self._waiting: Command | None = None  # for running requests to end
         self._held: dict[int, Request] = {}  # arrived during a pause
+        self._beside: Beside | None = None
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a command waits for something beside the loop."""
+        return self._beside is not None
 
     def arrive(self, request: Request) -> None:
         """Take a request, or hold it back."""
@@ -68,13 +114,25 @@ class Control:
 
     def take(self, command: Command) -> None:
         """Carry out ``command`` and answer it, now or when running requests have ended."""
+        self._try(command, self._begin)
+
+    def proceed(self) -> None:
+        """Carry out the command that waits, if all requests have ended, or what it waits for is there."""
+        if self._beside is not None:
+            command, done = self._beside
+            wait([done], POLL_SECONDS if self.paused or self._loop.idle else 0)
+            if done.done():
+                self._beside = None
+                self._try(command, lambda command: self._act(command, done))
+        if self._waiting is not None and self._loop.idle:
+            command, self._waiting = self._waiting, None
+            self.paused = True
+            self.take(command)
+
+    def _try(self, command: Command, act: Callable[[Command], bool]) -> None:
+        """``act``, and answer with its error, or if it says that ``command`` is done."""
         try:
-            if self._waiting is not None and command.name != "resume":
-                raise InvalidRequest(f"{self._waiting.name} waits for running requests: resume first, or wait too")
-            if command.name in ("pause", "sleep") and not self._halt(command):
-                self._waiting = command
-                return
-            self._act(command)
+            answers = act(command)
         except EngineDead:
             raise
         except Exception as error:
@@ -82,14 +140,24 @@ class Control:
                 logger.exception("%s failed", command.name)
             self._answer(command, error)
         else:
-            self._answer(command)
+            if answers:
+                self._answer(command)
 
-    def proceed(self) -> None:
-        """Carry out the command that waits, if all requests have ended."""
-        if self._waiting is not None and self._loop.idle:
-            command, self._waiting = self._waiting, None
-            self.paused = True
-            self.take(command)
+    def _begin(self, command: Command) -> bool:
+        """Carry out ``command``; False if it waits."""
+        if self._waiting is not None and command.name != "resume":
+            raise InvalidRequest(f"{self._waiting.name} waits for running requests: resume first, or wait too")
+        if self._beside is not None and command.name not in ("pause", "resume"):
+            raise InvalidRequest(f"{self._beside.command.name} waits for the trainer: {command.name} after it")
+        if command.name in ("pause", "sleep") and not self._halt(command):
+            self._waiting = command
+            return False
+        if command.name in ("init_weight_transfer_engine", "update_weights"):
+            work = self._operate().beside(command)
+            if work is not None:
+                self._beside = Beside.start(command, work)
+                return False
+        return self._act(command)
 
     def _halt(self, command: Command) -> bool:
         """Stop stepping; False if running requests must be waited for first."""
@@ -108,7 +176,10 @@ class Control:
             raise InvalidRequest("the engine sleeps already: wake it up first")
         self._operate().check_sleep(level)
 
-    def _act(self, command: Command) -> None:
+    def _act(self, command: Command, done: Future[None] | None = None) -> bool:
+        """True, when it is done. ``done``: what it waited for, whose error it is."""
+        if done is not None:
+            done.result()
         match command.name:
             case "resume":
                 if self._state.sleeping is not None:
@@ -117,11 +188,17 @@ class Control:
             case "update_weights":
                 self._loop.settle()
                 self._operate().update(command)
+            case "start_weight_update":
+                self._operate().gather()
+            case "finish_weight_update":
+                self._loop.settle()
+                self._operate().finish(command)
             case "sleep":
                 self._operate().sleep(command.level)
                 self._state.sleeping = command.level
             case "wake_up":
                 self._wake(command)
+        return True
 
     def _wake(self, command: Command) -> None:
         if self._state.sleeping is None:

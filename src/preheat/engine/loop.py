@@ -148,6 +148,8 @@ class Loop:
         """Seconds to wait for messages while no step can run; None: until one comes."""
         if not (self.control.paused or self.scheduler.idle):
             return 0.0
+        if self.control.receiving:
+            return 0.0  # it waits itself
         return TICK if self.admission.pending else None
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from preheat.backends.base import Backend, Experts, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
-from preheat.execution.encoder import Encoder
+from preheat.execution.encoder import Encoder, Given, Tower
 from preheat.execution.executor import Executor, attention_layers
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
@@ -56,6 +56,13 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
         yield linear, [count * spec.tokens for count in images]
 
 
+def _tower(settings: Settings, model: LoadedModel) -> Tower | None:
+    """What makes the embeddings that are no token's; None: there are none."""
+    if model.spec.vision is not None and model.weights.vision is not None:
+        return VisionTower(model.spec.vision, model.weights.vision)
+    return Given.of(model.spec.hidden_size, model.dtype) if settings.enable_prompt_embeds else None
+
+
 def build(
     settings: Settings,
     backend: Backend,
@@ -90,9 +97,8 @@ def build(
         handle_topk_duplicates=settings.handle_topk_duplicates,
         masked=masked,
     )
-    encoder = None
-    if spec.vision is not None and model.weights.vision is not None:
-        encoder = Encoder(backend, VisionTower(spec.vision, model.weights.vision), limits, spec.hidden_size)
+    tower = _tower(settings, model)
+    encoder = None if tower is None else Encoder(backend, tower, limits, spec.hidden_size, model.dtype)
     per_graph = settings.config_hidden_layers if backend.facts.captures else None  # without graphs a step is one piece
     made = executor(
         backend, decoder, cache, sampler, buffers, encoder=encoder, adapters=model.adapters, layers_per_graph=per_graph

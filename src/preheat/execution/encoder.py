@@ -1,4 +1,5 @@
-"""The encoder: images become embeddings, which are kept on the device for the steps that follow.
+"""The encoder: images become embeddings, which are kept on the device for the steps that follow. Embeddings that a
+request gives for its prompt take the same way, in pieces: they only need to be copied.
 
 A program encodes a few images; its input lies in static buffers, as a step's does. Which image goes where is decided in
 :mod:`preheat.schedule.images`.
@@ -6,39 +7,82 @@ A program encodes a few images; its input lies in static buffers, as a step's do
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from preheat.backends.base import HOST_COPIES, Backend
-from preheat.core import Image
+from preheat.core import PIECE, Image
 from preheat.limits import Limits
-from preheat.model.vision import VisionTower
 from preheat.plan.programs import EncoderProgram, encoder_programs
+
+RAW_BYTES = 4
+"""Most bytes of a number as it was sent."""
+
+
+class Tower(Protocol):
+    """What makes embeddings [images * tokens, hidden] of inputs [images, *shape] in ``dtype``. ``token`` is an id that
+    stands in a prompt where the embeddings go, ``name`` what checks and paths are called.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def token(self) -> int: ...
+    def __call__(self, pixels: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """For the embeddings of prompts, which are given: nothing is left to compute. ``shape``: positions of a piece,
+    hidden.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    token: int = 0
+    name: str = "embeds"
+
+    @classmethod
+    def of(cls, hidden_size: int, dtype: torch.dtype) -> Given:
+        """For a model of so many numbers a position."""
+        return cls((PIECE, hidden_size), dtype)
+
+    def __call__(self, pixels: Tensor, /) -> Tensor:
+        return pixels
 
 
 class Encoder:
-    """Runs ``tower``. ``embeddings`` [places * tokens, hidden of the decoder] are those of the images that are kept."""
+    """Runs ``tower``. ``embeddings`` [places * tokens, hidden of the decoder], in ``dtype``, are those of the images
+    that are kept.
+    """
 
-    def __init__(self, backend: Backend, tower: VisionTower, limits: Limits, hidden_size: int) -> None:
-        self.tower = tower
-        weights, places = tower.weights, limits.max_images
-        dtype, device = weights.cls.dtype, backend.device
+    def __init__(self, backend: Backend, tower: Tower, limits: Limits, hidden_size: int, dtype: torch.dtype) -> None:
+        self.tower, places, device = tower, limits.max_images, backend.device
         self.embeddings = torch.zeros(places * limits.image_tokens, hidden_size, dtype=dtype, device=device)
         self._kept = self.embeddings.view(places, -1)
         largest = encoder_programs(places)[0].images
-        self._pixels = torch.zeros(largest, *tower.spec.pixel_shape, device=device)
+        self._pixels = torch.zeros(largest, *tower.shape, dtype=tower.dtype, device=device)
         self._places = torch.zeros(largest, dtype=torch.int64, device=device)
-        pixels, numbers = self._pixels.new_zeros(places, *tower.spec.pixel_shape), self._places.new_zeros(places)
+        pixels, numbers = self._pixels.new_zeros(places, *tower.shape), self._places.new_zeros(places)
         self._host = [(backend.host_copy(pixels), backend.host_copy(numbers)) for _ in range(HOST_COPIES)]
+        self._raw = torch.empty(RAW_BYTES * self._pixels[0].numel(), dtype=torch.uint8)
         self.programs = backend.programs(self._encode)
 
     def encode(self, turn: int, images: Sequence[tuple[int, Image]]) -> None:
         """Start to encode ``images``, each for its place, from host copy ``turn``."""
         pixels, places = self._host[turn]
         for row, (place, image) in enumerate(images):
-            pixels[row].view(-1).numpy()[:] = np.frombuffer(image.pixels, np.float32)
+            self._write(pixels[row].view(-1), image)
             places[row] = place
         first = 0
         for program in encoder_programs(len(images)):
@@ -52,7 +96,20 @@ class Encoder:
         """Launch the kernels of ``program`` where they are built and not run."""
         self._encode(program)
 
+    def _write(self, row: Tensor, image: Image) -> None:
+        """The numbers of ``image``, rounded to the input's type, from the front of ``row``; a piece may be short."""
+        raw = self._raw[: len(image.pixels)]
+        raw.numpy()[:] = np.frombuffer(image.pixels, np.uint8)
+        numbers = raw.view(getattr(torch, image.dtype))
+        row[: len(numbers)].copy_(numbers)
+
     def _encode(self, program: EncoderProgram) -> None:
         count = program.images
         encoded = self.tower(self._pixels[:count])
         self._kept.index_copy_(0, self._places[:count], encoded.view(count, -1))
+
+
+def noise(tower: Tower, number: int) -> Image:
+    """An image of noise: another one for each ``number``."""
+    pixels = np.random.default_rng(number).standard_normal(tower.shape, np.float32).tobytes()
+    return Image(hashlib.blake2b(pixels, digest_size=16).digest(), pixels)

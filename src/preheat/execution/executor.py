@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, AttentionLayer, Backend, GraphDriver, Sampler, StepInputs
+from preheat.backends.base import AdapterStep, AttentionLayer, Backend, GraphDriver, SampledRows, Sampler, StepInputs
 from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
@@ -179,11 +179,22 @@ class Executor:
         """The tokens, integers [rows], that the sampler draws from ``logits`` [rows, vocab] for the sequences in
         ``slots`` [rows]. Nothing may be in flight.
         """
-        nothing = np.empty(0, np.int64)
+        return self.draw_with_logprobs(logits, sampling, slots, np.empty(0, np.int64))[0]
+
+    @torch.inference_mode()
+    def draw_with_logprobs(
+        self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray, reporting: np.ndarray
+    ) -> SampledRows:
+        """As :meth:`draw`, and the log-probabilities of the rows at ``reporting``: of the token that is drawn, and of
+        those that its request tells.
+        """
         self.sampler.describe(0, sampling, slots)
-        self.sampler.sample(sampling.level, logits.to(self._logits))
-        self.sampler.fetch(0, tokens=True, reports=False)
-        return self.sampler.read(0, len(logits), nothing, nothing)[0]
+        given, reports = logits.to(self._logits), len(reporting) > 0
+        self.sampler.sample(sampling.level, given)
+        if reports:
+            self.sampler.report(given)
+        self.sampler.fetch(0, tokens=True, reports=reports)
+        return self.sampler.read(0, len(logits), reporting, np.zeros(len(reporting), np.int64))
 
     @torch.inference_mode()
     def load_adapters(self, loads: Loads) -> None:

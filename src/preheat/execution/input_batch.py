@@ -212,9 +212,9 @@ class Packer:
         if count == schedule.rows:
             positions[:count] = schedule.first
             tokens[:count] = self.slots.tokens[schedule.slots, self._read(schedule.first)]
-            return
-        positions[:count] = np.arange(count) + (schedule.ends - rows.ends).repeat(schedule.extend)
-        tokens[:count] = self.slots.tokens[slots[:count], self._read(positions[:count])]
+        else:
+            positions[:count] = np.arange(count) + (schedule.ends - rows.ends).repeat(schedule.extend)
+            tokens[:count] = self.slots.tokens[slots[:count], self._read(positions[:count])]
         if schedule.images is not None:
             for row, first, last, source in schedule.images.spans:
                 at = int(rows.ends[row] - schedule.ends[row]) + first

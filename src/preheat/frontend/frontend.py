@@ -39,6 +39,7 @@ from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
+from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tracing import RequestTraces
@@ -58,7 +59,8 @@ class Frontend:
     :mod:`preheat.frontend.request_log`. ``formats``: how answers are read; unless given, all of their text is content.
     For ``max_logprobs``, ``seed`` and ``priorities`` see :class:`InputProcessor`. ``images``: reads those of requests,
     if the model sees them. ``pooling``: the engine makes embeddings, in this way, and generates nothing. ``adapters``:
-    those that requests may name. ``traces``: where spans of requests go.
+    those that requests may name. ``embed_size``: prompts may be embeddings, rows of so many numbers. ``traces``: where
+    spans of requests go.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class Frontend:
         formats: AnswerFormats | None = None,
         priorities: bool = False,
         pooling: Pooling | None = None,
+        embed_size: int | None = None,
         adapters: Adapters | None = None,
         traces: RequestTraces | None = None,
     ) -> None:
-        self.pooling = pooling
+        self.pooling, self._embed_size = pooling, embed_size
         self.tokenizer, self.template = tokenizer, template or ChatTemplate(tokenizer)
         self.formats = formats or AnswerFormats(tokenizer)
         self.metrics, self.images, self.traces = metrics or Metrics("preheat"), images, traces
@@ -159,6 +162,15 @@ class Frontend:
         """The images of a request, in order. Raises InvalidRequest. May wait for the network."""
         self.input.check_images(len(sources))
         return self.images.load(sources) if self.images is not None else []
+
+    @property
+    def prompt_embeds(self) -> PromptEmbeds:
+        """What reads prompts that are embeddings. Raises InvalidRequest if they are not taken."""
+        if self._embed_size is None:
+            raise InvalidRequest(
+                "prompt_embeds needs a server that was started with --enable-prompt-embeds", param="prompt_embeds"
+            )
+        return PromptEmbeds(self._embed_size, lambda: self.limits().max_model_len)
 
     def start(self, states: Iterable[RequestState]) -> None:
         """Send prepared requests to the engine: all, or none with TooManyRequests if the queue is full."""

@@ -20,6 +20,7 @@ from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsE
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.detokenize import SILENT
+from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class InputProcessor:
 
     def prepare(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Embedded,
         params: SamplingParams,
         *,
         request_id: str = "",
@@ -84,6 +85,7 @@ class InputProcessor:
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
+        ``prompt``: a text, token ids, or embeddings.
         ``images`` are those that the prompt's image tokens stand for, in order. ``lora_name``: the adapter, if any.
         ``text``: the prompt's text if ``prompt`` has its token ids. ``cap_length`` shortens ``max_tokens`` to what fits
         the context instead of rejecting the request.
@@ -91,7 +93,10 @@ class InputProcessor:
         limits, params = self._limits(), check_params(msgspec.structs.asdict(params))
         self._check_priority(priority)
         self.check_length(prompt, params)
-        if isinstance(prompt, str):
+        if isinstance(prompt, Embedded):
+            _check_without_tokens(params)
+            ids = prompt.ids
+        elif isinstance(prompt, str):
             text, ids = prompt, self._encode(prompt, params, add_special_tokens)
         else:
             ids = self._checked_ids(prompt)
@@ -99,12 +104,12 @@ class InputProcessor:
             raise InvalidRequest("The prompt is empty; give at least one token", param="prompt")
         self._check_params(params)
         params = self._with_most_logprobs(params)
-        ids, segments = self._with_images(ids, images)
+        ids, segments = (ids, prompt.segments) if isinstance(prompt, Embedded) else self._with_images(ids, images)
         if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
             if segments:
                 raise InvalidRequest(
-                    f"truncate_prompt_tokens would cut the prompt's {len(ids)} tokens, some of which are images: "
-                    "shorten the prompt instead",
+                    f"truncate_prompt_tokens would cut the prompt's {len(ids)} tokens, some of which are images or "
+                    "embeddings: shorten the prompt instead",
                     param="truncate_prompt_tokens",
                 )
             ids = ids[-kept:]
@@ -112,7 +117,7 @@ class InputProcessor:
         max_tokens = _max_tokens(len(ids), params, limits, cap_length)
         return RequestState(
             request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt, segments=segments,
-            priority=priority, lora_name=lora_name,
+            priority=priority, lora_name=lora_name, embedded=isinstance(prompt, Embedded),
         )  # fmt: skip
 
     def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
@@ -171,7 +176,7 @@ class InputProcessor:
         if not -(2**63) <= priority < 2**63:
             raise InvalidRequest("priority must be a 64-bit integer", param="priority")
 
-    def check_length(self, prompt: str | Sequence[object], params: SamplingParams) -> None:
+    def check_length(self, prompt: str | Sequence[object] | Embedded, params: SamplingParams) -> None:
         """Raise ContextTooLong if ``prompt`` has too many token ids to fit, or too many characters, whatever its tokens
         are. One of which ``params`` keep a part fits.
         """
@@ -332,6 +337,21 @@ def check_params(values: Mapping[str, object]) -> SamplingParams:
         message, _, path = str(error).partition(" - at `$.")
         param = path.rstrip("`").partition("[")[0] or message.partition(" ")[0]
         raise InvalidRequest(f"{param}: {message}" if path else message, param=param) from error
+
+
+def _check_without_tokens(params: SamplingParams) -> None:
+    """Raise InvalidRequest for what looks at the tokens of a prompt, where it has none."""
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_embeds have no tokens whose log-probabilities could be given: leave out prompt_logprobs and echo",
+            param="prompt_logprobs",
+        )
+    if params.repetition_penalty != 1:
+        raise InvalidRequest(
+            f"repetition_penalty is {params.repetition_penalty} (the model may recommend it) and looks at the prompt's "
+            "tokens, but prompt_embeds have none: set it to 1",
+            param="repetition_penalty",
+        )
 
 
 def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:

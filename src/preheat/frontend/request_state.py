@@ -115,6 +115,7 @@ class RequestState:
     """A client's request, from :meth:`Frontend.prepare` on. ``error`` is set if it failed.
 
     ``on_change`` is called when there is something to send: in a ``stream`` any text, else only the end.
+    ``embedded``: the prompt is embeddings, and ``prompt_ids`` only stand for its positions.
     ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
@@ -129,6 +130,7 @@ class RequestState:
     segments: list[Segment] = field(default_factory=list)
     priority: int = 0
     lora_name: str = ""
+    embedded: bool = False
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0
@@ -148,7 +150,12 @@ class RequestState:
     @property
     def prompt_text(self) -> str:
         """The prompt as text, also when it came as token ids."""
-        return self.tokenizer.decode(self.prompt_ids) if self.prompt is None else self.prompt
+        return self.tokenizer.decode(self.shown_ids) if self.prompt is None else self.prompt
+
+    @property
+    def shown_ids(self) -> list[int]:
+        """The prompt's token ids; none where there are none."""
+        return [] if self.embedded else self.prompt_ids
 
     def output(self) -> RequestOutput:
         """The result so far."""
@@ -156,7 +163,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
+            prompt_token_ids=self.shown_ids,
             prompt_logprobs=[None if p is None else self.position(p) for p in self.prompt_logprobs] if wanted else None,
             outputs=[self._completion(choice) for choice in self.choices],
             finished=self.finished,

@@ -93,6 +93,8 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     if (pooling := pooling_of(settings, folder, config)) is not None:
         _check_pools(settings, spec, backend)
         spec = without_head(spec, pooling.max_length)
+    if settings.enable_prompt_embeds:
+        _check_takes_embeds(spec)
     name, remark = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     if remark:
         logger.info("%s", remark)
@@ -119,6 +121,21 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats, quantized.formats)
 
 
+def _check_takes_embeds(spec: ModelSpec) -> None:
+    """Raise SettingsError unless a prompt's embeddings are the rows of a table as they are, and nothing else."""
+    refused = {
+        "sees images": spec.vision is not None,
+        "scales the embeddings of its tokens": spec.embedding.scale is not None,
+        "adds learned positions to the embeddings of its tokens": spec.positions is not None,
+    }
+    for why, holds in refused.items():
+        if holds:
+            raise SettingsError(
+                f"enable_prompt_embeds does not work yet with a model that {why}: leave it out",
+                param="enable_prompt_embeds",
+            )
+
+
 def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
     """Raise SettingsError for what an engine that pools cannot have yet."""
     refused = {
@@ -126,6 +143,7 @@ def _check_pools(settings: Settings, spec: ModelSpec, backend: Backend) -> None:
         "tensor_parallel_size": sums_leaves(settings) and "with tensor_parallel_size",
         "speculative_config": settings.speculation is not None and "with speculative_config",
         "model": spec.vision is not None and "for models that see images",
+        "enable_prompt_embeds": settings.enable_prompt_embeds and "with enable_prompt_embeds",
     }
     for name, why in refused.items():
         if why:

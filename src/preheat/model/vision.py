@@ -53,8 +53,11 @@ class VisionWeights:
 class VisionTower:
     """Runs ``weights`` according to ``spec``. Call it under inference mode."""
 
+    name, dtype = "images", torch.float32  # the type of pixels
+
     def __init__(self, spec: VisionSpec, weights: VisionWeights) -> None:
         self.spec, self.weights = spec, weights
+        self.shape, self.token = spec.pixel_shape, spec.image_token
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Embeddings [images * tokens, hidden of the decoder] of ``pixels``, fp32 [images, channels, size, size]."""

@@ -240,6 +240,10 @@ class Asleep(Struct):
     state: Literal["asleep"] = "asleep"
 
 
+class WorldSize(Struct):
+    world_size: int
+
+
 class WeightInfo(Struct):
     """``digest``: of the logits of the check at boot, with these weights."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -13,6 +14,7 @@ from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import check_params
+from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
 from preheat.server.beam_search import as_searches
@@ -30,7 +32,7 @@ async def completions(request: Request) -> ASGIApp:
     frontend, body = await read_request(request, CompletionRequest)
     frontend.check_generates("Completions API")
     params = _params(frontend, body)
-    prompts, special = listed(frontend, body.prompt, params), body.add_special_tokens is not False
+    prompts, special = await _prompts(request, frontend, body, params), body.add_special_tokens is not False
     capped = body.max_tokens is None
     states = await prepared(
         request, prompts, params, add_special_tokens=special, cache_salt=body.cache_salt or "",
@@ -65,6 +67,27 @@ def _check_best_of(body: CompletionRequest) -> None:
         raise InvalidRequest(f"best_of is {best_of}, but must be at least n, which is {n}", param="best_of")
     if best_of > n and body.stream:
         raise InvalidRequest("best_of cannot be streamed: the best are known at the end", param="best_of")
+
+
+async def _prompts(
+    request: Request, frontend: Frontend, body: CompletionRequest, params: SamplingParams
+) -> list[str | list[int] | Embedded]:
+    """The prompts of ``body``: first those that are embeddings. An empty text beside them is none: clients must send
+    one.
+    """
+    if body.prompt_embeds is None:
+        if body.prompt is None:
+            raise InvalidRequest("Missing required parameter: prompt", param="prompt")
+        return [*listed(frontend, body.prompt, params)]
+    if body.echo:
+        raise InvalidRequest("prompt_embeds have no tokens that could be shown: leave out echo", param="echo")
+    reads, given = frontend.prompt_embeds, body.prompt_embeds
+    texts = [given] if isinstance(given, str) else given
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise InvalidRequest(f"prompt_embeds must hold 1 to {MAX_PROMPTS} prompts", param="prompt_embeds")
+    turns = request.app.state.service.turns
+    found = [await turns.decode(request, partial(reads.decode, text)) for text in texts]
+    return [*found, *(listed(frontend, body.prompt, params) if body.prompt else [])]
 
 
 def listed(
@@ -139,7 +162,7 @@ class _CompletionWriter(CompletionsWriter):
             answer.prompt_logprobs = prompt_logprobs_of(state)
         if self._return_token_ids:
             answer.token_ids = delta.token_ids
-            answer.prompt_token_ids = state.prompt_ids if delta.first else UNSET
+            answer.prompt_token_ids = state.shown_ids if delta.first else UNSET
         return answer
 
     def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> CompletionLogprobs:

@@ -115,6 +115,18 @@ OPERATIONS = (
     _operated("/pause", operations.pause, answers.Status, queries=("mode",)),
     _operated("/resume", operations.resume, answers.Status),
     _operated("/update_weights", operations.update_weights, answers.WeightInfo, operations.UpdateWeightsRequest),
+    _operated(
+        "/init_weight_transfer_engine", operations.init_weight_transfer_engine, answers.Status,
+        operations.InitWeightTransferRequest,
+    ),
+    _operated(
+        "/start_weight_update", operations.start_weight_update, answers.Status, operations.StartWeightUpdateRequest
+    ),
+    _operated(
+        "/finish_weight_update", operations.finish_weight_update, answers.WeightInfo,
+        operations.FinishWeightUpdateRequest,
+    ),
+    Operation("/get_world_size", operations.get_world_size, answers.WorldSize, errors=_OPERATED),
     _operated("/sleep", operations.sleep, answers.Status, queries=("level", "mode")),
     _operated("/wake_up", operations.wake_up, answers.Status, queries=("tags",)),
     Operation("/is_sleeping", operations.is_sleeping, answers.Sleeping, errors=_OPERATED),

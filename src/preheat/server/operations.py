@@ -8,7 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,20 +17,62 @@ from preheat.errors import InvalidRequest, ModelError, NotFound, SettingsError
 from preheat.frontend.frontend import Frontend
 from preheat.server import answers
 from preheat.server.body import read_body
-from preheat.server.schema import ForModel, decode
+from preheat.server.schema import ForModel, decode, only
 from preheat.server.service import Service
 from preheat.server.status import PATIENCE
 from preheat.settings import Settings
+from preheat.utils.weight_transfer import TIMEOUT, TransferGroup, announced
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class UpdateWeightsRequest(ForModel, kw_only=True):
-    """POST /update_weights. ``path``: a folder of safetensors files below ``--weights-root``."""
+class UpdateInfo(Struct, forbid_unknown_fields=True):
+    """What a trainer is going to broadcast, in order; one tensor after the other, not packed."""
 
-    path: str
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: Annotated[Any, only(False)] = None
+
+
+class UpdateWeightsRequest(ForModel, kw_only=True):
+    """POST /update_weights. ``path``: a folder of safetensors files below ``--weights-root``. Or ``update_info``: what
+    a trainer sends in the group of /init_weight_transfer_engine.
+    """
+
+    path: str | None = None
     weight_version: str | None = None
-    update_info: Annotated[Any, Meta(description="Not supported: weights come from files.")] = None
+    update_info: UpdateInfo | None = None
+
+
+class InitInfo(Struct, forbid_unknown_fields=True):
+    """Where the trainer, rank 0, listens; this engine is rank ``rank_offset`` of ``world_size``. ``timeout``: seconds
+    to wait for it, and later for each tensor.
+    """
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout: float = TIMEOUT
+
+
+class InitWeightTransferRequest(ForModel, kw_only=True):
+    """POST /init_weight_transfer_engine."""
+
+    init_info: InitInfo
+
+
+class StartWeightUpdateRequest(ForModel, kw_only=True):
+    """POST /start_weight_update."""
+
+    is_checkpoint_format: Annotated[Any, only(True)] = None
+
+
+class FinishWeightUpdateRequest(ForModel, kw_only=True):
+    """POST /finish_weight_update."""
+
+    weight_version: str | None = None
 
 
 def check_settings(settings: Settings) -> None:
@@ -136,13 +178,50 @@ async def is_sleeping(request: Request) -> Response:
 
 @_for_operators
 async def update_weights(request: Request) -> Response:
-    """Replace weights in place by those in a folder."""
+    """Replace weights in place: by those in a folder, or by what a trainer sends."""
     body = decode(await read_body(request), UpdateWeightsRequest)
+    if (body.path is None) == (body.update_info is None):
+        raise InvalidRequest(
+            "give path, a folder of files, or update_info, what a trainer sends: one of them", param="path"
+        )
+    fields: dict[str, Any] = {"version": body.weight_version or ""}
+    if body.path is not None:
+        fields["path"] = allowed_path(_service(request).settings.weights_root, body.path)
     if body.update_info is not None:
-        message = "update_info is not supported: no transfer of weights but by files (path) is; NCCL and IPC are not"
-        raise InvalidRequest(message, param="update_info")
-    path = allowed_path(_service(request).settings.weights_root, body.path)
-    return _weights(await _command(request, "update_weights", path=path, version=body.weight_version or ""))
+        info = body.update_info
+        fields["announced"] = announced(info.names, info.dtype_names, info.shapes)
+    return _weights(await _command(request, "update_weights", **fields))
+
+
+@_for_operators
+async def init_weight_transfer_engine(request: Request) -> Response:
+    """Join the group of a trainer, which waits for this engine."""
+    info = decode(await read_body(request), InitWeightTransferRequest).init_info
+    group = TransferGroup(*(getattr(info, name) for name in info.__struct_fields__))
+    await _command(request, "init_weight_transfer_engine", group=group)
+    return _json(answers.Status("joined"))
+
+
+@_for_operators
+async def start_weight_update(request: Request) -> Response:
+    """Keep what a trainer sends until /finish_weight_update."""
+    if body := await read_body(request):
+        decode(body, StartWeightUpdateRequest)
+    await _command(request, "start_weight_update")
+    return _json(answers.Status("started"))
+
+
+@_for_operators
+async def finish_weight_update(request: Request) -> Response:
+    """Replace weights in place by all that a trainer has sent since /start_weight_update."""
+    body = decode(await read_body(request) or b"{}", FinishWeightUpdateRequest)
+    return _weights(await _command(request, "finish_weight_update", version=body.weight_version or ""))
+
+
+@_for_operators
+async def get_world_size(request: Request) -> Response:
+    """How many ranks this engine has in a trainer's group."""
+    return _json(answers.WorldSize(_service(request).settings.tensor_parallel_size))
 
 
 @_for_operators

@@ -159,11 +159,13 @@ class Sampling(ForModel, kw_only=True):
     use_beam_search: bool | None = None
 
 
-@rejected("prompt_embeds")
 class CompletionRequest(Sampling, kw_only=True):
-    """POST /v1/completions."""
+    """POST /v1/completions. ``prompt_embeds``: prompts of embeddings, each base64 of what ``torch.save`` writes; they
+    come before those of ``prompt``.
+    """
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
+    prompt_embeds: str | list[str] | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None

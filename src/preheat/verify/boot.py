@@ -26,6 +26,7 @@ from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.draws import check_drafted_draws, check_draws
 from preheat.verify.grammar import GrammarCheck
 from preheat.verify.image_check import ImageCheck
+from preheat.verify.logprob_check import check_logprobs
 from preheat.verify.names import context_lengths, long_context
 from preheat.verify.paths import PATHS, large_steps
 from preheat.verify.pool_check import check_pooled
@@ -39,8 +40,8 @@ SIMULATED = "simulated-"
 LONG = "long context"
 """The check that has a context of its own."""
 
-IMAGES = "images"
-"""The check of models that see images."""
+IMAGES, EMBEDS = "images", "embeds"
+"""The check of models that see images, and that of prompts that are embeddings: an engine has one of them."""
 
 ADAPTERS = "adapters"
 """The check of engines with adapters."""
@@ -62,7 +63,7 @@ class BootCheck:
             self._long = [rng.integers(runner.vocab_size, size=length, dtype=np.int32)]
         else:
             self._long = []
-        self._images = ImageCheck(runner) if IMAGES in runner.plan.checks else None
+        self._images = ImageCheck(runner) if {IMAGES, EMBEDS} & set(runner.plan.checks) else None
         self._adapters = AdapterCheck(runner) if ADAPTERS in runner.plan.checks else None
 
     def _lengths(self, facts: Facts) -> list[int]:
@@ -111,10 +112,11 @@ class BootCheck:
         found: dict[str, Callable[[], int | None]] = {
             "finite": self._check_finite,
             "sampler": partial(check_draws, self._runner),
+            "logprobs": partial(check_logprobs, self._runner),
             "grammar": self._check_grammars,
             "pooled": lambda: sum(check_pooled(self._runner, tokens) for tokens in self._contexts),
         }
-        for name, check in ((IMAGES, self._images), (ADAPTERS, self._adapters)):
+        for name, check in ((IMAGES, self._images), (EMBEDS, self._images), (ADAPTERS, self._adapters)):
             if check is not None:
                 found[name] = check.run
         return found

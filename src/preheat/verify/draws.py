@@ -68,18 +68,13 @@ def check_draws(runner: CheckRunner) -> None:
     """Draw for `ROWS` through the sampler that serves. Raises CheckFailed for the first token that is not the
     contract's, NothingToRun if there are too few tokens.
     """
-    vocab, device = runner.vocab_size, runner.executor.backend.device
-    if vocab < 2 * len(LOGITS):
-        raise NothingToRun(f"a vocabulary of {vocab} tokens is too small for it")
-    ids = [1 + place * (vocab - 2) // len(LOGITS) for place in range(len(LOGITS))]
-    line = torch.full((vocab,), IMPOSSIBLE)
-    line[ids] = torch.tensor(LOGITS)
+    ids, line = known_logits(runner)
     longest = runner.slots.max_model_len - 2
     rows = [row for row in ROWS if row.position < longest]
     size = max(min(runner.slots.num_free, len(rows)), 1)
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        for row, token in zip(part, _drawn(runner, part, ids, line.to(device)), strict=True):
+        for row, token in zip(part, _drawn(runner, part, ids, line), strict=True):
             right, clear = contract(row, ids)
             if clear and token != right:
                 raise CheckFailed(
@@ -88,16 +83,27 @@ def check_draws(runner: CheckRunner) -> None:
                 )
 
 
+def known_logits(runner: CheckRunner) -> tuple[list[int], torch.Tensor]:
+    """The ids of the tokens that can be drawn, in the order of `LOGITS`, and all logits, fp32 [vocab] on the device.
+    Raises NothingToRun if there are too few tokens.
+    """
+    vocab = runner.vocab_size
+    if vocab < 2 * len(LOGITS):
+        raise NothingToRun(f"a vocabulary of {vocab} tokens is too small for it")
+    ids = [1 + place * (vocab - 2) // len(LOGITS) for place in range(len(LOGITS))]
+    line = torch.full((vocab,), IMPOSSIBLE)
+    line[ids] = torch.tensor(LOGITS)
+    return ids, line.to(runner.executor.backend.device)
+
+
 def check_drafted_draws(runner: CheckRunner) -> None:
     """Draw for the `ROWS` that have generated tokens at all of their positions at once, as where those are drafts.
     Raises as :func:`check_draws`.
     """
-    vocab, backend = runner.vocab_size, runner.executor.backend
-    if vocab < 2 * len(LOGITS):
+    try:
+        ids, line = known_logits(runner)
+    except NothingToRun:
         return
-    ids = [1 + place * (vocab - 2) // len(LOGITS) for place in range(len(LOGITS))]
-    line = torch.full((vocab,), IMPOSSIBLE, device=backend.device)
-    line[ids] = torch.tensor(LOGITS, device=backend.device)
     for row in ROWS:
         count = min(row.position, runner.plan.limits.num_speculative_tokens) + 1
         if row.position >= runner.slots.max_model_len - 2:
@@ -114,7 +120,7 @@ def check_drafted_draws(runner: CheckRunner) -> None:
 
 def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int], line: torch.Tensor) -> list[int]:
     """The sampler's tokens of one sequence at several positions."""
-    (slot,) = taken = _taken(runner, [row], ids, len(ROWS) + ROWS.index(row))
+    (slot,) = taken = taken_slots(runner, [row], ids, len(ROWS) + ROWS.index(row))
     try:
         slots = np.full(len(positions), slot)
         at = np.array(positions, np.int32) + runner.slots.prompt_len[slot]
@@ -126,7 +132,7 @@ def _drawn_at(runner: CheckRunner, row: DrawRow, positions: range, ids: list[int
             runner.slots.give_back(each)
 
 
-def _taken(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
+def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int) -> list[int]:
     """A slot for each of ``rows``, which the caller gives back; none is left taken after an error. Their requests count
     from ``number``: the sampler would take an equal one for the same sequence.
     """
@@ -148,7 +154,7 @@ def _taken(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number: int
 
 def _drawn(runner: CheckRunner, rows: list[DrawRow], ids: list[int], line: torch.Tensor) -> list[int]:
     """The sampler's tokens, all rows in one step."""
-    taken = _taken(runner, rows, ids, ROWS.index(rows[0]))
+    taken = taken_slots(runner, rows, ids, ROWS.index(rows[0]))
     try:
         slots = np.array(taken, np.int64)
         logits = line.expand(len(rows), -1).contiguous()

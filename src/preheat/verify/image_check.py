@@ -1,5 +1,6 @@
 """The check at boot for models that see images: a context with an image has the same logits however it is computed, and
-an image the same embeddings whatever is encoded with it.
+an image the same embeddings whatever is encoded with it. For prompts that are embeddings the same holds of their
+pieces, and rows of the table have the logits of its tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from preheat.core import Image, Segment
 from preheat.errors import NotInvariant
-from preheat.execution.encoder import Encoder
+from preheat.execution.encoder import Given, noise
+from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.plan.programs import ENCODER_SIZES
 from preheat.schedule.images import EncoderCache
 from preheat.verify.check_runner import CheckRunner, Row
@@ -25,9 +27,10 @@ class ImageCheck:
     def __init__(self, runner: CheckRunner) -> None:
         encoder, rng = runner.executor.encoder, np.random.default_rng(1)
         assert encoder is not None, "the model sees no images"
+        self._name = encoder.tower.name
         self._runner, self._encoder, limits = runner, encoder, runner.plan.limits
         self._tokens = rng.integers(runner.vocab_size, size=image_context(limits), dtype=np.int32)
-        self._images = [_noise(encoder, number) for number in range(ENCODER_SIZES[0])]
+        self._images = [noise(encoder.tower, number) for number in range(ENCODER_SIZES[0])]
         self._segments = [Segment(BEFORE_IMAGE, BEFORE_IMAGE + limits.image_tokens, self._images[0])]
         self._expected: Tensor | None = None
 
@@ -43,8 +46,10 @@ class ImageCheck:
         for way, logits in self._ways():
             if not torch.equal(logits.view(torch.int32), expected.view(torch.int32)):
                 gap = (logits - expected).abs().max().item()
-                raise NotInvariant(f"images: a context with an image has other logits {way}, by up to {gap:.3g}")
+                raise NotInvariant(f"{self._name}: a context with one has other logits {way}, by up to {gap:.3g}")
             count += 1
+        if isinstance(self._encoder.tower, Given):
+            count += self._compare_tokens()
         return count + self._compare_embeddings()
 
     def _ways(self) -> Iterator[tuple[str, Tensor]]:
@@ -65,9 +70,20 @@ class ImageCheck:
             with self._runner.sequence(self._tokens, cached=cached, of=first, segments=self._segments) as slot:
                 return self._read(slot, [self._most()] * 2)
 
-    def _logits(self, sizes: list[int]) -> Tensor:
-        with self._runner.sequence(self._tokens, segments=self._segments) as slot:
+    def _logits(self, sizes: list[int], segments: list[Segment] | None = None) -> Tensor:
+        with self._runner.sequence(self._tokens, segments=self._segments if segments is None else segments) as slot:
             return self._read(slot, sizes)
+
+    def _compare_tokens(self) -> int:
+        """Some tokens, and in their place their rows of the table."""
+        table, piece = self._runner.executor.decoder.weights.embedding, self._segments[0]
+        ids = torch.from_numpy(self._tokens[piece.start : piece.end]).to(table.device)
+        (given,) = PromptEmbeds(table.shape[1], lambda: len(ids)).of_tensor(table[ids]).segments
+        rows = Segment(piece.start, piece.end, given.image)
+        tokens, embeds = (self._logits([self._most()] * 2, segments) for segments in ([], [rows]))
+        if not torch.equal(tokens.view(torch.int32), embeds.view(torch.int32)):
+            raise NotInvariant(f"{self._name}: rows of the table have other logits than their tokens")
+        return 1
 
     def _read(self, slot: int, sizes: list[int]) -> Tensor:
         """Steps of the first size, then of the second one, then for the rest. The image is encoded again."""
@@ -97,7 +113,7 @@ class ImageCheck:
                 order = [(turn + place) % size for place in range(size)]
                 for place, found in zip(order, self._encoded([self._images[place] for place in order]), strict=True):
                     if not torch.equal(found, expected[place]):
-                        raise NotInvariant(f"images: an image has other embeddings among {size} than alone")
+                        raise NotInvariant(f"{self._name}: one has other embeddings among {size} than alone")
                     count += 1
         return count
 
@@ -106,8 +122,3 @@ class ImageCheck:
         self._runner.executor.encode(list(enumerate(images)))
         kept = self._encoder.embeddings.view(torch.uint8).view(self._runner.plan.limits.max_images, -1)
         return list(kept[: len(images)].cpu().clone().unbind(0))
-
-
-def _noise(encoder: Encoder, number: int) -> Image:
-    pixels = np.random.default_rng(number).standard_normal(encoder.tower.spec.pixel_shape, np.float32)
-    return Image(b"%d" % number, pixels.tobytes())

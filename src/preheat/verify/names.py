@@ -42,8 +42,10 @@ def check_names(
         "full step": neighbours,
         "drafts": settings.speculation is not None and longest > 1,
         "sampler": not pools,
+        "logprobs": not pools,
         "pooled": pools and longest > 1,
-        "images": bool(limits.image_tokens) and image_context(limits) <= _room(limits),
+        "embeds" if settings.enable_prompt_embeds else "images": bool(limits.image_tokens)
+        and image_context(limits) <= _room(limits),
         "adapters": settings.enable_lora,
         "grammar": not pools and bool(preloads_of(settings)),
         "compaction": compacts and longest > 1 and limits.num_blocks > 2,
@@ -74,7 +76,7 @@ def long_context(limits: Limits, facts: Facts) -> int | None:
 
 
 def image_context(limits: Limits) -> int:
-    """The length in tokens of a context with one image."""
+    """The length in tokens of a context with one image, or one piece of embeddings."""
     return BEFORE_IMAGE + limits.image_tokens + AFTER_IMAGE
 
 

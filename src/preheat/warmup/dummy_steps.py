@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.core import Image, SamplingParams, Swaps
+from preheat.core import SamplingParams, Swaps
+from preheat.execution.encoder import noise
 from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended
@@ -86,9 +87,8 @@ class DummySteps:
     def encode(self, images: int) -> None:
         """Encode so many images of noise, whose embeddings nothing reads."""
         assert self.executor.encoder is not None, "the model sees no images"
-        shape = images, *self.executor.encoder.tower.spec.pixel_shape
-        noise = np.random.default_rng(0).standard_normal(shape, np.float32)
-        self.executor.encode([(place, Image(b"", one.tobytes())) for place, one in enumerate(noise)])
+        tower = self.executor.encoder.tower
+        self.executor.encode([(place, noise(tower, place)) for place in range(images)])
 
     def swap(self, pairs: int) -> None:
         """All pairs are the same, because padding would swap block 0 with itself, which contradicts swapping it."""

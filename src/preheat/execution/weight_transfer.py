@@ -1,0 +1,110 @@
+"""New weights from a trainer: the engine's side of :mod:`preheat.execution.weight_group`.
+
+Joining and receiving run in a thread while steps go on. What arrives lies on the host until all of it is there; then it
+takes the place of the old weights as a checkpoint's files do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from preheat.backends.base import Backend
+from preheat.errors import InvalidRequest
+from preheat.execution.weight_group import WeightGroup
+from preheat.model.loader import LoadedModel
+from preheat.model.update import tensors_of
+from preheat.settings import Settings
+from preheat.utils.weight_transfer import Announced, TransferGroup, backend_of, transfer_config
+
+MOST_TIMES = 4
+"""How many times the model's bytes may be announced: a checkpoint's numbers may be wider than those that it runs in."""
+
+
+class Transfers:
+    """What has arrived for ``model``, and the group that it comes by."""
+
+    def __init__(self, settings: Settings, backend: Backend, model: LoadedModel) -> None:
+        self._config = transfer_config(settings.weight_transfer_config)
+        self._device, self._model = backend.device, model
+        self._group: WeightGroup | None = None
+        self._received: dict[str, Tensor] = {}
+        self._gathered: dict[str, Tensor] | None = None
+
+    def joining(self, group: TransferGroup) -> Callable[[], None]:
+        """What joins ``group``, in place of the one before. Raises InvalidRequest."""
+        backend = backend_of(self._config)
+        group.check()
+        return partial(self._join, group, backend)
+
+    def receiving(self, tensors: Sequence[Announced]) -> Callable[[], None]:
+        """What receives ``tensors``, which were announced in this order. Raises InvalidRequest."""
+        backend_of(self._config)
+        if self._group is None:
+            raise InvalidRequest("there is no group with a trainer: /init_weight_transfer_engine first")
+        total = sum(each.nbytes for each in tensors)
+        model = sum(each.numel() * each.element_size() for each in tensors_of(self._model.weights))
+        if total > MOST_TIMES * model:
+            self._leave()
+            raise InvalidRequest(
+                f"update_info announces {total:,} bytes, and the model has {model:,}: the group is left",
+                param="update_info",
+            )
+        return partial(self._receive, self._group, tensors)
+
+    def received(self) -> dict[str, Tensor] | None:
+        """What has arrived last; None if it is gathered."""
+        received, self._received = self._received, {}
+        if self._gathered is None:
+            return received
+        if twice := sorted(self._gathered.keys() & received.keys()):
+            raise InvalidRequest(f"{twice[0]} was sent already since /start_weight_update", param="update_info")
+        self._gathered |= received
+        return None
+
+    def gather(self) -> None:
+        """Keep what arrives until :meth:`gathered`; what was kept before is dropped."""
+        backend_of(self._config)
+        self._gathered = {}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """All that has arrived since :meth:`gather`."""
+        if self._gathered is None:
+            raise InvalidRequest("no update has begun: /start_weight_update first")
+        found, self._gathered = self._gathered, None
+        return found
+
+    def check_not_gathering(self) -> None:
+        """Raise InvalidRequest while tensors of another update are gathered."""
+        if self._gathered is not None:
+            raise InvalidRequest("an update from a trainer has begun: /finish_weight_update first")
+
+    def _join(self, group: TransferGroup, backend: str) -> None:
+        self._leave()
+        try:
+            self._group = WeightGroup(
+                group.master_address, group.master_port, rank=group.rank_offset, world_size=group.world_size,
+                backend=backend, device=self._device, timeout=group.timeout,
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(
+                f"no group with a trainer at {group.master_address}:{group.master_port}: {reason}", param="init_info"
+            ) from error
+
+    def _receive(self, group: WeightGroup, tensors: Sequence[Announced]) -> None:
+        try:
+            self._received = group.receive(tensors)
+        except (RuntimeError, TimeoutError) as error:
+            self._leave()
+            raise InvalidRequest(
+                f"the old weights stay: of {len(tensors)} tensors not all have arrived ({error}); the group is left: "
+                "/init_weight_transfer_engine again"
+            ) from error
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()

@@ -1,0 +1,140 @@
+"""Reads the file of one tensor that ``torch.save`` has written, without torch and without running anything in it.
+
+The file is a zip, uncompressed: ``data.pkl`` says what the tensor is like, ``data/0`` has its bytes. The pickle is
+followed step by step here, as far as a plain tensor needs it: what it would call is only looked at, and any other
+instruction is an error. Source: ``torch/serialization.py``, the format since 1.6.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickletools
+import zipfile
+from typing import Any, NamedTuple
+
+DTYPES = {"FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16"}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MAX_PICKLE = 1 << 16
+"""Bytes of ``data.pkl``, which describes one tensor."""
+
+MAX_ENTRIES = 16
+"""Files in the zip: torch writes six."""
+
+_CALLS = ("torch._utils _rebuild_tensor_v2", "collections OrderedDict")
+_PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARK = object()
+
+
+class TorchTensor(NamedTuple):
+    """``data`` are the bytes of numbers of type ``dtype``, torch's name of it, little-endian, in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class _Called(NamedTuple):
+    """What the pickle would call, and with what."""
+
+    function: str
+    args: Any
+
+
+class _Stored(NamedTuple):
+    """A tuple that names what lies elsewhere in the file."""
+
+    parts: Any
+
+
+def read_tensor(file: bytes) -> TorchTensor:
+    """The tensor in ``file``. Raises ValueError, saying what else it is."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(file)) as archive:
+            return _tensor(archive)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError) as error:
+        raise ValueError(f"it is no file of torch.save ({error})") from error
+
+
+def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
+    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if len(members) > MAX_ENTRIES or any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
+        raise ValueError("it is no file of torch.save: that has few parts, none of which are compressed")
+    if "data.pkl" not in members or members["data.pkl"].file_size > MAX_PICKLE:
+        raise ValueError("it is no file of torch.save with one tensor")
+    if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
+        raise ValueError("its bytes are not little-endian")
+    dtype, key, offset, shape = _described(_followed(archive.read(members["data.pkl"])))
+    if f"data/{key}" not in members:
+        raise ValueError("the tensor's numbers are missing")
+    size = ITEM_BYTES[dtype]
+    first, last = offset * size, (offset + math.prod(shape)) * size
+    data = archive.read(members[f"data/{key}"])
+    if last > len(data):
+        raise ValueError(f"the tensor has shape {list(shape)}, but its numbers are fewer")
+    return TorchTensor(dtype, shape, data[first:last])
+
+
+def _described(found: object) -> tuple[str, str, int, tuple[int, ...]]:
+    """Type, name of the numbers, the place of the first one, and shape."""
+    match found:
+        case _Called("torch._utils _rebuild_tensor_v2", (_Stored(parts), int(offset), tuple(shape), tuple(stride), *_)):
+            pass
+        case _:
+            raise ValueError("it holds something other than one plain tensor")
+    match parts:
+        case ("storage", str(kind), str(key), str(), int()) if kind.startswith("torch "):
+            dtype = DTYPES.get(kind.removeprefix("torch "))
+        case _:
+            raise ValueError("it holds something other than one plain tensor")
+    if dtype is None:
+        raise ValueError(f"its numbers are of torch.{parts[1].removeprefix('torch ').removesuffix('Storage').lower()};"
+                         f" {', '.join(ITEM_BYTES)} are taken")  # fmt: skip
+    if offset < 0 or not all(type(side) is int and side > 0 for side in shape):
+        raise ValueError(f"its shape {list(shape)} is not one of numbers")
+    if stride != tuple(math.prod(shape[at + 1 :]) for at in range(len(shape))):
+        raise ValueError("its numbers are not in order: call contiguous() before it is saved")
+    return dtype, key, offset, shape
+
+
+def _followed(pickle: bytes) -> object:
+    """What the pickle describes; nothing in it is called."""
+    stack: list[Any] = []
+    memo: dict[object, Any] = {}
+    try:
+        for code, arg, _ in pickletools.genops(pickle):
+            name = code.name
+            if name in _PUSHED:
+                stack.append(arg)
+            elif name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            elif name == "GLOBAL":
+                stack.append(arg)
+            elif name == "MARK":
+                stack.append(_MARK)
+            elif name in ("BINPUT", "LONG_BINPUT"):
+                memo[arg] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[arg])
+            elif name in _TUPLES:
+                stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+            elif name == "TUPLE":
+                at = len(stack) - 1 - stack[::-1].index(_MARK)
+                stack[at:] = [tuple(stack[at + 1 :])]
+            elif name == "BINPERSID":
+                stack.append(_Stored(stack.pop()))
+            elif name == "REDUCE":
+                args, function = stack.pop(), stack.pop()
+                if function not in _CALLS:
+                    raise ValueError(f"it would call {str(function)[:80]}, and nothing of a file is called")
+                stack.append(_Called(function, args))
+            elif name not in ("PROTO", "STOP"):
+                raise ValueError(f"it holds something other than one plain tensor ({name})")
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError("its description is broken") from error
+    if len(stack) != 1:
+        raise ValueError("its description is broken")
+    return stack[0]

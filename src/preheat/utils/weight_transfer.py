@@ -1,0 +1,98 @@
+"""``weight_transfer_config``: vLLM's WeightTransferConfig, and what requests say of a transfer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from preheat.errors import InvalidRequest, SettingsError
+
+TransferBackend = Literal["nccl", "gloo"]
+
+ITEM_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int32": 4,
+    "int64": 8, "bool": 1,
+}  # fmt: skip
+"""The types of tensors that may be announced, by torch's names, and the bytes of a number."""
+
+TIMEOUT = 300.0
+"""Seconds that an engine waits for a trainer, or for its next tensor, unless told. Source: vLLM's client."""
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How new weights travel from a trainer."""
+
+    backend: TransferBackend = "nccl"
+
+
+def transfer_config(given: dict[str, Any] | None) -> TransferConfig | None:
+    """None: they do not. Raises SettingsError, naming the key, for what cannot be used."""
+    if given is None:
+        return None
+    try:
+        return msgspec.convert(given, TransferConfig)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"weight_transfer_config: {error}", param="weight_transfer_config") from None
+
+
+class TransferGroup(msgspec.Struct, frozen=True):
+    """Where a trainer and engines meet, ``world_size`` in all: this engine is rank ``rank_offset``, the trainer 0."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout: float = TIMEOUT
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what is no place in a group."""
+        for name, low, high in (("master_port", 1, 65535), ("rank_offset", 1, self.world_size - 1)):
+            if not low <= getattr(self, name) <= high:
+                raise InvalidRequest(f"{name} must be {low} to {high}, not {getattr(self, name)}", param=name)
+        if not 0 < self.timeout <= 3600:
+            raise InvalidRequest(f"timeout must be above 0 and at most 3600 s, not {self.timeout}", param="timeout")
+
+
+class Announced(NamedTuple):
+    """A tensor that will be broadcast."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> list[Announced]:
+    """The tensors in order. Raises InvalidRequest unless there is a type and a shape for each, and no name twice."""
+    if not len(names) == len(dtype_names) == len(shapes) > 0:
+        raise InvalidRequest(
+            f"update_info has {len(names)} names, {len(dtype_names)} dtype_names and {len(shapes)} shapes: give one of "
+            "each for every tensor",
+            param="update_info",
+        )
+    if len(set(names)) < len(names):
+        raise InvalidRequest("update_info names a tensor twice", param="update_info")
+    found = [Announced(name, dtype.removeprefix("torch."), shape) for name, dtype, shape in
+             zip(names, dtype_names, shapes, strict=True)]  # fmt: skip
+    for each in found:
+        if each.dtype not in ITEM_BYTES:
+            raise InvalidRequest(
+                f"{each.name} is of {each.dtype}; {', '.join(ITEM_BYTES)} are taken", param="update_info"
+            )
+        if min(each.shape, default=1) < 0:
+            raise InvalidRequest(f"{each.name} has shape {each.shape}", param="update_info")
+    return found
+
+
+def backend_of(config: TransferConfig | None) -> TransferBackend:
+    """Raises InvalidRequest if weights do not travel."""
+    if config is None:
+        raise InvalidRequest(
+            'The engine was started without --weight-transfer-config, such as {"backend": "nccl"}, which transfers need'
+        )
+    return config.backend
