@@ -57,7 +57,8 @@ class ImageCheck:
         yield "when it is computed again", self._logits([self._most()] * 2)
         tokens, size = self._runner.plan.limits.image_tokens, self._runner.slots.block_size
         if min(self._most(), tokens) > 1:
-            yield "in chunks", self._logits([min(BEFORE_IMAGE + tokens // 3, self._most()), max(tokens // 3, 1)])
+            sizes = (BEFORE_IMAGE + tokens // 3, max(tokens // 3, 1))
+            yield "in chunks", self._logits([min(size, self._most()) for size in sizes])
         within = (BEFORE_IMAGE + tokens // 2) // size * size
         for cached in dict.fromkeys((within, (len(self._tokens) - 1) // size * size)):
             if cached and self._runner.slots.num_free > 1:
