@@ -184,6 +184,22 @@ def test_as_many_tokens_are_drafted_as_pay(rows, right, expected):
         assert lost <= 200 * TRIALS * steps(rows, 0) + steps(rows, 1)  # it begins with one
 
 
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_a_row_has_more_drafts_only_once_some_were_accepted(right):
+    """So what is never right has cost little when it is given up, and what is right is all used soon."""
+    length, chosen, lost = MeasuredLength((2, 3, 5, 8), lambda _, drafts: 1.0 + 0.05 * drafts), [], 0.0
+    for _ in range(384):
+        most = length.most(1, 7)
+        chosen.append(length.keep(1, [most]) if most else 0)
+        if chosen[-1]:
+            length.learn(np.array(chosen[-1:]), np.array([int(right * chosen[-1])]))
+            lost += 0.05 * chosen[-1]
+    if right:
+        assert chosen[:3] == [1, 2, 4] and chosen == sorted(chosen) and chosen[10] == 7
+    else:
+        assert max(chosen) == 1 and lost < 0.01 * len(chosen)
+
+
 @pytest.mark.parametrize("rows", [1, 32])
 def test_drafts_that_become_right_are_soon_used(rows):
     length = MeasuredLength((2, 3, 5, 8), lambda rows, drafts: 1.0 + 0.01 * rows * drafts)

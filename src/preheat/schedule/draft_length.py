@@ -66,7 +66,8 @@ class MeasuredLength:
     """The number of drafts with the most tokens a second: what is expected to be accepted, over what the step costs.
 
     Where nothing pays, not even with drafts in every row, nothing is asked for, and until something is learnt again a
-    step costs a lookup. ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds
+    step costs a lookup. At first, and when drafts are tried again, a row has few of them, and more once so many were
+    accepted: what is never right has cost little by then. ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds
     of drafting a token for so many rows; with ``waits``, asking costs more than that: the step in flight is waited for.
     Where drafting has no such price, what it has taken the host lately is that of a step; and if that waits, too, what
     a step may bring is less by the share of drafts that are not found.
@@ -86,6 +87,7 @@ class MeasuredLength:
         self._accepted = PRIOR * self._tried
         # of rows and limit, until something is learnt: the best, and the steps after which less is tried
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        self._reach = 0  # the most drafts of a row that were accepted
         self._since = 0  # steps without drafts
         self._trying = False
         self._spent: dict[int, float] = {}  # seconds of drafting on the host, by the bits of the number of rows
@@ -130,6 +132,7 @@ class MeasuredLength:
         kept = np.where(tried, DECAY, 1.0)
         self._tried = self._tried * kept + tried
         self._accepted = self._accepted * kept + (places < accepted).sum(1)
+        self._reach = max(self._reach, int(accepted.max(initial=0)))
         self._known.clear()
         if self._trying:
             self._rest()
@@ -138,7 +141,7 @@ class MeasuredLength:
         limit, shares, counts = max(lengths, default=0), self.shares, np.array(lengths)
         best, best_pace, gain = 0, MARGIN * rows / self._seconds(rows, 0), 0.0
         for before, count in zip(self._choices, self._choices[1:], strict=False):
-            if before >= limit:
+            if before >= limit or before > self._reach:
                 break
             gain += sum(float(shares[place]) * int((counts > place).sum()) for place in range(before, count))
             pace = (rows + found * gain) / (self._seconds(rows, count) + spent + asking * min(count, limit))
@@ -162,7 +165,8 @@ class MeasuredLength:
             return 0
         if not self._trying:  # what was seen long ago counts no more than what is taken to be so before any was
             much = np.maximum(self._tried / WEIGHT, 1.0)
-            self._tried, self._accepted, self._trying = self._tried / much, self._accepted / much, True
+            self._tried, self._accepted = self._tried / much, self._accepted / much
+            self._reach, self._trying = 0, True
         return least
 
     def _rest(self) -> None:
