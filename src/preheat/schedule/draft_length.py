@@ -67,10 +67,10 @@ class MeasuredLength:
 
     Where nothing pays, not even with drafts in every row, nothing is asked for, and until something is learnt again a
     step costs a lookup. At first, and when drafts are tried again, a row has few of them, and more once so many were
-    accepted: what is never right has cost little by then. ``widths`` are the numbers of tokens that rows are padded to. ``asking`` are the seconds
-    of drafting a token for so many rows; with ``waits``, asking costs more than that: the step in flight is waited for.
-    Where drafting has no such price, what it has taken the host lately is that of a step; and if that waits, too, what
-    a step may bring is less by the share of drafts that are not found.
+    accepted: what is never right has cost little by then. ``widths`` are the numbers of tokens that rows are padded to.
+    ``asking`` are the seconds of drafting a token for so many rows; with ``waits``, asking costs more than that: the
+    step in flight is waited for. Where drafting has no such price, what it has taken the host lately is that of a step;
+    and if that waits, too, what a step may bring is less by the share of drafts that are not found.
     """
 
     def __init__(
