@@ -94,3 +94,11 @@ def test_elastic_compares_what_it_measures(tmp_path):
     assert found["update"]["digest_equal"] and found["update"]["median_s"] > 0
     assert found["offload"]["answers_equal"] and found["offload"]["tokens_from_host"] > 100
     assert found["sleep"]["up_s"] > 0 and found["sleep"]["first_to_steady"] > 0
+
+
+def test_adapters_are_measured_beside_an_engine_without(tmp_path):
+    assert main(["bench", "lora", "--tiny", "--adapters", "2", "--output", str(tmp_path), "device=cpu"]) == 0
+    figures = json.loads((tmp_path / "lora.json").read_text())["figures"]
+    assert list(figures["itl_ms"]) == ["without", "base rows", "one", "mixed"]
+    assert all(value > 0 for kind in figures["itl_ms"].values() for value in kind.values())
+    assert figures["loading"]["place_host_ms"] > 0 and figures["places_mib"] > 0

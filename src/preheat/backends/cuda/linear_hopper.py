@@ -39,14 +39,14 @@ about as many rows of W meet them in the tiles that are computed at a time."""
 
 
 @gluon.jit
-def _tiles(x, y, starts, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
+def num_tiles(x, y, starts, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
     """How many tiles of y there are; ``WIDTH`` are its columns in a tile."""
     down = gl.cdiv(x.shape[0], 2 * x.block_shape[0]) if starts is None else gl.load(starts + EXPERTS)
     return down * gl.cdiv(y.shape[1], WIDTH)
 
 
 @gluon.jit
-def _place(tile, x, y, experts, starts, WIDTH: gl.constexpr):
+def tile_place(tile, x, y, experts, starts, WIDTH: gl.constexpr):
     """The first row and the first column of a tile of y, and whose weights it needs. Tiles below each other follow each
     other: those of one expert, or of ``GROUP`` rows.
     """
@@ -66,15 +66,15 @@ def _place(tile, x, y, experts, starts, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _load(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
+def load_tiles(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS: gl.constexpr, WIDTH: gl.constexpr):
     """Keep the ring full. Of rows that x or W has not, it gets zeros."""
     ROWS: gl.constexpr = x.block_shape[0]
     STAGES: gl.constexpr = weights.shape[0]
     HALVES: gl.constexpr = weight.block_shape[0]
     DEPTH: gl.constexpr = x.block_shape[1]
     at = 0
-    for tile in range(gl.program_id(0), _tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
-        row, first, expert = _place(tile, x, y, experts, starts, WIDTH)
+    for tile in range(gl.program_id(0), num_tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
+        row, first, expert = tile_place(tile, x, y, experts, starts, WIDTH)
         for k in range(0, x.shape[1], DEPTH):
             place, phase = ring(at, STAGES)
             mbarrier.wait(empty.index(place), phase ^ 1)
@@ -87,7 +87,7 @@ def _load(x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS: gl.c
 
 
 @gluon.jit
-def _rounded(acc, bias, first, last, dtype: gl.constexpr):
+def rounded_outputs(acc, bias, first, last, dtype: gl.constexpr):
     """As an output of the map, of which ``first`` is the first; beyond the ``last`` it does not matter."""
     if bias is not None:
         out = gl.minimum(first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), last)
@@ -96,7 +96,7 @@ def _rounded(acc, bias, first, last, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _store(y, row, first, result, memory):
+def store_tile(y, row, first, result, memory):
     """Write what there is of a tile of y: by way of shared memory, out of which the one before it must have gone."""
     tma.store_wait(0)
     tl.debug_barrier()
@@ -119,8 +119,8 @@ def _multiply(
     memory = memory.index(half)
     columns = y.shape[1]
     at = 0
-    for tile in range(gl.program_id(0), _tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
-        row, first, _ = _place(tile, x, y, experts, starts, WIDTH)
+    for tile in range(gl.program_id(0), num_tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
+        row, first, _ = tile_place(tile, x, y, experts, starts, WIDTH)
         acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
         before = 0
         for k in range(0, x.shape[1], INPUTS):
@@ -136,14 +136,14 @@ def _multiply(
         mbarrier.arrive(empty.index(before))
 
         left, right = acc.reshape([ROWS, 2, OUTPUTS // 2]).permute([0, 2, 1]).split()
-        left = _rounded(left, bias, first, columns - 1, y.dtype)
+        left = rounded_outputs(left, bias, first, columns - 1, y.dtype)
         if gated:
-            right = _rounded(right, bias, columns + first, 2 * columns - 1, y.dtype)
-            _store(y, row + half * ROWS, first, silu_mul(left, right), memory)
+            right = rounded_outputs(right, bias, columns + first, 2 * columns - 1, y.dtype)
+            store_tile(y, row + half * ROWS, first, silu_mul(left, right), memory)
         else:
-            right = _rounded(right, bias, first + OUTPUTS // 2, columns - 1, y.dtype)
-            _store(y, row + half * ROWS, first, left, memory)
-            _store(y, row + half * ROWS, first + OUTPUTS // 2, right, memory)
+            right = rounded_outputs(right, bias, first + OUTPUTS // 2, columns - 1, y.dtype)
+            store_tile(y, row + half * ROWS, first, left, memory)
+            store_tile(y, row + half * ROWS, first + OUTPUTS // 2, right, memory)
     tma.store_wait(0)
 
 
@@ -162,7 +162,7 @@ def _wide(
         [
             (_multiply, (0, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated, EXPERTS, WIDTH)),
             (_multiply, (1, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated, EXPERTS, WIDTH)),
-            (_load, (x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS, WIDTH)),
+            (load_tiles, (x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS, WIDTH)),
         ],
         [4, 1],
         [240, 24],

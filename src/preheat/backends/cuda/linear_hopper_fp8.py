@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.linear_hopper import _load, _place, _rounded, _store, _tiles
+from preheat.backends.cuda.linear_hopper import load_tiles, num_tiles, rounded_outputs, store_tile, tile_place
 from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight
 from preheat.backends.cuda.tuning import Wide
 from preheat.ops.quantization import QuantizedRows
@@ -40,7 +40,7 @@ def _scaled(acc, x_scales, scales, bias, row, rows, first, last, dtype: gl.const
     out = gl.minimum(first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), last)
     acc *= gl.load(x_scales + token)[:, None]
     acc *= gl.load(scales + out)[None, :]
-    return _rounded(acc, bias, first, last, dtype)
+    return rounded_outputs(acc, bias, first, last, dtype)
 
 
 @gluon.jit
@@ -57,8 +57,8 @@ def _multiply(
     rows, columns = x.shape[0], y.shape[1]
     nothing = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
     at = 0
-    for tile in range(gl.program_id(0), _tiles(x, y, None, 1, WIDTH), gl.num_programs(0)):
-        row, first, _ = _place(tile, x, y, None, None, WIDTH)
+    for tile in range(gl.program_id(0), num_tiles(x, y, None, 1, WIDTH), gl.num_programs(0)):
+        row, first, _ = tile_place(tile, x, y, None, None, WIDTH)
         row += half * ROWS
         left = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
         right = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
@@ -81,11 +81,11 @@ def _multiply(
         left = _scaled(left, x_scales, scales, bias, row, rows, first, columns - 1, y.dtype)
         if gated:
             right = _scaled(right, x_scales, scales, bias, row, rows, columns + first, 2 * columns - 1, y.dtype)
-            _store(y, row, first, silu_mul(left, right), memory)
+            store_tile(y, row, first, silu_mul(left, right), memory)
         else:
             right = _scaled(right, x_scales, scales, bias, row, rows, first + SIDE, columns - 1, y.dtype)
-            _store(y, row, first, left, memory)
-            _store(y, row, first + SIDE, right, memory)
+            store_tile(y, row, first, left, memory)
+            store_tile(y, row, first + SIDE, right, memory)
     tma.store_wait(0)
 
 
@@ -103,7 +103,7 @@ def _wide(
         [
             (_multiply, (0, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated, WIDTH)),
             (_multiply, (1, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated, WIDTH)),
-            (_load, (x, weight, y, None, None, xs, weights, full, empty, 1, WIDTH)),
+            (load_tiles, (x, weight, y, None, None, xs, weights, full, empty, 1, WIDTH)),
         ],
         [4, 1],
         [240, 24],
