@@ -41,6 +41,13 @@ SMALL = {
 FEW_BLOCKS = {"num_gpu_blocks_override": 10, "defrag_threshold": 0}
 
 
+@pytest.fixture(autouse=True)
+def trials(monkeypatch) -> None:
+    """Where drafts of models so small do not pay, by the times of a busy machine, ``auto`` tries some all the same."""
+    monkeypatch.setattr("preheat.schedule.draft_length.SOONEST", 8)
+    monkeypatch.setattr("preheat.schedule.draft_length.TRIALS", 1.0)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     """Two configurations without weights, of one vocabulary: the target and a smaller one."""
@@ -268,9 +275,7 @@ MORE = {"ngram": set(), "draft": {"draft", "pace"}, "eagle3": {"draft"}}
 
 
 @pytest.mark.parametrize(("method", "tokens"), [("ngram", 3), ("draft", "auto"), ("eagle3", 3)])
-def test_nothing_is_cold(models, plain, method, tokens, monkeypatch):
-    monkeypatch.setattr("preheat.schedule.draft_length.SOONEST", 8)  # drafts of a model so small may not pay
-    monkeypatch.setattr("preheat.schedule.draft_length.TRIALS", 1.0)
+def test_nothing_is_cold(models, plain, method, tokens):
     llm = speculating(models, method, tokens, skip_warmup=False, on_cold="raise")
     for prompts, params, answers in plain:
         assert said(llm, prompts, params) == answers

@@ -112,6 +112,13 @@ def truth(models: dict[str, str]) -> Callable[[str], tuple[Questions, Said]]:
     return find
 
 
+@pytest.fixture(autouse=True)
+def trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts of models so small do not pay, ``auto`` tries some all the same."""
+    monkeypatch.setattr("preheat.schedule.draft_length.SOONEST", 8)
+    monkeypatch.setattr("preheat.schedule.draft_length.TRIALS", 1.0)
+
+
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bundled", ROOMY, {"method": "ngram", "num_speculative_tokens": 7}),
     ("bundled", TIGHT, {"method": "ngram", "num_speculative_tokens": "auto"}),
