@@ -117,7 +117,11 @@ def test_keys_and_values_of_eight_bits_keep_the_order_of_others(dtype):
     }  # fmt: skip
     sizes = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128, "ROWS": 16, "BLOCK": 64, "SPLIT": 256, "TILE": 64}
     given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, **sizes}
-    assert widths(compiled(_decode, 4, 2, types, **given)) == {2}
+    found = compiled(_decode, 4, 2, types, **given)
+    assert widths(found) == {2}
+    assert "cvt.bf16.f16" not in found.asm["ptx"]  # F2F: 16 a clock
+    wide = compiled(_decode, 4, 2, types | {"cache": "*bf16"}, **given | {"value_scale": None})
+    assert found.metadata.shared <= wide.metadata.shared  # keys and values are widened in turn
 
 
 @triton.jit
@@ -206,3 +210,4 @@ def test_prompts_multiply_keys_and_values_of_eight_bits_as_others(stored, dim):
     assert found.metadata.shared <= SHARED
     expected = {f"wgmma.mma_async.sync.aligned.m64n{size}k16.f32.bf16.bf16" for size in (64, dim)}
     assert {each for each in instructions(found) if each.startswith("wgmma")} == expected
+    assert "cvt.bf16.f16" not in found.asm["ptx"]

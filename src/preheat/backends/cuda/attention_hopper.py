@@ -135,7 +135,7 @@ def _widen_tile(at, raw, full, empty, wide, wide_full, wide_empty):
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
     place, phase = ring(at, raw.shape[0])
     mbarrier.wait(full.index(place), phase)
-    numbers = raw.index(place).reshape([TILE, DIM]).load(layout).to(wide.dtype)
+    numbers = raw.index(place).reshape([TILE, DIM]).load(layout).to(gl.float32).to(wide.dtype)  # as `launch.widened`
     to, phase = ring(at, wide.shape[0])
     mbarrier.wait(wide_empty.index(to), phase ^ 1)
     wide.index(to).reshape([TILE, DIM]).store(numbers)
