@@ -119,7 +119,7 @@ def test_keys_and_values_of_eight_bits_keep_the_order_of_others(dtype):
     given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, **sizes}
     found = compiled(_decode, 4, 2, types, **given)
     assert widths(found) == {2}
-    assert "cvt.bf16.f16" not in found.asm["ptx"]  # F2F: 16 a clock
+    assert "cvt.bf16.f16" not in found.asm["ptx"]  # F2F, for each number
     wide = compiled(_decode, 4, 2, types | {"cache": "*bf16"}, **given | {"value_scale": None})
     assert found.metadata.shared <= wide.metadata.shared  # keys and values are widened in turn
 

@@ -60,8 +60,8 @@ def widened(numbers, dtype: tl.constexpr):
     ``mma.sync`` in another order, so that each thread loads whole words. Other instructions keep the order: sums would
     differ in the last bit. A move that the compiler cannot see through ends its search.
 
-    Numbers of float8 go through fp32, which is exact: the one instruction from fp16 to bfloat16 (F2F) is done for 16
-    numbers a clock in each multiprocessor, those by way of fp32 for 64 and more.
+    Numbers of float8 go through fp32, which is exact, and is compiled for Hopper without F2F, an instruction for each
+    number between fp16 and bfloat16.
     """
     wide = (numbers.to(tl.float32) if numbers.dtype.is_fp8() else numbers).to(dtype)
     if COMPILED and wide.dtype.primitive_bitwidth == 16:
