@@ -1,6 +1,6 @@
 """Paged attention on a GPU: decoding beside the bytes of its keys and values, reading prompts beside its operations.
 
-    python -m benchmarks attention [--heads 32] [--kv-heads 8] [--dim 128] [--block-size 64]
+    python -m benchmarks attention [--heads 32] [--kv-heads 8] [--dim 128] [--block-size 64] [--kv-cache-dtype auto]
 
 Microseconds of one layer, from a CUDA graph that walks the caches of several layers, more than the L2 cache holds;
 medians. Decoding: ROWSxCONTEXT, or ROWSxragged with contexts of 100 to 2,047 tokens; +N: with N drafts in every row.
@@ -37,22 +37,32 @@ from preheat.settings import Settings
 
 DECODING = ("1x128", "32x128", "256x128", "256x1000", "64xragged", "256xragged", "32x8192", "4x32768")
 DRAFTED = ("1x1000+4", "32x1000+4", "256x1000+1", "256x1000+4", "1x8192+4", "32x8192+4", "4x32768+7")
+STORED = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 READING = ("1x2048", "4x2048", "8x1024", "1x16384")
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of an attention layer, in bfloat16."""
+    """Sizes of an attention layer, in bfloat16, with a cache of ``kv_cache_dtype``."""
 
     heads: int
     kv_heads: int
     dim: int
     block_size: int
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def stored(self) -> torch.dtype:
+        return STORED[self.kv_cache_dtype]
 
     @property
     def token_bytes(self) -> int:
         """Of the keys and values of a token."""
-        return 4 * self.kv_heads * self.dim
+        return 2 * self.kv_heads * self.dim * self.stored.itemsize
+
+    @property
+    def value_scale(self) -> float | None:
+        return None if self.stored.itemsize == 2 else 1.0
 
     def queries(self, tokens: int) -> Tensor:
         return torch.randn(tokens, self.heads, self.dim, dtype=torch.bfloat16, device="cuda")
@@ -68,7 +78,8 @@ class Pages:
         copies = 1 + COPIED_BYTES // (sum(counts) * heads.block_size * heads.token_bytes)
         outer = (sum(counts), copies) if by_block else (copies, sum(counts))
         inner = (2, heads.kv_heads, heads.block_size, heads.dim)
-        self.layers = torch.randn(*outer, *inner, dtype=torch.bfloat16, device="cuda").unbind(int(by_block))
+        numbers = torch.randn(*outer, *inner, dtype=torch.bfloat16, device="cuda").to(heads.stored)
+        self.layers = numbers.unbind(int(by_block))
         blocks = torch.split(torch.randperm(sum(counts), dtype=torch.int32), counts)
         self.table = pad_sequence(list(blocks), batch_first=True).cuda()
 
@@ -95,8 +106,9 @@ def decoding(lengths: Sequence[int], drafts: int, heads: AttentionSizes, by_bloc
     def step() -> None:
         for cache in pages.layers:
             decode_attention(
-                q, cache, pages.table, slots, at, pieces, num_pieces, out, space, scale, None, rows=rows, width=width
-            )
+                q, cache, pages.table, slots, at, pieces, num_pieces, out, space, scale, None, rows=rows, width=width,
+                value_scale=heads.value_scale,
+            )  # fmt: skip
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)
@@ -114,7 +126,10 @@ def reading(prompts: int, length: int, heads: AttentionSizes, by_block: bool) ->
 
     def step() -> None:
         for cache in pages.layers:
-            prefill_attention(q, cache, pages.table, slots, at, on_device, count, out, heads.dim**-0.5, None)
+            prefill_attention(
+                q, cache, pages.table, slots, at, on_device, count, out, heads.dim**-0.5, None,
+                value_scale=heads.value_scale,
+            )  # fmt: skip
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)
@@ -146,6 +161,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--kv-heads", type=int, default=8)
     flags.add_argument("--dim", type=int, default=128)
     flags.add_argument("--block-size", type=int, default=64)
+    flags.add_argument("--kv-cache-dtype", choices=STORED, default="auto")
     heads = AttentionSizes(**vars(flags.parse_args(words)))
     pick_backend("cuda").prepare(Settings(), None)
     save("attention", {"sizes": asdict(heads), "cases": measure(heads)})

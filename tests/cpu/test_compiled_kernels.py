@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import linear_hopper_fp8
+from preheat.backends.cuda import attention_hopper, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
@@ -117,7 +117,11 @@ def test_keys_and_values_of_eight_bits_keep_the_order_of_others(dtype):
     }  # fmt: skip
     sizes = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128, "ROWS": 16, "BLOCK": 64, "SPLIT": 256, "TILE": 64}
     given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, **sizes}
-    assert widths(compiled(_decode, 4, 2, types, **given)) == {2}
+    found = compiled(_decode, 4, 2, types, **given)
+    assert widths(found) == {2}
+    assert "cvt.bf16.f16" not in found.asm["ptx"]  # F2F, for each number
+    wide = compiled(_decode, 4, 2, types | {"cache": "*bf16"}, **given | {"value_scale": None})
+    assert found.metadata.shared <= wide.metadata.shared  # keys and values are widened in turn
 
 
 @triton.jit
@@ -184,3 +188,26 @@ def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated)
     ptx = found.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 16  # two groups, two halves of the outputs, four times 32 inputs
     assert "fma.rn.f32" not in ptx.partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]
+
+
+@pytest.mark.parametrize(("stored", "dim"), [(torch.float8_e4m3fn, 128), (torch.float8_e5m2, 64)])
+def test_prompts_multiply_keys_and_values_of_eight_bits_as_others(stored, dim):
+    kernel = attention_hopper._prefill_narrow
+    queries = torch.empty(512, 8, dim, dtype=torch.bfloat16)
+    cache = torch.empty(4, 2, 2, 64, dim, dtype=torch.bfloat16).to(stored)
+    given = {"q": descriptor(queries, 16, 4, dim), "cache": descriptor(cache, 1, 1, 1, 64, dim)}
+    constants = {
+        "HEADS": 8, "KV_HEADS": 2, "BLOCK": 64, "SPLIT": 256, "WINDOW": 0, "STAGES": attention_hopper.STAGES,
+        "overlap": True,
+    }  # fmt: skip
+    types = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(("scale", "value_scale"), "fp32")
+    types |= {"out": "*bf16", "max_blocks": "i32"} | {name: mangle_type(value) for name, value in given.items()}
+    source = GluonASTSource(
+        kernel, types | dict.fromkeys(constants, "constexpr"),
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )  # fmt: skip
+    found = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 1, "maxnreg": 128})
+    assert found.metadata.shared <= SHARED
+    expected = {f"wgmma.mma_async.sync.aligned.m64n{size}k16.f32.bf16.bf16" for size in (64, dim)}
+    assert {each for each in instructions(found) if each.startswith("wgmma")} == expected
+    assert "cvt.bf16.f16" not in found.asm["ptx"]

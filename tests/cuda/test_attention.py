@@ -1,5 +1,6 @@
 """Paged attention on the device: right against float64, and one set of bits for every way to compute a token."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -52,6 +53,19 @@ def test_single_queries(whole, paged):
     assert torch.equal(made.decode([work[i] for i in order[:5]]), expected[order[:5]])
     for _ in range(50):  # who finishes last is another one each time
         assert torch.equal(made.decode(work * 8), expected.repeat(8, 1))
+
+
+def test_bits_of_a_cache_that_was_widened_before(whole, paged):
+    """Scales apart, eight bits change nothing but what is stored."""
+    made, _ = whole
+    if made.shape.stored is None:
+        pytest.skip("a cache of the model's dtype")
+    narrow = paged.Pages(dataclasses.replace(made.shape, scales=(1.0, 1.0)), LENGTHS, device="cuda")
+    wide, places = narrow.widened(), [(4, p) for p in range(0, 1300, 7)]
+    assert torch.equal(narrow.decode(places), wide.decode(places))
+    assert torch.equal(narrow.prefill([(4, 0, 1300)]), wide.prefill([(4, 0, 1300)]))
+    work = [(4, p, 5) for p in (0, 255, 510, 1290)]
+    assert torch.equal(narrow.verify(work, 5), wide.verify(work, 5))
 
 
 @pytest.mark.parametrize("width", [2, 4, 5, 8, 20])

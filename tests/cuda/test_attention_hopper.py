@@ -15,6 +15,9 @@ SHAPES = [
     (4, 4, 128, torch.float16, None),
     (14, 2, 64, torch.bfloat16, 100),
     (8, 1, 64, torch.float16, None),
+    (32, 8, 128, torch.bfloat16, None, False, torch.float8_e4m3fn, (0.0123, 0.25)),
+    (16, 8, 128, torch.bfloat16, 100, False, torch.float8_e5m2, (3.0, 0.1)),
+    (14, 2, 64, torch.float16, None, False, torch.float8_e4m3fn, (1.0, 1.0)),
 ]
 
 
@@ -28,7 +31,7 @@ def paged():
     return paged
 
 
-@pytest.fixture(scope="module", params=zip(SHAPES, [128, 64, 256] * 2, strict=True), ids=str)
+@pytest.fixture(scope="module", params=zip(SHAPES, [128, 64, 256] * 3, strict=True), ids=str)
 def made(request, paged):
     """A cache whose unused slots are NaN."""
     shape, block = request.param

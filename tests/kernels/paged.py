@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -76,6 +77,12 @@ class Pages:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.cache.element_size()]
         places = blocks[position // size].long(), position % size
         self.cache.view(bits)[places[0], :, :, places[1]] = self.stored(qkv).contiguous().view(bits)
+
+    def widened(self):
+        """The same with a cache of the queries' dtype that holds the numbers for which the codes stand."""
+        other = copy.copy(self)
+        other.cache = self.cache.to(self.shape.dtype)
+        return other
 
     def _step(self, work):
         """Inputs of a step of (sequence, first position, number of tokens)."""

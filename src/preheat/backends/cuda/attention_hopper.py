@@ -111,6 +111,41 @@ def _load(
 
 
 @gluon.jit
+def _widen(
+    positions, tiles, num_tiles, held, full, empty, wide, wide_full, wide_empty,
+    KV_HEADS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Keys and values of eight bits, from the rings in which they are loaded to those from which they are multiplied,
+    as numbers of the queries' dtype. That is exact.
+    """
+    at = 0
+    turns = _turns(num_tiles, KV_HEADS)
+    for turn in range(turns):
+        token, count, _head = _unit(turn, turns, tiles, KV_HEADS)
+        position = gl.load(positions + token)
+        for _key in range(_start(position, WINDOW), position + count, TILE):
+            for each in gl.static_range(2):  # keys, values
+                _widen_tile(at, held[each], full[each], empty[each], wide[each], wide_full[each], wide_empty[each])
+            at += 1
+
+
+@gluon.jit
+def _widen_tile(at, raw, full, empty, wide, wide_full, wide_empty):
+    DIM: gl.constexpr = raw.shape[5]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // DIM, DIM // 16], [4, 1], [1, 0])
+    place, phase = ring(at, raw.shape[0])
+    mbarrier.wait(full.index(place), phase)
+    numbers = raw.index(place).reshape([TILE, DIM]).load(layout).to(gl.float32).to(wide.dtype)  # as `launch.widened`
+    to, phase = ring(at, wide.shape[0])
+    mbarrier.wait(wide_empty.index(to), phase ^ 1)
+    wide.index(to).reshape([TILE, DIM]).store(numbers)
+    fence_async_shared()
+    tl.debug_barrier()  # all warps have read and written before one of them says so
+    mbarrier.arrive(empty.index(place))
+    mbarrier.arrive(wide_full.index(to))
+
+
+@gluon.jit
 def _softmax(s, top, key, seen_to, masked, scale, dtype: gl.constexpr, WINDOW: gl.constexpr):
     """The greatest score so far, the weights of a tile from its scores, and how much the tiles before it fade."""
     if masked:
@@ -251,7 +286,7 @@ def _attend_unit(
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, out, positions, tiles, num_tiles, scale, queries, keys, values, full, empty,
+    half: gl.constexpr, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Attention of one half of the rows of each unit."""
@@ -268,6 +303,8 @@ def _attend(
             query, _start(position, WINDOW), position + count, position + half * query.shape[0], at, scale,
             keys, values, full, empty, SPLIT, WINDOW,
         )  # fmt: skip
+        if value_scale is not None:
+            result *= value_scale
         position = gl.load(positions + next_token)
         _store(out, result.to(query.dtype), query, token, count, kv_head, half, HEADS, HEADS // KV_HEADS)
         mbarrier.arrive(empty[0].index(place))
@@ -282,7 +319,7 @@ def _buffers(PLACES: gl.constexpr, source):
 
 @gluon.jit(do_not_specialize=["max_blocks"])
 def _prefill(
-    q, cache, table, slots, positions, tiles, num_tiles, out, scale, max_blocks,
+    q, cache, table, slots, positions, tiles, num_tiles, out, scale, value_scale, max_blocks,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
@@ -294,15 +331,49 @@ def _prefill(
     begin(overlap)
     gl.warp_specialize(
         [
-            (_attend, (0, out, positions, tiles, num_tiles, scale, queries, keys, values, full, empty,
+            (_attend, (0, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
                        HEADS, KV_HEADS, SPLIT, WINDOW)),
-            (_attend, (1, out, positions, tiles, num_tiles, scale, queries, keys, values, full, empty,
+            (_attend, (1, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
                        HEADS, KV_HEADS, SPLIT, WINDOW)),
             (_load, (q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, keys, values,
                      full, empty, KV_HEADS, HEADS // KV_HEADS, BLOCK, WINDOW)),
         ],
         [4, 1],
         [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["max_blocks"])
+def _prefill_narrow(
+    q, cache, table, slots, positions, tiles, num_tiles, out, scale, value_scale, max_blocks,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, overlap: gl.constexpr,
+):  # fmt: skip
+    """The same of a cache of eight bits: a fourth part widens what the warp that loads has brought."""
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    queries = _buffers(4, q)
+    held = (_buffers(STAGES, cache), _buffers(STAGES, cache))
+    keys = gl.allocate_shared_memory(q.dtype, [2] + cache.block_shape, WIDE)  # noqa: RUF005
+    values = gl.allocate_shared_memory(q.dtype, [2] + cache.block_shape, WIDE)  # noqa: RUF005
+    q_full, q_empty = barriers(2, 1), barriers(2, 2)
+    raw_full = (q_full, barriers(STAGES, 1), barriers(STAGES, 1))
+    raw_empty = (q_empty, barriers(STAGES, 1), barriers(STAGES, 1))
+    full = (q_full, barriers(2, 1), barriers(2, 1))
+    empty = (q_empty, barriers(2, 2), barriers(2, 2))
+    begin(overlap)
+    gl.warp_specialize(
+        [
+            (_attend, (0, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
+                       HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_attend, (1, out, positions, tiles, num_tiles, scale, value_scale, queries, keys, values, full, empty,
+                       HEADS, KV_HEADS, SPLIT, WINDOW)),
+            (_widen, (positions, tiles, num_tiles, held, (raw_full[1], raw_full[2]), (raw_empty[1], raw_empty[2]),
+                      (keys, values), (full[1], full[2]), (empty[1], empty[2]), KV_HEADS, WINDOW)),
+            (_load, (q, cache, table, slots, positions, tiles, num_tiles, max_blocks, queries, held[0], held[1],
+                     raw_full, raw_empty, KV_HEADS, HEADS // KV_HEADS, BLOCK, WINDOW)),
+        ],
+        [4, 4, 1],
+        [208, 64, 24],
     )  # fmt: skip
 
 
@@ -318,11 +389,15 @@ def fits(q: Tensor, cache: Tensor) -> bool:
         q.is_cuda
         and is_hopper(q.device)
         and q.element_size() == 2
-        and cache.dtype == q.dtype
+        and (cache.dtype == q.dtype or cache.element_size() == 1)
         and dim in (64, 128)
         and block % TILE.value == 0
         and triton.next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a tile no larger than the matrix
-        and all(stride % 8 == 0 for stride in (*q.stride()[:2], *cache.stride()[:3]))  # of 16 bytes, for TMA
+        and all(
+            stride * part.element_size() % 16 == 0
+            for part, most in ((q, 2), (cache, 3))  # for TMA
+            for stride in part.stride()[:most]
+        )
     )
 
 
@@ -338,6 +413,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     split: int,
+    value_scale: float | None,
 ) -> None:
     """As :func:`preheat.backends.cuda.attention.prefill_attention`, where :func:`fits`. ``scale`` includes log2(e), and
     tiles are of 128 rows. The grid has at most one program for each multiprocessor.
@@ -345,9 +421,11 @@ def prefill_attention(
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     members = triton.next_power_of_2(heads // kv_heads)
-    _prefill[(min(len(tiles) * kv_heads, processors(q.device)),)](
+    narrow = cache.element_size() == 1
+    kernel = _prefill_narrow if narrow else _prefill
+    kernel[(min(len(tiles) * kv_heads, processors(q.device)),)](
         descriptor(q, ROWS.value // members, members, dim), descriptor(cache, 1, 1, 1, TILE.value, dim),
-        table, slots, positions, tiles, num_tiles, out, scale, table.stride(0),
+        table, slots, positions, tiles, num_tiles, out, scale, value_scale, table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=split, WINDOW=window or 0, STAGES=STAGES,
-        **options(num_warps=4, num_stages=1, maxnreg=168),
+        **options(num_warps=4, num_stages=1, maxnreg=128 if narrow else 168),
     )  # fmt: skip

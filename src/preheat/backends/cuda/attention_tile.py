@@ -45,7 +45,7 @@ def absorb(
         k = tl.load(keys + offsets, mask=real, other=0.0)
         v = tl.load(values + offsets, mask=real, other=0.0)
     if k.dtype != q.dtype:
-        k, v = widened(k, q.dtype), widened(v, q.dtype)
+        k = widened(k, q.dtype)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if slopes is not None:
         distance = at[None, :] + 1 - seen_to[:, None]  # a query sees all up to itself
@@ -55,14 +55,16 @@ def absorb(
     if slopes is not None:
         new_top = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None]).to(v.dtype)
+        p = tl.exp2(s - base[:, None]).to(q.dtype)
     else:
         new_top = tl.maximum(top, tl.max(s, 1) * scale)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(v.dtype)
+        p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(q.dtype)
     fade = tl.exp2(top - base)[:, None]
-    ones = tl.full([TILE, 16], 1.0, tl.float32).to(v.dtype)
+    ones = tl.full([TILE, 16], 1.0, tl.float32).to(q.dtype)
     total = tl.dot(p, ones, total * fade, input_precision="ieee")
+    if v.dtype != q.dtype:  # this late, so that keys and values take turns in the same shared memory
+        v = widened(v, q.dtype)
     acc = tl.dot(p, v, acc * fade, input_precision="ieee")
     return new_top, total, acc
 

@@ -59,8 +59,11 @@ def widened(numbers, dtype: tl.constexpr):
     Triton follows an operand back to where it was loaded, and where that was narrower it deals out the inputs of
     ``mma.sync`` in another order, so that each thread loads whole words. Other instructions keep the order: sums would
     differ in the last bit. A move that the compiler cannot see through ends its search.
+
+    Numbers of float8 go through fp32, which is exact, and is compiled for Hopper without F2F, an instruction for each
+    number between fp16 and bfloat16.
     """
-    wide = numbers.to(dtype)
+    wide = (numbers.to(tl.float32) if numbers.dtype.is_fp8() else numbers).to(dtype)
     if COMPILED and wide.dtype.primitive_bitwidth == 16:
         wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=wide.dtype, is_pure=False, pack=2)
     return wide

@@ -416,7 +416,7 @@ def prefill_attention(
     """
     if config is None and alibi is None and hopper.fits(q, cache):
         hopper.prefill_attention(
-            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split
+            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split, value_scale
         )  # fmt: skip
         return
     heads, dim = q.shape[1:]
