@@ -18,7 +18,15 @@ from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuner import WIDE_FP8, candidates
-from preheat.backends.cuda.tuning import KernelConfigs, LinearShape, reference, rule, wide_float8
+from preheat.backends.cuda.tuning import (
+    KernelConfigs,
+    LinearShape,
+    few_codes,
+    few_tile,
+    reference,
+    rule,
+    wide_float8,
+)
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
@@ -78,6 +86,26 @@ def test_float8_of_many_rows_on_hopper_has_the_bits_of_the_tiles(scheme, size, b
     shape = shape_of(scheme, *size)._replace(bias=bias)
     assert wide_float8(shape)
     tried = [(rows, choice) for rows in ROWS for choice in WIDE_FP8]
+    compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
+    assert differing(shape, tried) == set()
+
+
+FEW = [
+    (FP8, {}), (STATIC, {}), (WHOLE[0], {"narrow": True}), (replace(WHOLE[0], zeros=False), {"narrow": True}),
+    (replace(WHOLE[0], group=512), {"narrow": True}), (replace(WHOLE[0], group=0, scales="channel"), {"narrow": True}),
+    (WHOLE[0], {"narrow": True, "dtype": torch.float16}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [(1152, 896, False), (528, 1280, False), (1040, 640, True)], ids=str)
+@pytest.mark.parametrize(("scheme", "more"), FEW, ids=str)
+def test_few_rows_on_hopper_have_the_bits_of_the_reference(scheme, more, size, bias):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    shape = shape_of(scheme, *size)._replace(bias=bias, **more)
+    assert few_codes(shape)
+    tried = [(rows, few_tile(shape, height, 3)) for rows in (1, 8, 17, 33, 64, 70) for height in (8, 16, 32, 64)]
     compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
     assert differing(shape, tried) == set()
 

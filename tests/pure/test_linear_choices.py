@@ -1,6 +1,8 @@
 """Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
 
 import logging
+from dataclasses import replace
+from itertools import product
 
 import msgspec
 import pytest
@@ -22,7 +24,9 @@ from preheat.backends.cuda.tuning import (
     Tile,
     Wide,
     codes_bytes,
+    codes_rule,
     encode,
+    few_bytes,
     kernel_configs,
     merged,
     place,
@@ -149,10 +153,22 @@ def test_codes_are_read_in_whole_steps(rows):
 def test_many_rows_of_float8_have_a_kernel_of_their_own_on_hopper():
     assert isinstance(rule(FP8, 8192, hopper=True), Wide)
     blocks = FP8._replace(scheme=Scheme(code="fp8", scales="block", group=128, activations="block"))
-    for shape, rows, hopper in ((FP8, 8192, False), (FP8, 64, True), (INT4, 8192, True), (blocks, 8192, True),
+    for shape, rows, hopper in ((FP8, 8192, False), (INT4, 8192, True), (blocks, 8192, True),
                                 (FP8._replace(inputs=FP8.inputs + 8), 8192, True)):  # fmt: skip
         assert rule(shape, rows, hopper=hopper) == rule(shape, rows)
         assert not isinstance(rule(shape, rows), Wide)
+
+
+def test_few_rows_of_codes_have_one_too():
+    narrow = INT4._replace(narrow=True)
+    for shape, rows in product((FP8, narrow, narrow._replace(gated=True)), (1, 5, 8, 33, 64, 100)):
+        choice = rule(shape, rows, hopper=True)
+        assert isinstance(choice, Tile) and choice.bulk and min(rows, 64) <= choice.rows <= max(8, 2 * rows)
+        assert few_bytes(shape, choice) <= SHARED_BYTES
+        assert rule(shape, rows) == codes_rule(shape, rows)
+    grouped = narrow._replace(scheme=replace(INT4.scheme, group=32))
+    for shape in (INT4, grouped, narrow._replace(outputs=1000), narrow._replace(dtype=torch.float32)):
+        assert rule(shape, 8, hopper=True) == codes_rule(shape, 8)
 
 
 @pytest.mark.parametrize("size", [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)])

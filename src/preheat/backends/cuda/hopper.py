@@ -28,10 +28,11 @@ def barriers(PLACES: gl.constexpr, count: gl.constexpr):
 
 
 def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """Of ``tensor``, numbers of one or two bytes, which is copied in pieces of the shape ``block``."""
+    """Of ``tensor``, numbers which is copied in pieces of the shape ``block``."""
     size = tensor.element_size()
+    width = min(128, block[-1] * size)
     layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, block[-1] * size), element_bitwidth=8 * size, rank=len(block)
+        swizzle_byte_width=width if width >= 32 else 0, element_bitwidth=8 * size, rank=len(block)
     )
     return TensorDescriptor.from_tensor(tensor, list(block), layout)
 

@@ -26,6 +26,7 @@ from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear_hopper import wide
+from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
 from preheat.backends.cuda.linear_quantized import (
     DeviceWeight,
@@ -208,11 +209,11 @@ def _quantized(
     if weight.scheme.activations is None:
         plain = x.plain if isinstance(x, QuantizedRows) else x
         assert plain is not None and isinstance(choice, Tile)
-        by_codes(choice, plain, weight, bias, gated, y)
+        (few_codes if choice.bulk else by_codes)(choice, plain, weight, bias, gated, y)
     elif isinstance(choice, Wide):
         wide_fp8(choice, codes_of(x, weight), weight, bias, gated, y)
     else:
-        by_float8(choice, codes_of(x, weight), weight, bias, gated, y)
+        (few_float8 if choice.bulk else by_float8)(choice, codes_of(x, weight), weight, bias, gated, y)
     return y
 
 
@@ -265,8 +266,8 @@ class CudaLinear:
         self, weight: Tensor | DeviceWeight, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
     ) -> None:
         self._weight, self._bias, self._gated, self.configs = weight, bias, gated, configs
-        scheme = weight.scheme if isinstance(weight, DeviceWeight) else None
-        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None, scheme)
+        scheme, narrow = (weight.scheme, weight.narrow) if isinstance(weight, DeviceWeight) else (None, False)
+        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None, scheme, narrow)
 
     @property
     def fused_input(self) -> QuantizedInput | None:

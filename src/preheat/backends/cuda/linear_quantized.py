@@ -39,7 +39,8 @@ far into the second half."""
 class DeviceWeight:
     """A quantized weight as the kernels read it. ``codes`` are [outputs, inputs], of whole numbers of four bits uint8
     [outputs, whole steps * 64]; ``scales`` and ``zeros`` fp32 [groups, outputs]; experts come before, if there are any.
-    Zero points of two bytes would be loaded where they are needed, and not ahead.
+    Scales of four-bit codes are of the model's dtype instead where all of them are numbers of it. Zero points of two
+    bytes would be loaded where they are needed, and not ahead.
     """
 
     scheme: Scheme
@@ -54,12 +55,17 @@ class DeviceWeight:
     @classmethod
     def of(cls, weight: QuantizedWeight) -> DeviceWeight:
         """The scales are laid out so that those of neighbouring outputs are neighbours."""
-        codes = _packed(weight.codes) if weight.scheme.code == "int4" else weight.codes
+        codes, scales = weight.codes, weight.scales.transpose(-1, -2).contiguous()
+        if weight.scheme.code == "int4":
+            codes, narrow = _packed(codes), scales.to(weight.dtype)
+            scales = narrow if torch.equal(narrow.float(), scales) else scales
         zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
-        return cls(
-            weight.scheme, weight.dtype, weight.shape, codes, weight.scales.transpose(-1, -2).contiguous(), zeros,
-            weight.index, weight.static,
-        )  # fmt: skip
+        return cls(weight.scheme, weight.dtype, weight.shape, codes, scales, zeros, weight.index, weight.static)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scales are of the model's dtype."""
+        return self.scales.dtype == self.dtype
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -73,10 +79,23 @@ class DeviceWeight:
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Two int8 codes between -8 and 7 a byte; inputs are filled up with zeros to whole steps."""
+    """Two int8 codes between -8 and 7 a byte; inputs are filled up with zeros to whole steps. Bytes of a step lie in
+    such an order that a lane of the matrix unit finds its sixteen side by side: of 16 a + 8 b + 2 c + d, in the order
+    of c, a, d, b.
+    """
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
-    low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
+    steps = padded.view(*codes.shape[:-1], -1, 2, 4, 2, 4, 2).permute(*range(codes.dim()), -5, -2, -4, -1, -3)
+    low, high = steps.flatten(-4).unbind(-2)
     return (low | high << 4).flatten(-2)
+
+
+@triton.jit
+def _pairs(codes, out, k, row_bytes):
+    """[outputs, half a step] of bytes from input ``k`` on, in the order of their inputs, see :func:`_packed`."""
+    HALF: tl.constexpr = STEP // 2
+    pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+    pair = pair.reshape(out.shape[0], 4, 4, 2, 2).permute(0, 2, 4, 1, 3)
+    return pair.reshape(out.shape[0], HALF)
 
 
 @triton.jit
@@ -104,7 +123,7 @@ def _group(
         else:
             group = tl.minimum(columns // GROUP, groups - 1)
         at = group[None, :] * outputs + out[:, None]
-    scale = tl.load(scales + at)
+    scale = tl.load(scales + at).to(tl.float32)
     zero = scale  # of no use
     if zeros is not None:
         zero = tl.load(zeros + at)
@@ -136,7 +155,7 @@ def _step(
     dtype: tl.constexpr = xs.dtype
     HALF: tl.constexpr = STEP // 2
     if FOUR:
-        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        pair = _pairs(codes, out, k, row_bytes)
         scale, zero = _group(scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, HALF)
         acc = tl.dot(_weights(_signed(pair & 0xF), scale, zero, zeros, dtype), xs, acc, input_precision="ieee")
         if not EVEN or GROUP // STEP * STEP != GROUP:
@@ -303,7 +322,7 @@ def _dequantize(
     out, k = tl.minimum(rows, outputs - 1), tl.program_id(1) * STEP
     to = weight + out.to(tl.int64)[:, None] * inputs
     if FOUR:
-        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        pair = _pairs(codes, out, k, row_bytes)
         for half in tl.static_range(2):
             at = k + half * HALF
             scale, zero = _group(scales, zeros, index, out, at, inputs, outputs, groups, GROUP, EVEN, HALF)

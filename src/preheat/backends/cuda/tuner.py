@@ -31,6 +31,9 @@ from preheat.backends.cuda.tuning import (
     Tile,
     Wide,
     codes_bytes,
+    few_bytes,
+    few_codes,
+    few_tile,
     whole_groups,
     wide_float8,
 )
@@ -56,6 +59,8 @@ def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
     """Everything worth trying for ``rows`` rows of ``shape``."""
     if shape.scheme is not None:
         yield from _on_codes(shape, rows)
+        if is_hopper() and few_codes(shape) and rows <= 256:
+            yield from _streamed(shape, rows)
         if rows >= 64 and is_hopper() and wide_float8(shape):
             yield from WIDE_FP8
         if shape.scheme.activations is None and rows >= 128:
@@ -101,6 +106,15 @@ def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
             # codes that become numbers keep more threads busy than the product alone
             for warps in (fewest,) if shape.scheme.activations else sorted({fewest, 4, 8} - set(range(fewest))):
                 yield Tile(outputs, each, depth, warps, stages)
+
+
+def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
+    """Tiles of the kernel for few rows on Hopper."""
+    for height in sorted({max(8, min(_power(rows), most)) for most in (32, 64)}):
+        for stages in (2, 3, 4, 6, 8, 12, 16):
+            tile = few_tile(shape, height, stages)
+            if few_bytes(shape, tile) < SHARED_BYTES:
+                yield tile
 
 
 def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:

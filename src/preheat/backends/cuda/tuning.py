@@ -33,7 +33,7 @@ FEW_OUTPUTS = 1 << 17
 
 class LinearShape(NamedTuple):
     """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W, ``scheme``
-    says how they are quantized, if they are.
+    says how they are quantized, if they are; ``narrow``: to four bits, with scales that are numbers of the dtype.
     """
 
     outputs: int
@@ -42,6 +42,7 @@ class LinearShape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     scheme: Scheme | None = None
+    narrow: bool = False
 
     @property
     def columns(self) -> int:
@@ -52,7 +53,7 @@ class LinearShape(NamedTuple):
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
 
-    ``bulk``: the copy engine loads them.
+    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_few`.
     """
 
     outputs: int
@@ -127,6 +128,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     tile: Tile | None = None
     wide: Wide | None = None
     scheme: Scheme | None = None
+    narrow: bool = False
     expanded: bool = False
 
     @property
@@ -137,7 +139,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def shape(self) -> LinearShape:
         """A bias makes no difference to the choice."""
-        return LinearShape(self.outputs, self.inputs, self.gated, getattr(torch, self.dtype), scheme=self.scheme)
+        dtype = getattr(torch, self.dtype)
+        return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, narrow=self.narrow)
 
     @classmethod
     def of(cls, shape: LinearShape, rows: int, choice: KernelConfig, microseconds: float, ordered: bool) -> Entry:
@@ -156,6 +159,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             tile=choice if isinstance(choice, Tile) else None,
             wide=choice if isinstance(choice, Wide) else None,
             scheme=shape.scheme,
+            narrow=shape.narrow,
             expanded=expanded,
         )
 
@@ -314,6 +318,43 @@ def wide_float8(shape: LinearShape) -> bool:
     )
 
 
+def few_codes(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_few` does for a layer, on Hopper."""
+    whole = shape.columns % 8 == shape.outputs % 16 == 0
+    if wide_float8(shape):
+        return whole and shape.inputs % 128 == 0
+    scheme = shape.scheme
+    return (
+        scheme is not None
+        and shape.narrow
+        and shape.dtype.itemsize == 2
+        and whole
+        and shape.inputs % 64 == 0
+        and not scheme.indexed
+        and (scheme.group == 128 or scheme.group % 256 == 0)
+    )
+
+
+def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
+    """Of that kernel: of ``rows`` rows, a power of two between 8 and 64."""
+    return Tile(64, rows, 128 if wide_float8(shape) else 256, 4, stages, bulk=True)
+
+
+def few_bytes(shape: LinearShape, tile: Tile) -> int:
+    """In shared memory: stages with codes, scales and zero points of two groups, and x."""
+    weights = 64 * tile.inputs if wide_float8(shape) else 64 * (tile.inputs // 2 + 2 * 6)
+    return tile.stages * (weights + tile.rows * tile.inputs * (1 if wide_float8(shape) else 2) + 16)
+
+
+def few_rule(shape: LinearShape, rows: int) -> Tile:
+    """A guess: as many stages as fit, of all programs that a processor has to run."""
+    height = max(8, min(1 << (rows - 1).bit_length(), 64))
+    programs = -(-shape.outputs // 64) * -(-rows // height)
+    room = SHARED_BYTES // min(4, -(-programs // PROCESSORS))
+    stages = room // few_bytes(shape, few_tile(shape, height, 1))
+    return few_tile(shape, height, max(2, min(16, stages)))
+
+
 def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
     """A guess for what is in no table."""
     if hopper and wide_float8(shape):
@@ -322,8 +363,8 @@ def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig
                 return choice
     if shape.scheme is not None:
         if shape.scheme.activations is None and rows >= MANY_ROWS:
-            return Expanded(rule(shape._replace(scheme=None), rows))  # type: ignore[arg-type]  # plain: not expanded again
-        return codes_rule(shape, rows)
+            return Expanded(rule(shape._replace(scheme=None, narrow=False), rows))  # type: ignore[arg-type]  # plain: not expanded again
+        return few_rule(shape, rows) if hopper and few_codes(shape) else codes_rule(shape, rows)
     many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
     return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
 

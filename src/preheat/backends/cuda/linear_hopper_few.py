@@ -1,0 +1,374 @@
+"""Quantized linear layers of few rows on Hopper: the contracts of :mod:`preheat.backends.cuda.linear_quantized`, as
+fast as memory is.
+
+A program has 64 rows of the weight: one warp loads their codes, and x, into a ring in shared memory (TMA), four warps
+multiply. Weights are asked for before the kernel ahead of this one has ended, since no kernel writes them; x is waited
+for. Of a gated layer the 64 are 32 gates and their ups, in turns of eight: one thread then has both of a pair.
+
+Codes of four bits become numbers of sixteen, two at a time, in the registers from which the matrix unit reads: behind
+the exponent of 128 (in float16, 1024) they are that plus the code, of which the same plus the zero point is taken; the
+difference is exact. Its product with a scale of the model's dtype is rounded once, as in fp32. While numbers of the
+next 128 inputs are made, those before are being multiplied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.hopper import barriers, descriptor, ring
+from preheat.backends.cuda.launch import begin_early, begin_late, options
+from preheat.backends.cuda.linear_quantized import STEP, DeviceWeight
+from preheat.backends.cuda.tuning import Tile
+from preheat.ops.quantization import QuantizedRows
+
+OUTPUTS = gl.constexpr(64)
+"""Rows of the weight that a program has: those of an instruction."""
+
+DEPTH = gl.constexpr(256)
+"""Inputs of a stage of four-bit codes: two steps."""
+
+CHUNK = gl.constexpr(64)
+"""Inputs of x in a row of shared memory; also half a step, whose codes are of one group."""
+
+MAGIC = {torch.bfloat16: ("0x43084308", "bf16x2", 136.0), torch.float16: ("0x64086408", "f16x2", 1032.0)}
+"""The bits behind which a code is put, for which its sign bit is turned over; and what a code of zero then is."""
+
+
+def _numbers(dtype: torch.dtype) -> str:
+    """Eight codes in a word, less a zero point, times a scale: its bytes have those of inputs 0, 8, 1, 9 (and 64 more)
+    of a lane's chunk, and the pairs of neighbours are registers of the result: 0 and 1, 8 and 9, 64 and 65, 72 and 73.
+    """
+    magic, kind, _ = MAGIC[dtype]
+    lines = ["{ .reg .b32 word;"]
+    for pair, shift in enumerate((0, 8, 4, 12)):
+        lines.append(f"shr.b32 word, $4, {shift};" if shift else "mov.b32 word, $4;")
+        lines.append(f"lop3.b32 word, word, 0x000f000f, {magic}, 0x6a;")
+        lines.append(f"sub.rn.{kind} word, word, $5;")
+        lines.append(f"mul.rn.{kind} ${pair}, word, $7;")
+    return " ".join([*lines, "}"])
+
+
+NUMBERS_BF16, NUMBERS_FP16 = (gl.constexpr(_numbers(dtype)) for dtype in (torch.bfloat16, torch.float16))
+
+
+@gluon.jit
+def _load_weights(
+    step, codes, scales, zeros, ws, ss, zs, full, STAGES: gl.constexpr, GROUP: gl.constexpr, X_BYTES: gl.constexpr
+):  # fmt: skip
+    """Of one stage, whose barrier also waits for x."""
+    place = step % STAGES
+    ready = full.index(place)
+    first = gl.program_id(0) * 4
+    count: gl.constexpr = X_BYTES + codes.block_type.nbytes
+    if scales is None:
+        mbarrier.expect(ready, count)
+    else:
+        group = step * DEPTH // GROUP if GROUP else 0
+        if zeros is None:
+            mbarrier.expect(ready, count + scales.block_type.nbytes)
+        else:
+            mbarrier.expect(ready, count + scales.block_type.nbytes + zeros.block_type.nbytes)
+            tma.async_copy_global_to_shared(zeros, [group, first, 0, 0], ready, zs.index(place))
+        tma.async_copy_global_to_shared(scales, [group, first, 0, 0], ready, ss.index(place))
+    tma.async_copy_global_to_shared(codes, [first, 0, 0, step * codes.block_shape[3]], ready, ws.index(place))
+
+
+@gluon.jit
+def _load_inputs(step, x, xs, full, STAGES: gl.constexpr):
+    """Of the same stage."""
+    place = step % STAGES
+    chunk = step * x.block_shape[0]
+    tma.async_copy_global_to_shared(
+        x, [chunk, gl.program_id(1) * x.block_shape[1], 0], full.index(place), xs.index(place)
+    )
+
+
+@gluon.jit
+def _load(
+    x, codes, scales, zeros, xs, ws, ss, zs, full, empty, steps, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    overlap: gl.constexpr,
+):  # fmt: skip
+    """Keep the ring full. Of what lies beyond the last row, output or input it gets zeros."""
+    X_BYTES: gl.constexpr = x.block_type.nbytes
+    ahead = gl.minimum(steps, STAGES)
+    for step in range(ahead):
+        _load_weights(step, codes, scales, zeros, ws, ss, zs, full, STAGES, GROUP, X_BYTES)
+    begin_late(overlap)
+    for step in range(ahead):
+        _load_inputs(step, x, xs, full, STAGES)
+    for step in range(ahead, steps):
+        place, phase = ring(step, STAGES)
+        mbarrier.wait(empty.index(place), phase ^ 1)
+        _load_weights(step, codes, scales, zeros, ws, ss, zs, full, STAGES, GROUP, X_BYTES)
+        _load_inputs(step, x, xs, full, STAGES)
+
+
+@gluon.jit
+def _store(acc, y, bias, rows, columns, gated: gl.constexpr):
+    """The outputs of sums ``acc``, rounded, where there are such rows and columns."""
+    N: gl.constexpr = acc.shape[1]
+    dtype: gl.constexpr = y.dtype.element_ty
+    row = gl.program_id(1) * N
+    if gated:
+        gate, up = acc.reshape([4, 2, 8, N]).permute([0, 2, 3, 1]).split()
+        first = gl.program_id(0) * (OUTPUTS // 2)
+        gate = _rounded(gate.reshape([OUTPUTS // 2, N]), bias, first, columns - 1, dtype)
+        up = _rounded(up.reshape([OUTPUTS // 2, N]), bias, columns + first, 2 * columns - 1, dtype)
+        result = silu_mul(gate, up)
+    else:
+        first = gl.program_id(0) * OUTPUTS
+        result = _rounded(acc, bias, first, columns - 1, dtype)
+    LAYOUT: gl.constexpr = result.type.layout
+    out = first + gl.arange(0, result.shape[0], gl.SliceLayout(1, LAYOUT))
+    token = row + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    at = y + token.to(gl.int64)[None, :] * columns + out[:, None]
+    gl.store(at, result, mask=(out < columns)[:, None] & (token < rows)[None, :])
+
+
+@gluon.jit
+def _rounded(acc, bias, first, last, dtype: gl.constexpr):
+    """As outputs of the layer, of which ``first`` is the first; beyond the ``last`` it does not matter."""
+    if bias is not None:
+        out = gl.minimum(first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), last)
+        acc += gl.load(bias + out).to(gl.float32)[:, None]
+    return acc.to(dtype)
+
+
+@gluon.jit
+def _as_operand(numbers, SUMS: gl.constexpr):
+    """[64, 64] in the order of a step's bytes as it is dealt out to the matrix unit, whose registers these are."""
+    numbers = numbers.reshape([OUTPUTS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([OUTPUTS, CHUNK])
+    return gl.convert_layout(numbers, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
+    """[64, 1]: of the ``part``-th step of a stage."""
+    PART: gl.constexpr = part if memory.shape[0] > 1 else 0
+    scales = memory.reshape([memory.shape[0] * OUTPUTS]).slice(PART * OUTPUTS, OUTPUTS)
+    return scales.load(gl.SliceLayout(1, LAYOUT))[:, None]
+
+
+@gluon.jit
+def _weights(codes, ss, zs, place, part: gl.constexpr, ZERO: gl.constexpr):
+    """Of the ``part``-th step of a stage, from ``codes`` [64, 64]: those of its first and of its second 64 inputs."""
+    dtype: gl.constexpr = ss.dtype
+    scale = _scale_of(ss.index(place), part, codes.type.layout)
+    if zs is None:
+        zero = gl.full([OUTPUTS, 1], ZERO, dtype, codes.type.layout)
+    else:
+        zero = (_scale_of(zs.index(place), part, codes.type.layout) + ZERO).to(dtype)
+    return gl.inline_asm_elementwise(
+        NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_FP16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, scale],
+        dtype=(ss.dtype, ss.dtype), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _inputs(xs, chunk: gl.constexpr):
+    """[64, rows]: the ``chunk``-th of a stage."""
+    N: gl.constexpr = xs.shape[1]
+    return xs.reshape([xs.shape[0] * N, CHUNK]).slice(chunk * N, N).permute([1, 0])
+
+
+@gluon.jit
+def _multiply_codes(
+    y, bias, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """Of four-bit codes."""
+    STAGES: gl.constexpr = ws.shape[0]
+    N: gl.constexpr = xs.shape[2]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    CODES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [8, 0, 0], [0, 0, 1]],
+        [[0, 16, 0], [0, 32, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [64, 64, 2],
+    )
+    acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
+    gl.assume(steps > 0)  # or the assembler waits for every product
+    for step in range(steps):
+        place, phase = ring(step, STAGES)
+        mbarrier.wait(full.index(place), phase)
+        both = ws.index(place).reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
+        for part in gl.static_range(2):
+            low, high = _weights(both[part], ss, zs, place, part, ZERO)
+            acc = warpgroup_mma(_as_operand(low, SUMS), _inputs(xs.index(place), 2 * part), acc, is_async=True)
+            acc = warpgroup_mma(_as_operand(high, SUMS), _inputs(xs.index(place), 2 * part + 1), acc, is_async=True)
+            acc = warpgroup_mma_wait(2, [acc])
+            if part == 0:
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+    acc = warpgroup_mma_wait(0, [acc])
+    _store(acc, y, bias, rows, columns, gated)
+
+
+@gluon.jit
+def _scaled(acc, x_scales, scales, rows, columns, gated: gl.constexpr):
+    """Sums [64, rows] of float8 products."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    token = gl.program_id(1) * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))
+    if gated:
+        out = gl.program_id(0) * (OUTPUTS // 2) + at // 16 * 8 + at % 8
+        out = gl.minimum(out, columns - 1) + at // 8 % 2 * columns
+    else:
+        out = gl.minimum(gl.program_id(0) * OUTPUTS + at, columns - 1)
+    acc *= gl.load(x_scales + gl.minimum(token, rows - 1))[None, :]
+    acc *= gl.load(scales + out)[:, None]
+    return acc
+
+
+@gluon.jit
+def _multiply_float8(
+    y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated: gl.constexpr, overlap: gl.constexpr,
+):  # fmt: skip
+    """Of float8: what the matrix unit sums is added up in fp32."""
+    STAGES: gl.constexpr = ws.shape[0]
+    N: gl.constexpr = xs.shape[2]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
+    nothing = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
+    acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
+    for step in range(steps):
+        place, phase = ring(step, STAGES)
+        mbarrier.wait(full.index(place), phase)
+        inputs = xs.index(place).reshape([N, STEP]).permute([1, 0])
+        part = warpgroup_mma(
+            ws.index(place).reshape([OUTPUTS, STEP]), inputs, nothing, use_acc=False, is_async=True
+        )  # fmt: skip
+        part = warpgroup_mma_wait(0, [part])
+        mbarrier.arrive(empty.index(place))
+        acc += part
+    begin_late(overlap)  # scales of x are read without the copy engine
+    _store(_scaled(acc, x_scales, scales, rows, columns, gated), y, bias, rows, columns, gated)
+
+
+@gluon.jit
+def _room(tensor, STAGES: gl.constexpr):
+    """For so many pieces of a tensor that the copy engine reads, if there is one."""
+    if tensor is None:
+        return None
+    else:  # noqa: RET505 - what stands behind a return is compiled too
+        return gl.allocate_shared_memory(tensor.dtype, [STAGES] + tensor.block_shape, tensor.layout)  # noqa: RUF005
+
+
+@gluon.jit(do_not_specialize=["rows", "steps"])
+def _few_float8(
+    x, codes, x_scales, scales, bias, y, rows, columns, steps, gated: gl.constexpr, STAGES: gl.constexpr,
+    overlap: gl.constexpr,
+):  # fmt: skip
+    xs, ws = _room(x, STAGES), _room(codes, STAGES)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 1)
+    begin_early(overlap)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_float8,
+                (y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated, overlap),
+            ),
+            (_load, (x, codes, None, None, xs, ws, None, None, full, empty, steps, STAGES, 0, overlap)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit(do_not_specialize=["rows", "steps"])
+def _few_codes(
+    x, codes, scales, zeros, bias, y, rows, columns, steps, gated: gl.constexpr, GROUP: gl.constexpr,
+    ZERO: gl.constexpr, STAGES: gl.constexpr, overlap: gl.constexpr,
+):  # fmt: skip
+    xs, ws = _room(x, STAGES), _room(codes, STAGES)
+    ss, zs = _room(scales, STAGES), _room(zeros, STAGES)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 1)
+    begin_early(overlap)
+    gl.warp_specialize(
+        [
+            (_multiply_codes, (y, bias, xs, ws, ss, zs, full, empty, rows, columns, steps, gated, ZERO)),
+            (_load, (x, codes, scales, zeros, xs, ws, ss, zs, full, empty, steps, STAGES, GROUP, overlap)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+    """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`preheat.backends.cuda.tuning.few_codes`; all
+    contiguous.
+    """
+    inputs, group = x.shape[1], weight.scheme.group
+    parts = DEPTH.value // group if group and group < DEPTH.value else 1
+    chunks = DEPTH.value // CHUNK.value
+    zeros = None if weight.zeros is None else _pairs(weight.zeros, gated, (parts, 4, 2, 8))
+    _few_codes[_grid(tile, y, gated)](
+        _chunks(x, chunks, tile.rows),
+        _rows(weight.codes, gated, DEPTH.value // 2),
+        _pairs(weight.scales, gated, (parts, 4, 2, 8)),
+        zeros,
+        bias,
+        y,
+        len(x),
+        y.shape[1],
+        triton.cdiv(inputs, DEPTH.value),
+        gated=gated,
+        GROUP=group,
+        ZERO=MAGIC[weight.dtype][2],
+        STAGES=tile.stages,
+        **options(num_warps=4, num_stages=1, maxnreg=80),
+    )
+
+
+def few_float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+    """The same of float8 rows."""
+    _few_float8[_grid(tile, y, gated)](
+        descriptor(x.codes.view(len(x), -1, STEP.value).transpose(0, 1), 1, tile.rows, STEP.value),
+        _rows(weight.codes, gated, STEP.value),
+        x.scales,
+        weight.scales,
+        bias,
+        y,
+        len(x),
+        y.shape[1],
+        x.codes.shape[1] // STEP.value,
+        gated=gated,
+        STAGES=tile.stages,
+        enable_fp_fusion=False,
+        **options(num_warps=4, num_stages=1, maxnreg=80),
+    )
+
+
+def _grid(tile: Tile, y: Tensor, gated: bool) -> tuple[int, int]:
+    return triton.cdiv(y.shape[1], OUTPUTS.value // (2 if gated else 1)), triton.cdiv(len(y), tile.rows)
+
+
+def _chunks(x: Tensor, chunks: int, rows: int) -> TensorDescriptor:
+    """``x`` [rows, inputs] in chunks of its inputs, [chunks, rows, 64]."""
+    return descriptor(x.view(len(x), -1, CHUNK.value).transpose(0, 1), chunks, rows, CHUNK.value)
+
+
+def _rows(weight: Tensor, gated: bool, depth: int) -> TensorDescriptor:
+    """``weight`` [outputs, inputs] by eights of rows: [columns / 8, 2, 8, inputs] of gates and ups in turns, or else
+    [outputs / 16, 2, 8, inputs].
+    """
+    depths = weight.shape[1]
+    pairs = weight.view(2, -1, 8, depths).transpose(0, 1) if gated else weight.view(-1, 2, 8, depths)
+    return descriptor(pairs, 4, 2, 8, depth)
+
+
+def _pairs(scales: Tensor, gated: bool, block: tuple[int, int, int, int]) -> TensorDescriptor:
+    """``scales`` [groups, outputs] in the same way: [groups, columns / 8, 2, 8]."""
+    groups = len(scales)
+    pairs = scales.view(groups, 2, -1, 8).transpose(1, 2) if gated else scales.view(groups, -1, 2, 8)
+    return descriptor(pairs, *block)
