@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt, dequantized
 from preheat.backends.cuda.moe import ExpertsConfig, experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
@@ -102,6 +102,19 @@ def test_a_model_quantizes_in_its_norms(scheme):
 def test_weights_are_those_of_the_reference(scheme, dtype):
     weight = random_weight(scheme, 40, 256, dtype=dtype)
     assert torch.equal(dequantized(DeviceWeight.of(weight)), quantization.dequantize(weight))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_dealt_weights_too(kind):
+    scheme = replace(SCHEMES[0], group=128)
+    weight = random_weight(scheme, 48, 320, dtype=torch.bfloat16)
+    assert not can_be_dealt(weight)
+    weight.scales.copy_(weight.scales.to(kind))
+    assert can_be_dealt(weight)
+    codes = DeviceWeight.of(weight, dealt=True)
+    assert codes.narrow == (kind == torch.bfloat16)
+    assert torch.equal(dequantized(codes), quantization.dequantize(weight))
+    assert not torch.equal(codes.codes, DeviceWeight.of(weight).codes)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)

@@ -37,10 +37,11 @@ from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.graph import CudaGraphs, Pool
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
-from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
@@ -260,4 +261,6 @@ class CudaBackend:
 
 
 def _on_device(weight: Tensor | QuantizedWeight) -> Tensor | DeviceWeight:
-    return DeviceWeight.of(weight) if isinstance(weight, QuantizedWeight) else weight
+    if isinstance(weight, Tensor):
+        return weight
+    return DeviceWeight.of(weight, dealt=is_hopper(weight.codes.device) and can_be_dealt(weight))

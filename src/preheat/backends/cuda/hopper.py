@@ -38,5 +38,7 @@ def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def is_hopper(device: torch.device | None = None) -> bool:
-    """Whether ``device``, by default the current one, is of compute capability 9."""
+    """Whether ``device``, by default the current GPU, is one of compute capability 9."""
+    if device is not None and device.type != "cuda":  # Triton's interpreter
+        return False
     return torch.cuda.get_device_capability(device)[0] == 9

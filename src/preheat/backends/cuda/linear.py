@@ -266,8 +266,9 @@ class CudaLinear:
         self, weight: Tensor | DeviceWeight, bias: Tensor | None = None, *, gated: bool = False, configs: KernelConfigs
     ) -> None:
         self._weight, self._bias, self._gated, self.configs = weight, bias, gated, configs
-        scheme, narrow = (weight.scheme, weight.narrow) if isinstance(weight, DeviceWeight) else (None, False)
-        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None, scheme, narrow)
+        self.shape = LinearShape(len(weight), weight.shape[1], gated, weight.dtype, bias is not None)
+        if isinstance(weight, DeviceWeight):
+            self.shape = self.shape._replace(scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow)
 
     @property
     def fused_input(self) -> QuantizedInput | None:

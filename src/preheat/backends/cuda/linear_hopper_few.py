@@ -5,15 +5,15 @@ A program has 64 rows of the weight: one warp loads their codes, and x, into a r
 multiply. Weights are asked for before the kernel ahead of this one has ended, since no kernel writes them; x is waited
 for. Of a gated layer the 64 are 32 gates and their ups, in turns of eight: one thread then has both of a pair.
 
-Codes of four bits become numbers of sixteen, two at a time, in the registers from which the matrix unit reads: behind
-the exponent of 128 (in float16, 1024) they are that plus the code, of which the same plus the zero point is taken; the
-difference is exact. Its product with a scale of the model's dtype is rounded once, as in fp32. While numbers of the
-next 128 inputs are made, those before are being multiplied.
+Codes of four bits become bfloat16, two at a time, in the registers from which the matrix unit reads: behind the
+exponent of 128 they are that plus the code, of which the same plus the zero point is taken; the difference is exact. If
+a scale is a number of bfloat16, their product is rounded once, as in fp32. One of float16 is the sum of two such
+numbers, the smaller of three bits: its product is exact and is added in the same rounding. While weights of the next
+128 inputs are made, those before are being multiplied.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -42,25 +42,28 @@ DEPTH = gl.constexpr(256)
 CHUNK = gl.constexpr(64)
 """Inputs of x in a row of shared memory; also half a step, whose codes are of one group."""
 
-MAGIC = {torch.bfloat16: ("0x43084308", "bf16x2", 136.0), torch.float16: ("0x64086408", "f16x2", 1032.0)}
-"""The bits behind which a code is put, for which its sign bit is turned over; and what a code of zero then is."""
+ZERO = gl.constexpr(136.0)
+"""What a code of zero is behind the exponent of 128, with its sign bit turned over."""
 
 
-def _numbers(dtype: torch.dtype) -> str:
+def _conversion(narrow: bool) -> str:
     """Eight codes in a word, less a zero point, times a scale: its bytes have those of inputs 0, 8, 1, 9 (and 64 more)
     of a lane's chunk, and the pairs of neighbours are registers of the result: 0 and 1, 8 and 9, 64 and 65, 72 and 73.
     """
-    magic, kind, _ = MAGIC[dtype]
-    lines = ["{ .reg .b32 word;"]
+    lines = ["{ .reg .b32 word, low;"]
     for pair, shift in enumerate((0, 8, 4, 12)):
         lines.append(f"shr.b32 word, $4, {shift};" if shift else "mov.b32 word, $4;")
-        lines.append(f"lop3.b32 word, word, 0x000f000f, {magic}, 0x6a;")
-        lines.append(f"sub.rn.{kind} word, word, $5;")
-        lines.append(f"mul.rn.{kind} ${pair}, word, $7;")
+        lines.append("lop3.b32 word, word, 0x000f000f, 0x43084308, 0x6a;")
+        lines.append("sub.rn.bf16x2 word, word, $5;")
+        if narrow:
+            lines.append(f"mul.rn.bf16x2 ${pair}, word, $7;")
+        else:
+            lines.append("mul.rn.bf16x2 low, word, $9;")
+            lines.append(f"fma.rn.bf16x2 ${pair}, word, $7, low;")
     return " ".join([*lines, "}"])
 
 
-NUMBERS_BF16, NUMBERS_FP16 = (gl.constexpr(_numbers(dtype)) for dtype in (torch.bfloat16, torch.float16))
+CONVERSION, NARROW_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
 
 
 @gluon.jit
@@ -155,25 +158,34 @@ def _as_operand(numbers, SUMS: gl.constexpr):
 
 @gluon.jit
 def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, 1]: of the ``part``-th step of a stage."""
+    """[64]: of the ``part``-th step of a stage."""
     PART: gl.constexpr = part if memory.shape[0] > 1 else 0
     scales = memory.reshape([memory.shape[0] * OUTPUTS]).slice(PART * OUTPUTS, OUTPUTS)
-    return scales.load(gl.SliceLayout(1, LAYOUT))[:, None]
+    return scales.load(LAYOUT)
 
 
 @gluon.jit
-def _weights(codes, ss, zs, place, part: gl.constexpr, ZERO: gl.constexpr):
+def _weights(codes, zeros, ss, zs, place, part: gl.constexpr):
     """Of the ``part``-th step of a stage, from ``codes`` [64, 64]: those of its first and of its second 64 inputs."""
-    dtype: gl.constexpr = ss.dtype
-    scale = _scale_of(ss.index(place), part, codes.type.layout)
-    if zs is None:
-        zero = gl.full([OUTPUTS, 1], ZERO, dtype, codes.type.layout)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
+    zero = gl.full([OUTPUTS], ZERO, gl.float32, LAYOUT)
+    if zeros is not None:
+        zero += _scale_of(zs.index(place), part, LAYOUT)
+    zero = zero.to(gl.bfloat16)[:, None]
+    scale = _scale_of(ss.index(place), part, LAYOUT)
+    high = scale.to(gl.bfloat16)
+    if ss.dtype == gl.bfloat16:
+        low, upper = gl.inline_asm_elementwise(
+            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
+            dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
+        )  # fmt: skip
     else:
-        zero = (_scale_of(zs.index(place), part, codes.type.layout) + ZERO).to(dtype)
-    return gl.inline_asm_elementwise(
-        NUMBERS_BF16 if dtype == gl.bfloat16 else NUMBERS_FP16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, scale],
-        dtype=(ss.dtype, ss.dtype), is_pure=True, pack=4,
-    )  # fmt: skip
+        rest = (scale - high.to(gl.float32)).to(gl.bfloat16)
+        low, upper = gl.inline_asm_elementwise(
+            CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [codes, zero, high[:, None], rest[:, None]],
+            dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
+        )  # fmt: skip
+    return low, upper
 
 
 @gluon.jit
@@ -185,7 +197,7 @@ def _inputs(xs, chunk: gl.constexpr):
 
 @gluon.jit
 def _multiply_codes(
-    y, bias, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr, ZERO: gl.constexpr,
+    y, bias, zeros, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr
 ):  # fmt: skip
     """Of four-bit codes."""
     STAGES: gl.constexpr = ws.shape[0]
@@ -205,7 +217,7 @@ def _multiply_codes(
         mbarrier.wait(full.index(place), phase)
         both = ws.index(place).reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
         for part in gl.static_range(2):
-            low, high = _weights(both[part], ss, zs, place, part, ZERO)
+            low, high = _weights(both[part], zeros, ss, zs, place, part)
             acc = warpgroup_mma(_as_operand(low, SUMS), _inputs(xs.index(place), 2 * part), acc, is_async=True)
             acc = warpgroup_mma(_as_operand(high, SUMS), _inputs(xs.index(place), 2 * part + 1), acc, is_async=True)
             acc = warpgroup_mma_wait(2, [acc])
@@ -257,11 +269,8 @@ def _multiply_float8(
 
 @gluon.jit
 def _room(tensor, STAGES: gl.constexpr):
-    """For so many pieces of a tensor that the copy engine reads, if there is one."""
-    if tensor is None:
-        return None
-    else:  # noqa: RET505 - what stands behind a return is compiled too
-        return gl.allocate_shared_memory(tensor.dtype, [STAGES] + tensor.block_shape, tensor.layout)  # noqa: RUF005
+    """For so many pieces of a tensor that the copy engine reads."""
+    return gl.allocate_shared_memory(tensor.dtype, [STAGES] + tensor.block_shape, tensor.layout)  # noqa: RUF005
 
 
 @gluon.jit(do_not_specialize=["rows", "steps"])
@@ -288,15 +297,16 @@ def _few_float8(
 @gluon.jit(do_not_specialize=["rows", "steps"])
 def _few_codes(
     x, codes, scales, zeros, bias, y, rows, columns, steps, gated: gl.constexpr, GROUP: gl.constexpr,
-    ZERO: gl.constexpr, STAGES: gl.constexpr, overlap: gl.constexpr,
+    STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     xs, ws = _room(x, STAGES), _room(codes, STAGES)
-    ss, zs = _room(scales, STAGES), _room(zeros, STAGES)
+    ss = _room(scales, STAGES)
+    zs = ss if zeros is None else _room(zeros, STAGES)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 1)
     begin_early(overlap)
     gl.warp_specialize(
         [
-            (_multiply_codes, (y, bias, xs, ws, ss, zs, full, empty, rows, columns, steps, gated, ZERO)),
+            (_multiply_codes, (y, bias, zeros, xs, ws, ss, zs, full, empty, rows, columns, steps, gated)),
             (_load, (x, codes, scales, zeros, xs, ws, ss, zs, full, empty, steps, STAGES, GROUP, overlap)),
         ],
         [1],
@@ -305,9 +315,7 @@ def _few_codes(
 
 
 def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
-    """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`preheat.backends.cuda.tuning.few_codes`; all
-    contiguous.
-    """
+    """``y`` [rows, columns] from ``x`` [rows, inputs], of a ``weight`` that is dealt; all contiguous."""
     inputs, group = x.shape[1], weight.scheme.group
     parts = DEPTH.value // group if group and group < DEPTH.value else 1
     chunks = DEPTH.value // CHUNK.value
@@ -324,7 +332,6 @@ def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, 
         triton.cdiv(inputs, DEPTH.value),
         gated=gated,
         GROUP=group,
-        ZERO=MAGIC[weight.dtype][2],
         STAGES=tile.stages,
         **options(num_warps=4, num_stages=1, maxnreg=80),
     )

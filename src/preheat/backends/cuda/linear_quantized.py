@@ -26,7 +26,7 @@ from preheat.backends.cuda.launch import begin, options, widened
 from preheat.backends.cuda.linear_tile import corner, rounded
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.tuning import Tile, whole_groups
+from preheat.backends.cuda.tuning import Tile, may_be_dealt, whole_groups
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight
 
@@ -39,8 +39,10 @@ far into the second half."""
 class DeviceWeight:
     """A quantized weight as the kernels read it. ``codes`` are [outputs, inputs], of whole numbers of four bits uint8
     [outputs, whole steps * 64]; ``scales`` and ``zeros`` fp32 [groups, outputs]; experts come before, if there are any.
-    Scales of four-bit codes are of the model's dtype instead where all of them are numbers of it. Zero points of two
-    bytes would be loaded where they are needed, and not ahead.
+    Zero points of two bytes would be loaded where they are needed, and not ahead.
+
+    ``dealt``: codes of four bits lie in the order of Hopper's matrix unit; their scales are numbers of float16, or of
+    bfloat16 and stored as such. The weight is read by :mod:`preheat.backends.cuda.linear_hopper_few`, or dequantized.
     """
 
     scheme: Scheme
@@ -51,21 +53,25 @@ class DeviceWeight:
     zeros: Tensor | None
     index: Tensor | None
     static: Tensor | None
+    dealt: bool = False
 
     @classmethod
-    def of(cls, weight: QuantizedWeight) -> DeviceWeight:
-        """The scales are laid out so that those of neighbouring outputs are neighbours."""
+    def of(cls, weight: QuantizedWeight, *, dealt: bool = False) -> DeviceWeight:
+        """The scales are laid out so that those of neighbouring outputs are neighbours. Only what
+        :func:`can_be_dealt` is to be ``dealt``.
+        """
         codes, scales = weight.codes, weight.scales.transpose(-1, -2).contiguous()
         if weight.scheme.code == "int4":
-            codes, narrow = _packed(codes), scales.to(weight.dtype)
-            scales = narrow if torch.equal(narrow.float(), scales) else scales
+            codes = _packed(codes, dealt)
         zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
-        return cls(weight.scheme, weight.dtype, weight.shape, codes, scales, zeros, weight.index, weight.static)
+        if dealt and _same(scales, torch.bfloat16):
+            scales = scales.bfloat16()
+        return cls(weight.scheme, weight.dtype, weight.shape, codes, scales, zeros, weight.index, weight.static, dealt)
 
     @property
     def narrow(self) -> bool:
-        """Whether scales are of the model's dtype."""
-        return self.scales.dtype == self.dtype
+        """Whether scales are stored in bfloat16."""
+        return self.scales.dtype == torch.bfloat16
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -78,24 +84,29 @@ class DeviceWeight:
         )
 
 
-def _packed(codes: Tensor) -> Tensor:
+def can_be_dealt(weight: QuantizedWeight) -> bool:
+    """Whether a layer's ``weight`` may lie as Hopper's matrix unit takes it, which its scales have to allow."""
+    if len(weight.shape) != 2 or not may_be_dealt(weight.scheme, *weight.shape, weight.dtype):
+        return False
+    return any(_same(weight.scales, dtype) for dtype in (torch.float16, torch.bfloat16))
+
+
+def _same(scales: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all ``scales`` are numbers of ``dtype``."""
+    return torch.equal(scales.to(dtype).float(), scales)
+
+
+def _packed(codes: Tensor, dealt: bool) -> Tensor:
     """Two int8 codes between -8 and 7 a byte; inputs are filled up with zeros to whole steps. Bytes of a step lie in
-    such an order that a lane of the matrix unit finds its sixteen side by side: of 16 a + 8 b + 2 c + d, in the order
-    of c, a, d, b.
+    order, or they are ``dealt`` so that a lane of the matrix unit finds its sixteen side by side: those of inputs
+    16 a + 8 b + 2 c + d in the order of c, a, d, b.
     """
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
-    steps = padded.view(*codes.shape[:-1], -1, 2, 4, 2, 4, 2).permute(*range(codes.dim()), -5, -2, -4, -1, -3)
-    low, high = steps.flatten(-4).unbind(-2)
-    return (low | high << 4).flatten(-2)
-
-
-@triton.jit
-def _pairs(codes, out, k, row_bytes):
-    """[outputs, half a step] of bytes from input ``k`` on, in the order of their inputs, see :func:`_packed`."""
-    HALF: tl.constexpr = STEP // 2
-    pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
-    pair = pair.reshape(out.shape[0], 4, 4, 2, 2).permute(0, 2, 4, 1, 3)
-    return pair.reshape(out.shape[0], HALF)
+    low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
+    both = low | high << 4
+    if dealt:
+        both = both.unflatten(-1, (4, 2, 4, 2)).movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).flatten(-4)
+    return both.flatten(-2)
 
 
 @triton.jit
@@ -155,7 +166,7 @@ def _step(
     dtype: tl.constexpr = xs.dtype
     HALF: tl.constexpr = STEP // 2
     if FOUR:
-        pair = _pairs(codes, out, k, row_bytes)
+        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
         scale, zero = _group(scales, zeros, index, out, k, inputs, outputs, groups, GROUP, EVEN, HALF)
         acc = tl.dot(_weights(_signed(pair & 0xF), scale, zero, zeros, dtype), xs, acc, input_precision="ieee")
         if not EVEN or GROUP // STEP * STEP != GROUP:
@@ -312,7 +323,7 @@ def in_order_fp8(
 @triton.jit
 def _dequantize(
     codes, scales, zeros, index, weight, outputs, inputs, groups, row_bytes, FOUR: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
+    EVEN: tl.constexpr, DEALT: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A step's inputs of some outputs."""
     begin(overlap)
@@ -322,7 +333,9 @@ def _dequantize(
     out, k = tl.minimum(rows, outputs - 1), tl.program_id(1) * STEP
     to = weight + out.to(tl.int64)[:, None] * inputs
     if FOUR:
-        pair = _pairs(codes, out, k, row_bytes)
+        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        if DEALT:
+            pair = pair.reshape(OUTPUTS, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(OUTPUTS, HALF)
         for half in tl.static_range(2):
             at = k + half * HALF
             scale, zero = _group(scales, zeros, index, out, at, inputs, outputs, groups, GROUP, EVEN, HALF)
@@ -344,7 +357,7 @@ def dequantized(weight: DeviceWeight) -> Tensor:
     result = torch.empty((outputs, inputs), dtype=weight.dtype, device=weight.codes.device)
     _dequantize[(triton.cdiv(outputs, 32), triton.cdiv(inputs, STEP.value))](
         weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
-        **scheme_options(weight), **options(num_warps=4, num_stages=1),
+        DEALT=weight.dealt, **scheme_options(weight), **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return result
 

@@ -196,7 +196,9 @@ def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
     _fill(x, 1.0, seed, random)
     if isinstance(weight, DeviceWeight):
         outputs, inputs = weight.shape
-        shape = LinearShape(outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, narrow=weight.narrow)
+        shape = LinearShape(
+            outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow
+        )
         for tensor, new in zip(weight.tensors, random_weight(shape, x.device, seed).tensors, strict=True):
             tensor.copy_(new)
     else:
@@ -234,9 +236,9 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int) -> Device
         weight.scales.fill_(2.0**-10)
         if weight.zeros is not None:
             weight.zeros.zero_()
-    if shape.narrow:
-        weight.scales.copy_(weight.scales.to(shape.dtype))
-    return DeviceWeight.of(weight)
+    if shape.dealt:
+        weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.narrow else torch.float16))
+    return DeviceWeight.of(weight, dealt=shape.dealt)
 
 
 def _bits(y: Tensor) -> Tensor:

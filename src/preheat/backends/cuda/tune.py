@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from preheat.backends.base import TuneRequest
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.moe import ExpertsConfig, ExpertsShape
 from preheat.backends.cuda.moe_tuner import tune_experts
 from preheat.backends.cuda.tuner import ROWS, tune
@@ -54,7 +55,7 @@ def _measure(request: TuneRequest, share: float) -> list[Entry]:
         logger.info("%d x %d, %d rows: %.1f us, %s", shape.outputs, shape.inputs, rows, times[best], best)
 
     dtype = getattr(torch, request.dtype)
-    layers = list(dict.fromkeys(shape_of(layer, dtype) for layer in request.layers))
+    layers = list(dict.fromkeys(shape_of(layer, dtype, hopper=is_hopper()) for layer in request.layers))
     rows = [size for size in ROWS if size <= request.max_rows]
     found = tune(layers, rows, share * len(layers), report)
     head_rows = [size for size in rows if size <= request.max_head_rows]

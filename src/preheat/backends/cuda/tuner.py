@@ -32,7 +32,7 @@ from preheat.backends.cuda.tuning import (
     Wide,
     codes_bytes,
     few_bytes,
-    few_codes,
+    few_rows,
     few_tile,
     whole_groups,
     wide_float8,
@@ -58,8 +58,9 @@ WIDE_FP8 = [Wide(256, 128, 4), Wide(128, 128, 6)]
 def candidates(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
     """Everything worth trying for ``rows`` rows of ``shape``."""
     if shape.scheme is not None:
-        yield from _on_codes(shape, rows)
-        if is_hopper() and few_codes(shape) and rows <= 256:
+        if not shape.dealt:
+            yield from _on_codes(shape, rows)
+        if is_hopper() and few_rows(shape) and rows <= 256:
             yield from _streamed(shape, rows)
         if rows >= 64 and is_hopper() and wide_float8(shape):
             yield from WIDE_FP8

@@ -33,7 +33,8 @@ FEW_OUTPUTS = 1 << 17
 
 class LinearShape(NamedTuple):
     """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W, ``scheme``
-    says how they are quantized, if they are; ``narrow``: to four bits, with scales that are numbers of the dtype.
+    says how they are quantized, if they are; ``dealt``: codes of four bits lie as Hopper's matrix unit takes them,
+    ``narrow``: and their scales are of bfloat16.
     """
 
     outputs: int
@@ -42,6 +43,7 @@ class LinearShape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     scheme: Scheme | None = None
+    dealt: bool = False
     narrow: bool = False
 
     @property
@@ -128,7 +130,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     tile: Tile | None = None
     wide: Wide | None = None
     scheme: Scheme | None = None
-    narrow: bool = False
+    dealt: bool = False
     expanded: bool = False
 
     @property
@@ -138,9 +140,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> LinearShape:
-        """A bias makes no difference to the choice."""
+        """A bias makes no difference to the choice, nor do narrow scales."""
         dtype = getattr(torch, self.dtype)
-        return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, narrow=self.narrow)
+        return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, dealt=self.dealt)
 
     @classmethod
     def of(cls, shape: LinearShape, rows: int, choice: KernelConfig, microseconds: float, ordered: bool) -> Entry:
@@ -159,7 +161,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             tile=choice if isinstance(choice, Tile) else None,
             wide=choice if isinstance(choice, Wide) else None,
             scheme=shape.scheme,
-            narrow=shape.narrow,
+            dealt=shape.dealt,
             expanded=expanded,
         )
 
@@ -220,7 +222,7 @@ class KernelConfigs:
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
         if (shape, rows) in self._rejected:
             return tile_rule(shape, rows) if shape.scheme is None else reference(shape)
-        found = self._entries.get(shape._replace(bias=False), {})
+        found = self._entries.get(shape._replace(bias=False, narrow=False), {})
         size = min((size for size in found if size >= rows), default=None)
         return rule(shape, rows, hopper=self._hopper) if size is None else found[size]
 
@@ -283,9 +285,11 @@ def read(path: Path) -> list[Table]:
         return []
 
 
-def shape_of(layer: LinearSize, dtype: torch.dtype) -> LinearShape:
-    """What the choice of a kernel depends on."""
-    return LinearShape(layer.outputs, layer.inputs, layer.gated, dtype, layer.bias, layer.scheme)
+def shape_of(layer: LinearSize, dtype: torch.dtype, *, hopper: bool = False) -> LinearShape:
+    """What the choice of a kernel depends on; on ``hopper`` codes are dealt where they may be."""
+    scheme = layer.scheme
+    dealt = hopper and scheme is not None and may_be_dealt(scheme, layer.outputs, layer.inputs, dtype)
+    return LinearShape(layer.outputs, layer.inputs, layer.gated, dtype, layer.bias, scheme, dealt)
 
 
 def merged(before: Sequence[Table], new: Table) -> Table:
@@ -318,21 +322,20 @@ def wide_float8(shape: LinearShape) -> bool:
     )
 
 
-def few_codes(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.linear_hopper_few` does for a layer, on Hopper."""
-    whole = shape.columns % 8 == shape.outputs % 16 == 0
-    if wide_float8(shape):
-        return whole and shape.inputs % 128 == 0
-    scheme = shape.scheme
+def may_be_dealt(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether codes of four bits may lie as Hopper's matrix unit takes them: those of groups of whole steps."""
     return (
-        scheme is not None
-        and shape.narrow
-        and shape.dtype.itemsize == 2
-        and whole
-        and shape.inputs % 64 == 0
+        scheme.code == "int4"
         and not scheme.indexed
+        and dtype == torch.bfloat16
+        and outputs % 16 == inputs % 64 == 0
         and (scheme.group == 128 or scheme.group % 256 == 0)
     )
+
+
+def few_rows(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper_few` does for a layer, on Hopper."""
+    return shape.dealt or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
 
 
 def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
@@ -363,8 +366,8 @@ def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig
                 return choice
     if shape.scheme is not None:
         if shape.scheme.activations is None and rows >= MANY_ROWS:
-            return Expanded(rule(shape._replace(scheme=None, narrow=False), rows))  # type: ignore[arg-type]  # plain: not expanded again
-        return few_rule(shape, rows) if hopper and few_codes(shape) else codes_rule(shape, rows)
+            return Expanded(rule(shape._replace(scheme=None, dealt=False, narrow=False), rows))  # type: ignore[arg-type]  # plain: not expanded again
+        return few_rule(shape, rows) if hopper and few_rows(shape) else codes_rule(shape, rows)
     many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
     return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
 
