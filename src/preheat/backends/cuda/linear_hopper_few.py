@@ -8,8 +8,7 @@ for. Of a gated layer the 64 are 32 gates and their ups, in turns of eight: one 
 Codes of four bits become bfloat16, two at a time, in the registers from which the matrix unit reads: behind the
 exponent of 128 they are that plus the code, of which the same plus the zero point is taken; the difference is exact. If
 a scale is a number of bfloat16, their product is rounded once, as in fp32. One of float16 is the sum of two such
-numbers, the smaller of three bits: its product is exact and is added in the same rounding. While weights of the next
-128 inputs are made, those before are being multiplied.
+numbers, the smaller of three bits: its product is exact and is added in the same rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -150,13 +150,6 @@ def _rounded(acc, bias, first, last, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _as_operand(numbers, SUMS: gl.constexpr):
-    """[64, 64] in the order of a step's bytes as it is dealt out to the matrix unit, whose registers these are."""
-    numbers = numbers.reshape([OUTPUTS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([OUTPUTS, CHUNK])
-    return gl.convert_layout(numbers, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-
-
-@gluon.jit
 def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
     """[64]: of the ``part``-th step of a stage."""
     PART: gl.constexpr = part if memory.shape[0] > 1 else 0
@@ -189,20 +182,26 @@ def _weights(codes, zeros, ss, zs, place, part: gl.constexpr):
 
 
 @gluon.jit
-def _inputs(xs, chunk: gl.constexpr):
-    """[64, rows]: the ``chunk``-th of a stage."""
+def _product(acc, weights, xs, chunk: gl.constexpr):
+    """``acc`` and the products of ``weights`` [64, 64] with the ``chunk``-th of a stage's inputs, in order."""
     N: gl.constexpr = xs.shape[1]
-    return xs.reshape([xs.shape[0] * N, CHUNK]).slice(chunk * N, N).permute([1, 0])
+    SUMS: gl.constexpr = acc.type.layout
+    weights = weights.reshape([OUTPUTS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([OUTPUTS, CHUNK])
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+    inputs = xs.reshape([xs.shape[0] * N, CHUNK]).slice(chunk * N, N).permute([1, 0])
+    return mma_v2(weights, inputs.load(gl.DotOperandLayout(1, SUMS, 2)), acc)
 
 
 @gluon.jit
 def _multiply_codes(
     y, bias, zeros, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr
 ):  # fmt: skip
-    """Of four-bit codes."""
+    """Of four-bit codes: by the instruction that a warp has for itself, for which a chain of products is not twice as
+    long as for the one of four warps.
+    """
     STAGES: gl.constexpr = ws.shape[0]
     N: gl.constexpr = xs.shape[2]
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     CODES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [8, 0, 0], [0, 0, 1]],
         [[0, 16, 0], [0, 32, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -211,19 +210,15 @@ def _multiply_codes(
         [64, 64, 2],
     )
     acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
-    gl.assume(steps > 0)  # or the assembler waits for every product
     for step in range(steps):
         place, phase = ring(step, STAGES)
         mbarrier.wait(full.index(place), phase)
         both = ws.index(place).reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
         for part in gl.static_range(2):
             low, high = _weights(both[part], zeros, ss, zs, place, part)
-            acc = warpgroup_mma(_as_operand(low, SUMS), _inputs(xs.index(place), 2 * part), acc, is_async=True)
-            acc = warpgroup_mma(_as_operand(high, SUMS), _inputs(xs.index(place), 2 * part + 1), acc, is_async=True)
-            acc = warpgroup_mma_wait(2, [acc])
-            if part == 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
-    acc = warpgroup_mma_wait(0, [acc])
+            acc = _product(acc, low, xs.index(place), 2 * part)
+            acc = _product(acc, high, xs.index(place), 2 * part + 1)
+        mbarrier.arrive(empty.index(place))
     _store(acc, y, bias, rows, columns, gated)
 
 
@@ -333,7 +328,7 @@ def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, 
         gated=gated,
         GROUP=group,
         STAGES=tile.stages,
-        **options(num_warps=4, num_stages=1, maxnreg=80),
+        **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 64 else 80),
     )
 
 
@@ -352,7 +347,7 @@ def few_float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor 
         gated=gated,
         STAGES=tile.stages,
         enable_fp_fusion=False,
-        **options(num_warps=4, num_stages=1, maxnreg=80),
+        **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 64 else 80),
     )
 
 
