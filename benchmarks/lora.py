@@ -28,6 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common.adapter import write_adapter
 from benchmarks.common.client import quantile
 from benchmarks.common.lora_serving import loading_over_http
@@ -254,7 +256,7 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
     itl = {"without": without.figures(sizes.batches, {"none": [None]})["none"]}
     ready = {"without": without.ready}
     del without
-    gc.collect()
+    forget()
     engine = make(args, folder, sizes, **adapted, max_cpu_loras=args.adapters + 1)
     ready["with"] = engine.ready
     every = served[: args.adapters]
@@ -265,9 +267,15 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
     assert seats is not None
     places = round(seats.bytes / 2**20, 1)
     del engine, seats
-    gc.collect()
+    forget()
     long = long_contexts(args, folder, sizes, every, adapted)
     return {"itl_ms": itl, "ready_s": ready, "loading": load, "http": http, "long": long, "places_mib": places}
+
+
+def forget() -> None:
+    """Give back the memory of engines that nobody has any longer."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing, without a GPU
 
 
 def over_http(
