@@ -1,12 +1,19 @@
 """What adapters cost, and what loading one costs those that decode.
 
-    python -m benchmarks lora [--shape llama-3.1-8b] [--adapters 8] [--rank 16] [--tiny] [--output FOLDER] [OPTION ...]
+    python -m benchmarks lora [--shape llama-3.1-8b] [--adapters 8] [--rank 16] [--context 32768] [--tiny]
+        [--output FOLDER] [OPTION ...]
+
+First over HTTP: streams that decode, without an adapter and with half of ``--adapters`` in turn, while ``--adapters``
+others are loaded one after the other, each of which then has its first request. The rest in this process:
 
 An engine without adapters, then one with places for ``--adapters`` of them, each for every linear layer of the decoder.
 Reported are milliseconds between tokens for batches of rows without adapters (of both engines), with one adapter, and
 with all of them in turn; the same for reading prompts; the seconds until each engine is ready; and, while rows decode,
 the seconds that it takes to read another adapter and to put it into its place, and the longest gaps between steps
-meanwhile. Weights and adapters are random numbers. Further arguments are options of the engine, as NAME=VALUE.
+meanwhile. Then an engine for 8 prompts of ``--context`` tokens: the milliseconds to read one, and between tokens while
+all of them decode, without adapters and with all of them in turn.
+
+Weights and adapters are random numbers. Further arguments are options of the engine, as NAME=VALUE.
 """
 
 from __future__ import annotations
@@ -21,13 +28,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common.adapter import write_adapter
 from benchmarks.common.client import quantile
+from benchmarks.common.lora_serving import loading_over_http
 from benchmarks.common.report import RESULTS, parser, save
-from benchmarks.common.shapes import CHOICES, FULL, TINY, Sizes, engine_options, vocabulary
+from benchmarks.common.shapes import (
+    CHOICES,
+    FULL,
+    TINY,
+    Sizes,
+    config_of,
+    engine_options,
+    long_answer,
+    long_length,
+    vocabulary,
+)
 from benchmarks.suite.offline import greedy
 from preheat.frontend.adapters import LoRARequest
+from preheat.frontend.request_state import RequestState
 from preheat.llm import LLM
+from preheat.lora.adapter import adapted_modules
+from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED
 from preheat.utils.adapters import LoraModule
 
@@ -73,6 +96,47 @@ class Measured:
         sizes = self.sizes
         return self.seconds(sizes.prompts, sizes.prompt, 1, adapters, 3) / sizes.prompts * 1e3
 
+    def start(self, length: int, tokens: int, adapters: Adapters) -> list[RequestState]:
+        """Begin a request of random tokens with each of ``adapters``, which must be served."""
+        states, frontend = [], self.llm.frontend
+        for adapter, prompt in zip(adapters, self.prompts(len(adapters), length), strict=True):
+            states.append(frontend.prepare(prompt["prompt_token_ids"], greedy(tokens)))
+            states[-1].lora_name = adapter.lora_name if adapter else ""
+        frontend.start(states)
+        return states
+
+    def advance(self, until: Callable[[], bool]) -> list[float]:
+        """Step until then; the seconds of each step."""
+        gaps = []
+        while not until():
+            began = time.perf_counter()
+            self.llm.advance()
+            gaps.append(time.perf_counter() - began)
+        return gaps
+
+    def stop(self, states: Sequence[RequestState]) -> None:
+        """Let requests go."""
+        for state in states:
+            self.llm.frontend.abort(state)
+        self.llm.loop.take(0)
+        self.llm.loop.finish()
+        self.llm.advance()
+
+    def long(self, rows: int, context: int, adapters: Adapters) -> dict[str, float]:
+        """Milliseconds to read a prompt of ``context`` tokens, of ``rows`` given at once, and between tokens while all
+        of those decode.
+        """
+        prompt = self.seconds(rows, context, 1, adapters, 2) / rows
+        asked = [adapters[row % len(adapters)] for row in range(rows)]
+        states = self.start(context, long_answer(self.sizes, rows, context), asked)
+        last = states[-1].choices[0]
+        self.advance(lambda: bool(last.token_ids))
+        before = len(last.token_ids)
+        spent = sum(self.advance(lambda: any(state.finished for state in states)))
+        found = spent / (len(last.token_ids) - before)
+        self.stop(states)
+        return {"prompt_ms": round(prompt * 1e3, 3), "itl_ms": round(found * 1e3, 3)}
+
     def figures(self, batches: Sequence[int], kinds: dict[str, Adapters]) -> dict[str, dict[str, float]]:
         """Of each kind of rows."""
         found: dict[str, dict[str, float]] = {}
@@ -82,13 +146,16 @@ class Measured:
         return found
 
 
+def options_of(args: argparse.Namespace, sizes: Sizes, more: dict[str, Any]) -> dict[str, Any]:
+    """What an engine is told; ``more`` wins."""
+    usual = {"max_num_seqs": max(sizes.batches), "kv_cache_memory_bytes": 1 << (26 if args.tiny else 33)}
+    return usual | dict(option.split("=", 1) for option in args.options) | more
+
+
 def make(args: argparse.Namespace, folder: Path, sizes: Sizes, **more: Any) -> Measured:
     """An engine; ``folder`` is for its config."""
-    given = {
-        "max_num_seqs": max(sizes.batches), "kv_cache_memory_bytes": 1 << (26 if args.tiny else 33),
-    } | dict(option.split("=", 1) for option in args.options)  # fmt: skip
     shape = BUNDLED if args.tiny else args.shape
-    options = engine_options(shape, given | more, folder, tiny=args.tiny)
+    options = engine_options(shape, options_of(args, sizes, more), folder, tiny=args.tiny)
     began = time.perf_counter()
     return Measured(LLM(**options), sizes, vocabulary(shape), time.perf_counter() - began)
 
@@ -98,8 +165,8 @@ def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) ->
     nothing else happens, while a request without an adapter begins, and while ``new`` is read and a request with it
     begins.
     """
-    llm, frontend, executor = engine.llm, engine.llm.frontend, engine.llm.loop.executor
-    tokens, gaps, placed = 8 * engine.sizes.steps + 4, list[float](), list[float]()
+    executor, advance, context = engine.llm.loop.executor, engine.advance, engine.sizes.context
+    placed = list[float]()
     right = executor.load_adapters
 
     def timed(loads: Any) -> None:
@@ -107,35 +174,19 @@ def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) ->
         right(loads)
         placed.append(time.perf_counter() - began)
 
-    def start(adapters: Adapters, tokens: int) -> list[Any]:
-        states = []
-        for adapter, prompt in zip(adapters, engine.prompts(len(adapters), engine.sizes.context), strict=True):
-            states.append(frontend.prepare(prompt["prompt_token_ids"], greedy(tokens)))
-            states[-1].lora_name = adapter.lora_name if adapter else ""
-        frontend.start(states)
-        return states
-
-    def advance(until: Callable[[], bool]) -> list[float]:
-        gaps = []
-        while not until():
-            began = time.perf_counter()
-            llm.advance()
-            gaps.append(time.perf_counter() - began)
-        return gaps
-
-    decoding = start([running[row % len(running)] for row in range(rows)], tokens)
+    decoding = engine.start(context, 8 * engine.sizes.steps + 4, [running[row % len(running)] for row in range(rows)])
     advance(lambda: all(state.choices[0].token_ids for state in decoding))
     count = iter(range(engine.sizes.steps))
     still = advance(lambda: next(count, None) is None)
-    (plain,) = start([None], 1)
+    (plain,) = engine.start(context, 1, [None])
     beside = advance(lambda: bool(plain.finished))
     executor.load_adapters = timed  # type: ignore[method-assign]
     began = time.perf_counter()
     answers: list[Any] = []
-    frontend.adapters.load(LoraModule(new.lora_name, new.lora_path), answers.append)
+    engine.llm.frontend.adapters.load(LoraModule(new.lora_name, new.lora_path), answers.append)
     gaps = advance(lambda: bool(answers))
     read = time.perf_counter() - began
-    (first,) = start([new], 1)
+    (first,) = engine.start(context, 1, [new])
     began = time.perf_counter()
     placing = advance(lambda: bool(first.finished))
     until_token = time.perf_counter() - began
@@ -144,11 +195,7 @@ def loading(engine: Measured, rows: int, running: Adapters, new: LoRARequest) ->
         raise AssertionError(f"the adapter was not read: {answers}")
     if any(state.finished for state in decoding):
         raise AssertionError("the rows that decode ended before the adapter was there")
-    for state in decoding:
-        frontend.abort(state)
-    llm.loop.take(0)
-    llm.loop.finish()
-    llm.advance()
+    engine.stop(decoding)
     return {
         "read_ms": round(read * 1e3, 1), "place_host_ms": round(sum(placed) * 1e3, 2),
         "first_token_ms": round(until_token * 1e3, 1), "gap_p50": quantile(still, 0.5),
@@ -173,41 +220,88 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--adapters", type=int, default=8)
     flags.add_argument("--rank", type=int, default=16)
     flags.add_argument("--batches", type=int, nargs="+")
+    flags.add_argument("--context", type=int, help="tokens of the long prompts")
     flags.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
     flags.add_argument("--output", type=Path, help="the folder for lora.json, by default benchmarks/results")
     flags.add_argument("options", nargs="*", metavar="NAME=VALUE")
     args = flags.parse_intermixed_args(words)
-    sizes = TINY if args.tiny else replace(FULL, batches=(1, 32, 128), prompts=8)
-    sizes = replace(sizes, batches=tuple(args.batches)) if args.batches else sizes
     with tempfile.TemporaryDirectory() as name:
-        figures = run(args, Path(name), sizes)
+        figures = run(args, Path(name), sizes_of(args))
     print(table(figures["itl_ms"]["without"], figures["itl_ms"]))
     print("ready, s: " + ", ".join(f"{kind} {value:.1f}" for kind, value in figures["ready_s"].items()))
-    print("loading, ms: " + ", ".join(f"{what} {value}" for what, value in figures["loading"].items()))
+    for section in ("loading", "http", "long"):
+        print(f"{section}, ms: " + ", ".join(f"{what} {value}" for what, value in figures[section].items()))
     if args.output or not args.tiny:
         print(save("lora", {"options": {**vars(args), "output": None}, **figures}, args.output or RESULTS))
 
 
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    """How much is run; its first long case is the only one."""
+    sizes = TINY if args.tiny else replace(FULL, batches=(1, 32, 128), prompts=8, streams=16, long=((8, 32768),))
+    rows, context = sizes.long[0]
+    batches = tuple(args.batches) if args.batches else sizes.batches
+    return replace(sizes, batches=batches, long=((rows, args.context or context),))
+
+
 def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """The figures of both engines."""
+    """The figures of the server, then those of the engines here, one at a time."""
+    spec, served = read_spec(config_of(args.shape if not args.tiny else BUNDLED)), list[LoRARequest]()
+    modules = {name: shape for name, shape in adapted_modules(spec).items() if not name.endswith("lm_head")}
+    for number in range(2 * args.adapters + 1):
+        path = write_adapter(folder / str(number), modules, rank=args.rank, seed=number)
+        served.append(LoRARequest(f"a{number}", number + 1, str(path)))
+    adapted = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank}
+    http = over_http(args, folder, sizes, served, adapted)
     without = make(args, folder, sizes)
     itl = {"without": without.figures(sizes.batches, {"none": [None]})["none"]}
     ready = {"without": without.ready}
     del without
-    gc.collect()
-    engine = make(
-        args, folder, sizes, enable_lora=True, max_loras=args.adapters, max_cpu_loras=args.adapters + 1,
-        max_lora_rank=args.rank,
-    )  # fmt: skip
+    forget()
+    engine = make(args, folder, sizes, **adapted, max_cpu_loras=args.adapters + 1)
     ready["with"] = engine.ready
+    every = served[: args.adapters]
+    itl |= engine.figures(sizes.batches, {"base rows": [None], "one": every[:1], "mixed": every})
+    running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
+    load = loading(engine, rows, running, served[args.adapters])
     seats = engine.llm.loop.executor.adapters
     assert seats is not None
-    modules = {name: shape for name, shape in seats.modules.items() if not name.endswith("lm_head")}
-    served = []
-    for number in range(1, args.adapters + 2):
-        path = write_adapter(folder / str(number), modules, rank=args.rank, seed=number)
-        served.append(LoRARequest(f"a{number}", number, str(path)))
-    kinds: dict[str, Adapters] = {"base rows": [None], "one": served[:1], "mixed": served[:-1]}
-    itl |= engine.figures(sizes.batches, kinds)
-    load = loading(engine, min(32, max(sizes.batches) - 1), served[: max(args.adapters // 2, 1)], served[-1])
-    return {"itl_ms": itl, "ready_s": ready, "loading": load, "places_mib": round(seats.bytes / 2**20, 1)}
+    places = round(seats.bytes / 2**20, 1)
+    del engine, seats
+    forget()
+    long = long_contexts(args, folder, sizes, every, adapted)
+    return {"itl_ms": itl, "ready_s": ready, "loading": load, "http": http, "long": long, "places_mib": places}
+
+
+def forget() -> None:
+    """Give back the memory of engines that nobody has any longer."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing, without a GPU
+
+
+def over_http(
+    args: argparse.Namespace, folder: Path, sizes: Sizes, served: Sequence[LoRARequest], adapted: dict[str, Any]
+) -> dict[str, Any]:
+    """See :func:`loading_over_http`."""
+    few = max(args.adapters // 2, 1)
+    given = options_of(args, sizes, adapted | {
+        "max_num_seqs": sizes.streams + 2, "max_cpu_loras": few + args.adapters, "lora_root": str(folder)
+    })  # fmt: skip
+    shape = BUNDLED if args.tiny else args.shape
+    running, new = (
+        {each.lora_name: each.lora_path for each in part} for part in (served[:few], served[-args.adapters :])
+    )
+    options = engine_options(shape, given, folder, tiny=args.tiny)
+    return loading_over_http(options, running, new, sizes, vocabulary(shape))
+
+
+def long_contexts(
+    args: argparse.Namespace, folder: Path, sizes: Sizes, adapters: Adapters, adapted: dict[str, Any]
+) -> dict[str, Any]:
+    """Of long prompts without adapters, and with all of them in turn."""
+    (rows, context), length = sizes.long[0], long_length(sizes)
+    config = config_of(BUNDLED if args.tiny else args.shape)
+    token = (8 if args.tiny else 4) * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    more = {"max_num_seqs": rows, "max_model_len": length, "kv_cache_memory_bytes": token * (length + 1024) * rows}
+    engine = make(args, folder, sizes, **adapted, **more)
+    kinds: dict[str, Adapters] = {"none": [None], "mixed": adapters}
+    return {"rows": rows, "context": context} | {kind: engine.long(rows, context, each) for kind, each in kinds.items()}

@@ -14,11 +14,12 @@ class Edit(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is wrong, the edits that make it so, and the test nearest to it."""
+    """What is wrong, the edits that make it so, and the test nearest to it. ``lora``: the engine serves adapters."""
 
     name: str
     edits: tuple[Edit, ...]
     test: str
+    lora: bool = False
 
 
 _LINEAR = "backends/cpu/linear.py"
@@ -42,6 +43,8 @@ _TURNED = "            weighted, weight = weighted.flip(0), weight.flip(0)\n"
 _REDUCED = "tests/cpu/test_model_ops.py::test_a_rows_bits_depend_on_nothing_but_the_row"
 _FEATURES = "tests/cpu/test_verify_features.py::test_all_is_well_and_was_really_taken"
 _SAMPLING = "tests/cpu/test_sampler.py"
+_LORA, _PLACES = "backends/cpu/lora.py", "schedule/adapters.py"
+_ADAPTED = "tests/cpu/test_lora.py"
 _RESUMED = "tests/cpu/test_resumed.py::test_a_resumed_row_is_computed_as_the_first_time"
 
 
@@ -190,5 +193,43 @@ FAULTS = (
         (Edit(_BATCH, "first = int(schedule.first[row]) + 1\n",
               "first = int(schedule.first[row]) + 1 + bool(schedule.first[row])\n"),),
         _FEATURES,
+    ),
+    Fault(
+        "a place keeps the adapter before where the next leaves a layer alone",
+        (Edit(_LORA, "        self._tiles[place] = 0\n", "        return\n"),),
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", lora=True,
+    ),
+    Fault(
+        "a place keeps ranks of the adapter before",
+        (Edit(_LORA, "= packed.scale, tiles\n", "= packed.scale, max(tiles, self._tiles[place])\n"),),
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", lora=True,
+    ),
+    Fault(
+        "rows have the adapter of the row before",
+        (Edit(_BATCH, "slots.adapter[schedule.slots]\n", "np.roll(slots.adapter[schedule.slots], 1)\n"),),
+        f"{_ADAPTED}::test_rows_of_several_adapters_and_of_none_are_what_they_are_alone", lora=True,
+    ),
+    Fault(
+        "rows without an adapter get zeros added",
+        (Edit(_LORA, "            self._add(y, x, place, rows)\n",
+              "            self._add(y, x, place, rows)\n            y += 0.0\n"),),
+        "tests/cpu/test_lora_ops.py::test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero", lora=True,
+    ),
+    Fault(
+        "one prefix cache for all adapters", (Edit(_PREFIX, "sequence.adapter_digest.encode()", 'b""'),),
+        f"{_ADAPTED}::test_equal_prompts_of_different_adapters_share_no_blocks_and_equal_adapters_do", lora=True,
+    ),
+    Fault(
+        "the place of an adapter is given away while rows use it",
+        (Edit(_PLACES, "if digest not in self._users), None)", "if len(self._placed) == self.count), None)"),),
+        "tests/pure/test_lora.py", lora=True,
+    ),
+    Fault(
+        "an adapter that is put into its place only the first time",
+        (Edit(_PLACES, "            self._loads.append((self._placed[digest], adapter))\n",
+              "            if digest not in _seen:\n"
+              "                self._loads.append((self._placed[digest], adapter))\n            _seen.add(digest)\n"),
+         Edit(_PLACES, 'BASE = ""\n', '_seen: set[str] = set()\nBASE = ""\n')),
+        f"{_ADAPTED}::test_bits_depend_neither_on_the_place_nor_on_the_largest_rank_nor_on_eviction", lora=True,
     ),
 )  # fmt: skip

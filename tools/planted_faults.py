@@ -27,6 +27,7 @@ TIMEOUT = 900
 
 LOOK = """
 import json
+import os
 from preheat.core import Ready
 from preheat.settings import Settings
 from preheat.plan import plan
@@ -40,7 +41,8 @@ from preheat.warmup.record import Record
 plan.KINDS = tuple(kind for kind in plan.KINDS if kind is not SamplerItem)
 size = Size(prompts=10, runs=2, outputs=16, longest=400)
 settings = Settings.load({"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_warmup": False,
-                          "log_level": "error", "kv_cache_memory_bytes": 1 << 27})
+                          "log_level": "error", "kv_cache_memory_bytes": 1 << 27,
+                          **json.loads(os.environ["PLANTED_OPTIONS"])})
 records = []
 
 class Noting(drive.Engine):
@@ -61,6 +63,10 @@ if records:
     found["boot"] = [e.shape["name"] for e in records[0].entries if e.kind == "check" and e.outcome == "failed"]
 print("FOUND " + json.dumps(found))
 """
+
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 24}
+"""The engine's options for faults of adapters."""
 
 
 class Seen(NamedTuple):
@@ -89,12 +95,13 @@ def plant(fault: Fault | None) -> Path:
     return folder
 
 
-def look(fault: Fault | None) -> Seen:
-    """Run all three over ``fault``."""
+def look(fault: Fault | None, *, lora: bool) -> Seen:
+    """Run all three over ``fault``, on an engine that serves adapters if ``lora``."""
     folder = plant(fault)
     try:
         environment = os.environ | {"PYTHONPATH": str(folder / "src"), "PREHEAT_CACHE_ROOT": str(folder / "cache")}
         environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        environment["PLANTED_OPTIONS"] = json.dumps(LORA if lora else {})
 
         def run(*command: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
@@ -141,14 +148,16 @@ def main() -> int:
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only is None or args.only in fault.name]
 
-    def one(fault: Fault | None) -> Seen:
-        seen = look(fault)
+    def one(fault: Fault | None, lora: bool) -> Seen:
+        seen = look(fault, lora=lora)
         print(f"{fault.name if fault else 'nothing planted'}: {seen}", flush=True)
         return seen
 
+    kinds = sorted({fault.lora for fault in faults})
     with ThreadPoolExecutor(args.jobs) as pool:
-        none, *seen = pool.map(one, [None, *faults])
-    if any(none):
+        controls = pool.map(one, [None] * len(kinds), kinds)
+        seen = [*pool.map(one, faults, [fault.lora for fault in faults])]
+    if any(any(control) for control in controls):
         print("with nothing planted something is seen, too: the table would mean nothing")
         return 1
     text = table(faults, seen)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from typing import Any, Self
 
 HIGHEST_ID = 120_000
@@ -21,13 +22,21 @@ ECHO = b"HTTP/1.1 200 OK\r\n\r\n" + b"data: {}\n\n" * 2
 
 @dataclass
 class Served:
-    """What a client saw of one request; times in seconds. ``error`` says what went wrong, if anything did."""
+    """What a client saw of one request; times in seconds, since ``began`` of ``time.perf_counter``. ``error`` says what
+    went wrong, if anything did.
+    """
 
     asked: int
     first: float | None = None
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
     error: str | None = None
+    began: float = 0.0
+
+    def gaps_between(self, start: float, end: float) -> list[float]:
+        """Those of ``gaps`` that ended in this span of ``time.perf_counter``."""
+        ends = accumulate(self.gaps, initial=self.began + (self.first or 0.0))
+        return [gap for gap, at in zip(self.gaps, islice(ends, 1, None), strict=False) if start < at <= end]
 
 
 class Client:
@@ -59,17 +68,20 @@ class Client:
                 await client.ask([0], 2)
         return cls(port, vocabulary)
 
-    async def ask(self, prompt: Sequence[int], tokens: int, **sampling: Any) -> Served:
-        """Stream ``tokens`` tokens."""
+    async def ask(self, prompt: Sequence[int], tokens: int, *, into: Served | None = None, **sampling: Any) -> Served:
+        """Stream ``tokens`` tokens. ``into`` has what was seen so far, whatever ends the request."""
         body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, **sampling}
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-        served, started = Served(tokens), time.perf_counter()
+        served, started = into or Served(tokens), time.perf_counter()
+        served.began = started
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-            writer.write(head.encode() + data)
-            await self._read(reader, served, started)
-            writer.close()
+            try:
+                writer.write(head.encode() + data)
+                await self._read(reader, served, started)
+            finally:
+                writer.close()
         except OSError as error:
             served.error = repr(error)
         return served

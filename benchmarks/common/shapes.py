@@ -136,6 +136,7 @@ class Sizes:
     answer_tokens: tuple[int, int] = (32, 256)
     burst: int = 512
     streams: int = 64
+    stream_tokens: int = 3000
 
 
 FULL = Sizes()
@@ -157,6 +158,7 @@ TINY = Sizes(
     answer_tokens=(2, 6),
     burst=4,
     streams=2,
+    stream_tokens=100,
 )
 
 ENGINE: dict[str, Any] = {

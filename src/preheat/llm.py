@@ -99,16 +99,18 @@ class OfflineClient:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The ``beam_width`` best sequences after each prompt, by vLLM's rules: see docs/beam-search.md.
 
-        At most ``concurrency_limit`` prompts are searched at once; None: all of them. Raises InvalidRequest for the
-        first prompt that cannot be served, before any is.
+        At most ``concurrency_limit`` prompts are searched at once; None: all of them. ``lora_request`` is as in
+        :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be served, before any is.
         """
         self.frontend.check_generates("LLM.beam_search")
         asked, states = _as_list(prompts), list[RequestState]()
+        adapters = _adapter_of_each(lora_request, len(asked))
         sampling = SamplingParams(
             n=params.beam_width, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
             temperature=params.temperature, include_stop_str_in_output=params.include_stop_str_in_output,
@@ -117,6 +119,7 @@ class OfflineClient:
             with naming_prompt(place, len(asked)):
                 state = self._prepare(place, prompt, sampling, add_special_tokens=True, priority=0)
                 states.append(self.frontend.input.search(state, params.length_penalty, "beam_width"))
+        self._adapt(states, adapters)
         for first in range(0, len(states), concurrency_limit or max(len(states), 1)):
             self._complete(states[first : first + (concurrency_limit or len(states))], use_tqdm)
         return [state.search.output() for state in states if state.search is not None]
@@ -254,10 +257,7 @@ class OfflineClient:
             with naming_prompt(place, len(prompts)):
                 rank = 0 if priority is None else priority[place]
                 states.append(self._prepare(place, prompt, own, add_special_tokens, rank))
-        for adapter in dict.fromkeys(each for each in adapters if each is not None):
-            self._serve(adapter)
-        for state, each in zip(states, adapters, strict=True):
-            state.lora_name = each.lora_name if each else ""
+        self._adapt(states, adapters)
         self._complete(states, use_tqdm)
         return [state.output() for state in states]
 
@@ -294,6 +294,13 @@ class OfflineClient:
 
     def _embedded(self, tensor: object) -> Embedded:
         return self.frontend.prompt_embeds.of_tensor(tensor)
+
+    def _adapt(self, states: Sequence[RequestState], adapters: Sequence[LoRARequest | None]) -> None:
+        """Let ``states`` have their adapters, which are read unless they are served already."""
+        for adapter in dict.fromkeys(each for each in adapters if each is not None):
+            self._serve(adapter)
+        for state, each in zip(states, adapters, strict=True):
+            state.lora_name = each.lora_name if each else ""
 
     def _serve(self, asked: LoRARequest) -> None:
         """Have an adapter read, unless it is served already. Raises InvalidRequest."""

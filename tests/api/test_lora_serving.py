@@ -76,6 +76,15 @@ def test_answers_are_those_of_offline(adapted: Server, root: Path, offline: dict
     assert adapted.post("/v1/completions", {"model": "two", "prompt": "x"}).status == 404
 
 
+def test_a_search_is_the_adapters(adapted: Server) -> None:
+    """A beam of width 1 is the greedy answer."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    for model in ("one", "bundled"):
+        greedy, search = (adapted.post("/v1/completions", {**body, "model": model, "use_beam_search": use}).json
+                          for use in (False, True))  # fmt: skip
+        assert search["choices"][0]["text"] == greedy["choices"][0]["text"]
+
+
 def test_a_name_that_changes_its_adapter_answers_anew(adapted: Server, offline: dict[str, list[str]]) -> None:
     """What the prefix cache has of the old one is not taken for the new one's."""
     for name in ("one", "two", "one"):

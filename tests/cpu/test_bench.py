@@ -103,3 +103,11 @@ def test_adapters_are_measured_beside_an_engine_without(tmp_path):
     assert list(figures["itl_ms"]) == ["without", "base rows", "one", "mixed"]
     assert all(value > 0 for kind in figures["itl_ms"].values() for value in kind.values())
     assert figures["loading"]["place_host_ms"] > 0 and figures["places_mib"] > 0
+    http, long = figures["http"], figures["long"]
+    assert http["streams"] == 2 and http["loads"] == 2
+    for span in ("still", "beside_requests", "while_loading"):
+        assert set(http[span]) == {"seconds", "tokens", "itl_p50", "itl_p99", "itl_max"}
+    assert http["while_loading"]["tokens"] > 0
+    assert http["load_ms_max"] > 0 and http["first_token_ms_p50_after_load"] > 0
+    assert (long["rows"], long["context"]) == (2, 100) and set(long) == {"rows", "context", "none", "mixed"}
+    assert all(long[kind][what] > 0 for kind in ("none", "mixed") for what in ("prompt_ms", "itl_ms"))

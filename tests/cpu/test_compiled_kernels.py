@@ -20,6 +20,7 @@ from preheat.backends.cuda import attention_hopper, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
+from preheat.backends.cuda.lora import _shrink
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
@@ -72,6 +73,14 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
         GROUPED=grouped, X_GROUPED=grouped, W_GROUPED=grouped, gated=gated,
     )  # fmt: skip
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
+
+
+def test_adapters_shrink_by_the_matrix_unit():
+    integers = dict.fromkeys(("places", "members", "tiles", "arrived"), "*i32")
+    floats = dict.fromkeys(("sums", "shrunk", "scales"), "*fp32")
+    sizes = {"PARTS": 3, "TILES": 2, "SPLITS": 8, "WIDTH": 512, "CHUNK": 128, "ROWS": 16, "RANKS": 16, "EVEN": True}
+    found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", **integers, **floats}, **sizes)
+    assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
 
 @pytest.mark.parametrize("arranged", [False, True])

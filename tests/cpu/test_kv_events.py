@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, LoRARequest, SamplingParams
 from preheat.engine.kv_publisher import END
 from preheat.errors import SettingsError
+from preheat.schedule.kv_events import KvEventBatch, KvEvents
 from preheat.settings import Settings
+from tests.adapters import write_adapter
 from tests.cpu.test_boot_check import SMALL, few_items
 
 __all__ = ["few_items"]
@@ -133,6 +136,46 @@ def replayed(endpoint: str, subscriber: Subscriber) -> None:
     assert numbers == subscriber.numbers and late.kinds == subscriber.kinds and late.known == subscriber.known
     context.destroy(linger=0)
     late.close()
+
+
+def stored(config: dict[str, Any], ask: Callable[[LLM], object]) -> list[dict[str, Any]]:
+    """The events of blocks that are stored while ``ask`` runs."""
+    llm = LLM(**SMALL | {"boot_check": "off", "skip_warmup": True, "max_model_len": 128} | config)
+    batches: list[KvEventBatch] = []
+    llm.loop.scheduler.pool.events = KvEvents(batches.append)
+    ask(llm)
+    sent = [msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) for batch in batches]
+    return [event for _, events, _ in sent for event in events if event["type"] == "BlockStored"]
+
+
+def test_blocks_of_embeddings_have_keys_beside_token_id_0():
+    """As in vLLM; other rows, other keys."""
+
+    def ask(llm: LLM) -> None:
+        hidden = llm.loop.executor.decoder.weights.embedding[:80]
+        for rows in (hidden, hidden * 2):
+            llm.generate({"prompt_embeds": rows, "cache_salt": "s"}, PARAMS, use_tqdm=False)
+
+    first, second = stored({"enable_prompt_embeds": True}, ask)
+    assert first["token_ids"] == second["token_ids"] == [0] * 5 * BLOCK
+    (*begin, salt), last = first["extra_keys"][0], first["extra_keys"][4]
+    assert salt == "s" and [place for _, place in begin] == [0] and [place for _, place in last] == [0]
+    assert [keys[0][1] for keys in first["extra_keys"][:4]] == [0, -16, -32, -48]
+    assert len({keys[0][0] for keys in first["extra_keys"]}) == 2
+    assert not {keys[0][0] for keys in first["extra_keys"]} & {keys[0][0] for keys in second["extra_keys"]}
+
+
+def test_blocks_of_an_adapter_have_its_name(tmp_path):
+    adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", 1)))
+
+    def ask(llm: LLM) -> None:
+        for request in (adapter, None):
+            llm.generate({"prompt_token_ids": prompt(0)}, PARAMS, use_tqdm=False, lora_request=request)
+
+    adapted, plain = stored({"enable_lora": True}, ask)
+    assert adapted["token_ids"] == plain["token_ids"] and adapted["block_hashes"] != plain["block_hashes"]
+    assert (adapted["lora_name"], adapted["extra_keys"]) == ("one", [["one"], ["one"]])
+    assert (plain["lora_name"], plain["extra_keys"]) == (None, [None, None])
 
 
 def test_what_is_refused(published):

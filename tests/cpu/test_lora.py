@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from preheat.backends.cpu.lora import AdaptedLinear
 from preheat.core import AdapterReport, Delta, LoadAdapter, SamplingParams, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.settings import Settings
@@ -263,6 +265,22 @@ def test_every_step_with_adapters_is_planned_and_loading_is_not_cold(folder):
     planned = {item.program for item in own.loop.packer.plan.items if item.kind == "lora"}
     assert planned
     assert own.run(asked) == own.run(asked, in_groups([1, 2, 4, 3, 2]))  # a cold step would fail its requests
+
+
+def test_adapters_are_packed_by_the_thread_that_reads_them(folder, monkeypatch):
+    own = engine(folder, [], max_loras=1)
+    threads, right = list[str](), AdaptedLinear.pack
+
+    def pack(self, parts):
+        threads.append(threading.current_thread().name)
+        return right(self, parts)
+
+    monkeypatch.setattr(AdaptedLinear, "pack", pack)
+    send(own, LoadAdapter("all", str(folder / "all")))
+    assert threads and all(name.startswith("adapters") for name in threads)
+    threads.clear()
+    own.run(prompts("all"))
+    assert not threads
 
 
 def test_prompt_logprobs_are_those_of_the_adapter(shared):

@@ -78,8 +78,8 @@ def by_place(patch):
     """A place whose matrices end up a little off."""
     right = Factors.write
 
-    def write(self, place, a, b, scale):
-        right(self, place, a, b, scale * (1 + 2**-20 * place))
+    def write(self, place, packed):
+        right(self, place, packed._replace(scale=packed.scale * (1 + 2**-20 * place)))
 
     patch.setattr(Factors, "write", write)
 
@@ -87,9 +87,9 @@ def by_place(patch):
 def left_behind(patch):
     """What the adapter before had beyond the rank of the next one is still added."""
 
-    def write(self, place, a, b, scale):
+    def write(self, place, packed):
         before = self._tiles[place]
-        right(self, place, a, b, scale)
+        right(self, place, packed)
         self._tiles[place] = max(before, self._tiles[place])
 
     right = Factors.write

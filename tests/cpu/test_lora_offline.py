@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from preheat import LLM, InvalidRequest, LoRARequest, SamplingParams
+from preheat import LLM, BeamSearchParams, InvalidRequest, LoRARequest, SamplingParams
 from preheat.errors import AdapterError
 from tests.adapters import write_adapter
 
@@ -54,6 +54,20 @@ def test_chats(llm, folder):
         for request in (None, one, [None, one])
     )
     assert plain != tuned and mixed == [plain[0], tuned[1]]
+
+
+def test_a_search_has_its_adapter_in_all_rounds(llm, folder):
+    """A beam of width 1 is what is decoded greedily, each with its adapter, and wider ones are what they are alone."""
+    one, two = (LoRARequest(name, number, str(folder / name)) for number, name in ((1, "one"), (2, "two")))
+    adapters, params = [one, None, two, one], BeamSearchParams(1, 8, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = [output.sequences[0].tokens for output in llm.beam_search(PROMPTS, params, adapters)]
+    right = llm.generate(PROMPTS, greedy, use_tqdm=False, lora_request=adapters)
+    assert found == [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in right]
+    wide = BeamSearchParams(3, 6)
+    alone = [llm.beam_search(PROMPTS[:1], wide, request)[0] for request in (one, None, two)]
+    assert len({tuple(output.sequences[0].tokens) for output in alone}) == 3
+    assert llm.beam_search(PROMPTS[:1] * 3, wide, [one, None, two]) == alone
 
 
 def test_more_adapters_than_places_take_turns(llm, folder):

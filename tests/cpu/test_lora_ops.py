@@ -10,7 +10,7 @@ from preheat.backends.cpu import lora
 from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.backends.cpu.lora import CpuAdapters
 from preheat.errors import NotInvariant
-from preheat.ops.lora import add_delta, delta
+from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 
 INPUTS, OUTPUTS = 1100, (72, 40)
@@ -29,6 +29,11 @@ def factors(rank: int, part: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     return noise(rank, INPUTS, seed=seed) / 30, noise(OUTPUTS[part], rank, seed=seed + 1), 0.37
 
 
+def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
+    """Put an adapter into ``place``: what it has for each of the first parts."""
+    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given)}))
+
+
 def run(made, rows, x: torch.Tensor, places: list[int]) -> torch.Tensor:
     rows.describe(0, "tokens", np.array(places, np.int32))
     rows.use("tokens")
@@ -41,8 +46,7 @@ def test_what_is_added_is_the_references(rank, dtype):
     made, rows = layer(dtype=dtype)
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, seed=10 * part) for part in range(2)]
-    for part, each in enumerate(given):
-        made.write(1, part, *each)
+    put(made, 1, *given)
     base = run(made, rows, x, [-1] * 19)
     found = run(made, rows, x, [1] * 19)
     more = torch.cat([delta(x, *each) for each in given], 1)
@@ -53,7 +57,7 @@ def test_what_is_added_is_the_references(rank, dtype):
 
 def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     made, rows = layer()
-    made.write(0, 0, *factors(8, 0))
+    put(made, 0, factors(8, 0))
     x = noise(9, INPUTS, seed=5)
     plain = made.inner(x)
     found = run(made, rows, x, [0, -1, 1] * 3)
@@ -76,10 +80,8 @@ def test_a_rows_bits_depend_on_the_row_and_its_adapter_alone(count):
     for places, max_rank, place in ((1, 20, 0), (5, 128, 3)):
         made, rows = layer(places, max_rank)
         for other in range(places):
-            for part in range(2):
-                made.write(other, part, *factors(20, part, seed=90 + other))
-        for part, each in enumerate(wanted):
-            made.write(place, part, *each)
+            put(made, other, *(factors(20, part, seed=90 + other) for part in range(2)))
+        put(made, place, *wanted)
         results.append(run(made, rows, x, [place] * count))
         results.append(torch.cat([run(made, rows, row[None], [place]) for row in x]))
         results.append(run(made, rows, x.flip(0), [place] * count).flip(0))

@@ -25,7 +25,7 @@ from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.errors import PreheatError
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
-from preheat.ops.lora import add_delta, delta
+from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 from preheat.settings import Settings
 from preheat.warmup.record import Record
@@ -163,6 +163,11 @@ def layer(dtype: torch.dtype, inputs: int = INPUTS, max_rank: int = 48) -> tuple
     ), rows  # fmt: skip
 
 
+def put(made: Any, place: int, *given: tuple[torch.Tensor, torch.Tensor, float]) -> None:
+    """Put an adapter into ``place``: what it has for each part."""
+    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given)}))
+
+
 def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int]) -> torch.Tensor:
     """``y``, as it is after what the adapters add."""
     rows.describe(0, "tokens", torch.tensor(places, dtype=torch.int32).numpy())
@@ -179,8 +184,7 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
     x, y = noise(50, inputs, seed=1).to(dtype), noise(50, sum(OUTPUTS), seed=2).to(dtype)
     given = [((noise(23, inputs, seed=part) / 30).to(dtype), noise(size, 23, seed=9 + part).to(dtype), 0.7)
              for part, size in enumerate(OUTPUTS)]  # fmt: skip
-    for part, each in enumerate(given):
-        made.write(3, part, *each)
+    put(made, 3, *given)
     found = add(made, rows, x.cuda(), y.cuda(), [3] * 50).cpu()
     right = add_delta(y, torch.cat([delta(x, *each) for each in given], 1))
     if dtype == torch.float32:
@@ -204,10 +208,9 @@ def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(
         base, INPUTS, outputs, rows, places=PLACES, max_rank=48, dtype=dtype, activation=activation, clip=None
     )
     for place in range(PLACES):
-        for part, size in enumerate(outputs):
-            rank = 5 + 6 * place
-            a, b = noise(rank, INPUTS, seed=place).to(dtype), noise(size, rank, seed=part).to(dtype)
-            made.write(place, part, a / 40, b, 0.7)
+        rank = 5 + 6 * place
+        a = noise(rank, INPUTS, seed=place).to(dtype) / 40
+        put(made, place, *((a, noise(size, rank, seed=part).to(dtype), 0.7) for part, size in enumerate(outputs)))
     for count in (1, 2, 8, 16, 33, 64):
         x = torch.empty(count, INPUTS, dtype=dtype, device=device)
         rows.describe(0, "tokens", np.array([(row * 5) % (PLACES + 1) - 1 for row in range(count)], np.int32))
@@ -236,8 +239,7 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.
     y = torch.zeros(total, sum(OUTPUTS), dtype=dtype, device="cuda")
     for place in range(PLACES):
         a = signed_pairs(noise(16 + place, INPUTS, seed=place), -1.0).to(dtype)
-        for part, size in enumerate(OUTPUTS):
-            made.write(place, part, a, noise(size, len(a), seed=part).to(dtype), 2.0**20)
+        put(made, place, *((a, noise(size, len(a), seed=part).to(dtype), 2.0**20) for part, size in enumerate(OUTPUTS)))
     whose = [(row * 5) % (PLACES + 1) - 1 for row in range(total)]
     expected = add(made, rows, x, y, whose)
     base = [row for row in range(total) if whose[row] < 0]

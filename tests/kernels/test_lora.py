@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat.backends.cuda import lora, lora_expand
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora import BLOCK, CudaAdapters, most_blocks, write_blocks
 from preheat.backends.cuda.tuning import KernelConfigs
-from preheat.ops.lora import add_delta, delta
+from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
 
 INPUTS, OUTPUTS, PLACES = 1100, (48, 24), 3
@@ -36,6 +37,11 @@ def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[
     return (noise(rank, INPUTS, seed=seed) / 30).to(dtype), noise(OUTPUTS[part], rank, seed=seed + 1).to(dtype), 0.37
 
 
+def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
+    """Put an adapter into ``place``: what it has for each part, or None."""
+    made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given) if each is not None}))
+
+
 def run(made, rows, x: torch.Tensor, places: list[int], turn: int = 0) -> torch.Tensor:
     rows.describe(turn, "tokens", np.array(places, np.int32))
     rows.use("tokens")
@@ -48,8 +54,7 @@ def test_what_is_added_is_the_references(rank, dtype):
     made, rows = layer(dtype)
     x = noise(19, INPUTS, seed=5).to(dtype)
     given = [factors(rank, part, 10 * part, dtype) for part in range(2)]
-    for part, each in enumerate(given):
-        made.write(1, part, *each)
+    put(made, 1, *given)
     base, found = made.inner(x), run(made, rows, x, [1] * 19)
     more = torch.cat([delta(x, *each) for each in given], 1)
     exact = torch.cat([(x.double() @ a.double().T) * scale @ b.double().T for a, b, scale in given], 1)
@@ -65,7 +70,7 @@ def test_what_is_added_is_the_references(rank, dtype):
 def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
     made, rows = layer(torch.bfloat16, adapters=torch.float32)
     x, (a, b, scale) = noise(5, INPUTS, seed=5).bfloat16(), factors(7, 0, dtype=torch.float32)
-    made.write(0, 0, a, b, scale)
+    put(made, 0, (a, b, scale))
     found = run(made, rows, x, [0] * 5)[:, : OUTPUTS[0]]
     right = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, a, b, scale))
     assert (found != right).float().mean() < 0.01
@@ -75,7 +80,7 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
 
 def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     made, rows = layer()
-    made.write(0, 0, *factors(8, 0))
+    put(made, 0, factors(8, 0))
     x = noise(9, INPUTS, seed=5).bfloat16()
     x[1] = x[2] = 0
     plain = made.inner(x)
@@ -112,12 +117,12 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company):
     whose = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
     made, rows = layer()
     for place, each in enumerate(given):
-        made.write(place, 0, *each)
+        put(made, place, each)
     expected = run(made, rows, x, whose)
     assert (expected[0] != made.inner(x)[0]).any()
     other, theirs = layer(max_rank=70)
     for place, each in enumerate(given):
-        other.write((place + 1) % PLACES, 0, *each)
+        put(other, (place + 1) % PLACES, each)
     moved = [place if place < 0 else (place + 1) % PLACES for place in whose]
     for turn, group in enumerate(COMPANIES[company]):
         found = run(other, theirs, x[group].contiguous(), [moved[row] for row in group], turn % 2)
@@ -128,7 +133,7 @@ def test_sums_in_another_order_have_other_bits(monkeypatch):
     """What the test above would see, as atomic additions do it: the parts of the inputs from the last to the first."""
     x, given = cancelling()
     made, rows = layer()
-    made.write(0, 0, *given[0])
+    put(made, 0, given[0])
     expected = run(made, rows, x, [0] * 37)
     shrink = lora._shrink
 
@@ -156,9 +161,8 @@ def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(count, activation, dtyp
         base, INPUTS, outputs, rows, places=PLACES, max_rank=40, dtype=dtype, activation=activation, clip=None
     )  # fmt: skip
     for place, (rank, parts) in enumerate([(7, (0, 1)), (37, (0,)), (16, (0, 1))]):
-        for part in parts:
-            a, b = noise(rank, INPUTS, seed=place) / 30, noise(64, rank, seed=part)
-            made.write(place, part, a.to(dtype), b.to(dtype), 0.7)
+        a = noise(rank, INPUTS, seed=place) / 30
+        put(made, place, *((a.to(dtype), noise(64, rank, seed=part).to(dtype), 0.7) for part in parts))
     x = noise(count, INPUTS, seed=5).to(dtype)
     whose = [[1, 0, -1, 2, 1][row % 5] for row in range(count)]
     tiled = run(made, rows, x, whose)
@@ -173,17 +177,45 @@ def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(count, activation, dtyp
     assert [torch.equal(one, other) for one, other in zip(tiled, plain, strict=True)] == [each < 0 for each in whose]
 
 
+@DTYPES
+def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
+    """Of the place's dtype and layout already, so that nothing else runs, and nothing is waited for."""
+    made, _ = layer(dtype)
+    factor, (a, b, scale) = made._factors, factors(23, 1, dtype=torch.float32)
+    packed = made.pack({1: LowRank(a, b, scale)})
+    ran: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op.overloadpacket.__name__)
+            if op is torch.ops.aten.copy_.default:
+                to, source, waits = args[0], args[1], not args[2]
+                assert (to.dtype, to.shape) == (source.dtype, source.shape) and not waits
+                assert to.is_contiguous() and source.is_contiguous()
+            return op(*args, **(kwargs or {}))
+
+    with Noting():
+        made.write(2, packed)
+        made.clear(1)
+        made.clear(2)
+        made.write(2, packed)
+    assert ran.count("copy_") == 3 + 1 + 3 and {*ran} <= {"copy_", "select", "slice"}
+    assert torch.equal(factor._a[2, :2, 1].reshape(32, INPUTS)[:23], a.to(dtype))
+    assert torch.equal(factor._b[2, :2, OUTPUTS[0] :].transpose(0, 1).reshape(OUTPUTS[1], 32)[:, :23], b.to(dtype))
+    assert factor._tiles[2, :2].tolist() == [0, 2] and factor._scales[2, 1] == torch.tensor(scale)
+
+
 def test_what_was_there_before_is_gone():
     made, rows = layer()
     x = noise(5, INPUTS, seed=5).bfloat16()
     small, large = factors(5, 0, 1), factors(37, 0, 3)
-    made.write(0, 0, *small)
+    put(made, 0, small)
     expected = run(made, rows, x, [0] * 5)
-    made.write(0, 0, *large)
+    put(made, 0, large)
     assert not torch.equal(run(made, rows, x, [0] * 5), expected)
     made.clear(0)
     assert torch.equal(run(made, rows, x, [0] * 5), made.inner(x))
-    made.write(0, 0, *small)
+    put(made, 0, small)
     assert torch.equal(run(made, rows, x, [0] * 5), expected)
 
 
@@ -194,7 +226,7 @@ def test_the_activation_comes_after_and_steps_without_adapters_are_the_plain_lay
     plain = made(x)
     assert torch.equal(plain, made.plain(x)) and plain.shape == (6, 24)
     assert torch.equal(run(made, rows, x, [-1, 0, 1, -1, 2, 2]), plain)
-    made.write(1, 1, noise(4, INPUTS, seed=3).bfloat16(), noise(24, 4).bfloat16(), 1.0)
+    put(made, 1, None, (noise(4, INPUTS, seed=3).bfloat16(), noise(24, 4).bfloat16(), 1.0))
     found = run(made, rows, x, [-1, 0, 1, -1, 2, 2])
     assert [torch.equal(one, other) for one, other in zip(found, plain, strict=True)] == [True, True, False] + [
         True

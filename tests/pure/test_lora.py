@@ -21,7 +21,7 @@ from tests.pure.paper import limits, request
 
 class Adapter(NamedTuple):
     digest: str
-    factors: Any = None
+    packed: Any = None
 
 
 def scheduler(max_loras: int = 1, **changes: Any) -> Scheduler:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from preheat.backends.cold import Watched
     from preheat.core import Level
+    from preheat.ops.lora import LowRank
     from preheat.ops.moe import Routing
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
     from preheat.ops.sampling import SamplingInput
@@ -179,9 +180,14 @@ class AdaptedLinear(Linear, Protocol):
     def bytes(self) -> int:
         """Bytes of all its places."""
 
-    def write(self, place: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put an adapter's ``a`` [rank, inputs] and ``b`` [outputs of the part, rank] into ``place``. Steps that were
-        launched before do not see it. It neither allocates on the device nor compiles.
+    def pack(self, parts: Mapping[int, LowRank]) -> Any:
+        """What a place holds of an adapter with these matrices, by part; others it leaves alone. On the host, in the
+        layout and the dtype of a place. Any thread may ask for it.
+        """
+
+    def write(self, place: int, packed: Any) -> None:
+        """Put what :meth:`pack` gave into ``place``. Only copies are asked for, not waited for, and steps that were
+        launched before do not see them. It neither allocates on the device nor compiles.
         """
 
     def clear(self, place: int) -> None:

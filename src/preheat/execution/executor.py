@@ -198,10 +198,10 @@ class Executor:
 
     @torch.inference_mode()
     def load_adapters(self, loads: Loads) -> None:
-        """Put adapters into their places, between two steps."""
+        """Ask for the copies that put adapters into their places, between two steps."""
         assert self.adapters is not None, "there are no places for adapters"
         for place, adapter in loads:
-            self.adapters.load(place, adapter.factors)
+            self.adapters.load(place, adapter.packed)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:

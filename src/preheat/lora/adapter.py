@@ -20,6 +20,7 @@ from torch import Tensor
 from preheat.errors import AdapterError
 from preheat.lora.config import AdapterConfig
 from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.ops.lora import LowRank
 from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.utils.text import some
 
@@ -41,19 +42,6 @@ _OTHERS = {
 
 
 @dataclass(frozen=True)
-class Factors:
-    """What an adapter adds to one module of the checkpoint: ``scale * b @ a @ x``.
-
-    ``a`` is [rank, inputs], ``b`` [outputs, rank], both on the host and in the adapters' dtype. ``scale`` is applied in
-    float32 to the product with ``a``.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter that was read. ``factors`` are by the checkpoint's module, ``rank`` is the largest one. Equal
     ``digest``, equal factors and scales as they are stored, whatever the name.
@@ -62,7 +50,7 @@ class Adapter:
     name: str
     path: str
     rank: int
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, LowRank]
     digest: str
 
 
@@ -195,9 +183,9 @@ def _tensor(module: str, half: str) -> str:
 
 def _read(
     file: Any, config: AdapterConfig, found: Mapping[str, str], dtype: torch.dtype
-) -> tuple[dict[str, Factors], str]:
+) -> tuple[dict[str, LowRank], str]:
     """The factors of the modules that were ``found``, and their digest."""
-    digest, factors = hashlib.sha256(), dict[str, Factors]()
+    digest, factors = hashlib.sha256(), dict[str, LowRank]()
     for module, raw in sorted(found.items()):
         scale = config.scale_of(raw)
         digest.update(f"{module} {scale.hex()}".encode())
@@ -208,7 +196,7 @@ def _read(
             digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
             digest.update(stored.view(torch.uint8).numpy().data)
             halves.append(_finite(stored.to(dtype), name))
-        factors[module] = Factors(halves[0], halves[1], scale)
+        factors[module] = LowRank(halves[0], halves[1], scale)
     return factors, digest.hexdigest()
 
 

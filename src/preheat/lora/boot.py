@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from preheat.backends.base import Mode
 from preheat.errors import SettingsError
-from preheat.lora.adapter import Adapter, read_adapter
+from preheat.lora.adapter import read_adapter
 from preheat.lora.service import NO_ADAPTERS, Adapters
+from preheat.model.adapters import Packed
 from preheat.model.loader import LoadedModel
 from preheat.settings import Settings
 from preheat.utils.adapters import lora_modules
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """See :class:`preheat.schedule.adapters.Adapter`."""
+
+    name: str
+    digest: str
+    packed: Packed
 
 
 def check_mode(settings: Settings, mode: Mode) -> None:
@@ -30,10 +41,9 @@ def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
     if seats is None:
         return NO_ADAPTERS
 
-    def read(name: str, path: str) -> Adapter:
+    def read(name: str, path: str) -> PackedAdapter:
         adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype)
-        seats.check(adapter.factors)
-        return adapter
+        return PackedAdapter(name, adapter.digest, seats.pack(adapter.factors))
 
     adapters = Adapters(read, settings.max_cpu_loras or settings.max_loras)
     for module in lora_modules(settings.lora_modules):

@@ -12,7 +12,9 @@ from preheat.errors import AlreadyThere, ModelNotFound, NotFound, PreheatError, 
 from preheat.schedule.adapters import Adapter
 
 Read = Callable[[str, str], Adapter]
-"""``read(name, path)``: the adapter in a folder. Raises a PreheatError for one that cannot be served."""
+"""``read(name, path)``: the adapter in a folder, packed as a place holds it. Raises a PreheatError for one that is not
+served.
+"""
 
 
 NO_ADAPTERS = "enable_lora is off"

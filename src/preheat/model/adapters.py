@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,25 +13,20 @@ from preheat.backends.base import AdaptedLinear, AdapterOps, AdapterStep, Backen
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.shard import sums_leaves
 from preheat.model.specs import ExpertsSpec, LinearSpec, ModelSpec, leaves
+from preheat.ops.lora import LowRank
 from preheat.settings import Settings
 from preheat.utils.speculation import WITH_MODEL
 
-
-class Factors(Protocol):
-    """What an adapter has for one module: ``a`` [rank, inputs], ``b`` [outputs, rank], and what multiplies x a^T."""
-
-    @property
-    def a(self) -> Tensor: ...
-    @property
-    def b(self) -> Tensor: ...
-    @property
-    def scale(self) -> float: ...
+Packed = Sequence[Any]
+"""An adapter on the host as a place holds it: for each layer what it packed, or None if it is left alone."""
 
 
 class Seat(NamedTuple):
-    """A module of the checkpoint in the layer that has it: as which part, and in which order it has the rows."""
+    """A module of the checkpoint: the number of the layer that has it, as which part, and in which order it has the
+    rows.
+    """
 
-    layer: AdaptedLinear
+    layer: int
     part: int
     order: Tensor | None
     inputs: int
@@ -65,24 +60,32 @@ class AdapterSeats:
             linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
             dtype=self.dtype, activation=spec.activation, clip=spec.clip,
         )  # fmt: skip
-        self._layers.append(layer)
         orders = _orders(spec)
         for part, (name, size) in enumerate(spec.parts):
-            self._seats[name] = Seat(layer, part, orders[part], spec.inputs, size)
+            self._seats[name] = Seat(len(self._layers), part, orders[part], spec.inputs, size)
+        self._layers.append(layer)
         return layer
 
-    def load(self, place: int, factors: Mapping[str, Factors]) -> None:
-        """Put an adapter into ``place``, by module. Raises InvalidRequest, changing nothing, for modules that have no
-        place, or matrices that do not fit.
+    def pack(self, factors: Mapping[str, LowRank]) -> Packed:
+        """What :meth:`load` puts into a place, of an adapter's matrices by module; any thread may ask. Raises
+        InvalidRequest for modules that have no place, or matrices that do not fit.
         """
-        self.check(factors)
-        self.clear(place)
+        self._check(factors)
+        parts: list[dict[int, LowRank]] = [{} for _ in self._layers]
         for name, each in factors.items():
             seat = self._seats[name]
-            b = each.b if seat.order is None else each.b[seat.order]
-            seat.layer.write(place, seat.part, each.a, b, each.scale)
+            parts[seat.layer][seat.part] = each if seat.order is None else each._replace(b=each.b[seat.order])
+        return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
-    def check(self, factors: Mapping[str, Factors]) -> None:
+    def load(self, place: int, packed: Packed) -> None:
+        """Put an adapter into ``place``: copies are asked for, not waited for."""
+        for layer, each in zip(self._layers, packed, strict=True):
+            if each is None:
+                layer.clear(place)
+            else:
+                layer.write(place, each)
+
+    def _check(self, factors: Mapping[str, LowRank]) -> None:
         """Raise InvalidRequest unless an adapter fits."""
         for name, each in factors.items():
             seat = self._seats.get(name)

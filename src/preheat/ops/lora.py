@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,16 @@ PART = 512
 
 TILE = 16
 """Ranks that are expanded at once."""
+
+
+class LowRank(NamedTuple):
+    """What an adapter has for one module: ``a`` [rank, inputs] and ``b`` [outputs, rank], on the host and in the
+    adapters' dtype, and the ``scale`` of the product with ``a``, which is applied in float32.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 def delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -16,12 +16,12 @@ BASE = ""
 
 
 class Adapter(Protocol):
-    """An adapter on the host; equal ``digest``, equal numbers."""
+    """An adapter on the host, ``packed`` as a place holds it; equal ``digest``, equal numbers."""
 
     @property
     def digest(self) -> str: ...
     @property
-    def factors(self) -> Any: ...
+    def packed(self) -> Any: ...
 
 
 Loads = list[tuple[int, Adapter]]

@@ -14,9 +14,15 @@ MEDIUM = "GPU"
 """What vLLM calls the cache on the device, whatever that is."""
 
 
+ExtraKeys = tuple[str | tuple[str, int], ...]
+"""What makes a block another one than its tokens and the blocks before it say: the adapter's name; the hash of each
+image, or piece of embeddings, and where it begins, counted from the block; of a prompt's first block the salt.
+"""
+
+
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that follow each other can be found from now on. ``token_ids`` are those of all of them;
-    ``parent_block_hash`` is that of the block before them.
+    """Blocks that follow each other can be found from now on. ``token_ids`` are those of all of them, 0 where there are
+    embeddings; ``parent_block_hash`` is that of the block before them; ``extra_keys`` are each block's.
     """
 
     block_hashes: list[bytes]
@@ -26,6 +32,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    extra_keys: list[ExtraKeys | None]
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
@@ -56,10 +63,19 @@ class KvEvents:
     def __init__(self, publish: Callable[[KvEventBatch], None]) -> None:
         self._publish, self._events = publish, list[KvEvent]()
 
-    def stored(self, hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
+    def stored(
+        self,
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        tokens: list[int],
+        lora_name: str,
+        extra_keys: list[ExtraKeys | None],
+    ) -> None:
         """Blocks that follow each other were published."""
         size = len(tokens) // len(hashes)
-        self._events.append(BlockStored(list(hashes), parent, tokens, size, None, MEDIUM, None))
+        self._events.append(
+            BlockStored(list(hashes), parent, tokens, size, None, MEDIUM, lora_name or None, extra_keys)
+        )
 
     def removed(self, block_hash: bytes) -> None:
         """A block was evicted."""

@@ -8,12 +8,14 @@ therefore mean equal cache contents.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
-from preheat.core import Request
+from preheat.core import Request, Segment
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.kv_events import ExtraKeys
 from preheat.schedule.sequence import Sequence
 
 HASH_BYTES = 16
@@ -100,7 +102,10 @@ class PrefixCache:
         for begin, end in pairwise([0, *edges, len(stored)]):
             first, last = stored[begin], stored[end - 1] + 1
             parent = hashes[first - 1] if first else None
-            self.pool.events.stored(hashes[first:last], parent, tokens[first * size : last * size].tolist())
+            self.pool.events.stored(
+                hashes[first:last], parent, tokens[first * size : last * size].tolist(), sequence.request.lora_name,
+                [_extra_keys(sequence.request, at * size, size) for at in range(first, last)],
+            )  # fmt: skip
 
     def _root(self, sequence: Sequence) -> bytes:
         return chain_root(sequence.request) + self._contents + sequence.adapter_digest.encode()
@@ -122,6 +127,17 @@ def _images(request: Request, first: int, size: int) -> bytes:
     """Of the images in the ``size`` tokens from ``first`` on: hash, and distance from ``first``."""
     return b"".join(
         segment.image.hash + (segment.start - first).to_bytes(4, "little", signed=True)
-        for segment in request.segments
-        if segment.start < first + size and segment.end > first
+        for segment in _segments(request, first, size)
     )
+
+
+def _segments(request: Request, first: int, size: int) -> Iterator[Segment]:
+    """Those in the ``size`` tokens from ``first`` on."""
+    return (each for each in request.segments if each.start < first + size and each.end > first)
+
+
+def _extra_keys(request: Request, first: int, size: int) -> ExtraKeys | None:
+    """What routers are told of the block of ``size`` tokens from ``first`` on beside its tokens."""
+    images = ((each.image.hash.hex(), each.start - first) for each in _segments(request, first, size))
+    salt = request.cache_salt if first == 0 else ""
+    return (*filter(None, [request.lora_name]), *images, *filter(None, [salt])) or None

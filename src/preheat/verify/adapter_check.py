@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from preheat.errors import CheckFailed, NotInvariant
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import AdapterSeats, Packed
+from preheat.ops.lora import LowRank
 from preheat.schedule.slots import NO_ADAPTER
 from preheat.verify.check_runner import CheckRunner, Row
 
@@ -25,21 +26,12 @@ SMALL_RANK = 5
 
 
 @dataclass(frozen=True)
-class RandomFactors:
-    """See :class:`preheat.model.adapters.Factors`."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
 class RandomAdapter:
     """See :class:`preheat.schedule.adapters.Adapter`."""
 
     name: str
     digest: str
-    factors: dict[str, RandomFactors]
+    packed: Packed
 
 
 def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
@@ -47,14 +39,14 @@ def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
     generator = torch.Generator().manual_seed(number)
     rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
     factors = {
-        name: RandomFactors(
+        name: LowRank(
             torch.randn(rank, inputs, generator=generator) * inputs**-0.5,
             torch.randn(outputs, rank, generator=generator) * rank**-0.5,
             1.0 + number,
         )
         for name, (outputs, inputs) in seats.modules.items()
     }
-    return RandomAdapter(f"random {number}", f"random {number}", factors)
+    return RandomAdapter(f"random {number}", f"random {number}", seats.pack(factors))
 
 
 class _Beside(NamedTuple):
@@ -141,7 +133,7 @@ class AdapterCheck:
 
     def _load(self, place: int, number: int) -> None:
         with torch.inference_mode():
-            self._seats.load(place, self._adapters[number].factors)
+            self._seats.load(place, self._adapters[number].packed)
 
     def _logits(self, place: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
         """Of the context in one step, with the adapter in ``place``."""

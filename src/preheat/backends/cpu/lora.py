@@ -8,7 +8,7 @@ of a few shapes, which depend on the layer alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from preheat.backends.base import AdapterStep, Linear
 from preheat.backends.cpu.linear import finished
 from preheat.errors import NotInvariant
 from preheat.ops.kinds import Activation
-from preheat.ops.lora import PART, TILE, add_delta
+from preheat.ops.lora import PART, TILE, LowRank, add_delta
 from preheat.ops.proof import noise, signed_pairs
 
 ROWS = 8
@@ -33,6 +33,14 @@ class Group(NamedTuple):
 
     place: int
     rows: Tensor
+
+
+class Packed(NamedTuple):
+    """The tiles of ranks of a part's matrices, as :class:`Factors` hold them."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 class CpuAdapterRows:
@@ -91,8 +99,15 @@ class AdaptedLinear:
         """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
         return self._finished(x)
 
-    def write(self, place: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
-        self._parts[part].write(place, a, b, scale)
+    def pack(self, parts: Mapping[int, LowRank]) -> list[Packed | None]:
+        return [part.pack(parts[number]) if number in parts else None for number, part in enumerate(self._parts)]
+
+    def write(self, place: int, packed: Sequence[Packed | None]) -> None:
+        for part, each in zip(self._parts, packed, strict=True):
+            if each is None:
+                part.clear(place)
+            else:
+                part.write(place, each)
 
     def clear(self, place: int) -> None:
         for part in self._parts:
@@ -136,17 +151,20 @@ class Factors:
     def bytes(self) -> int:
         return self._a.nbytes + self._b.nbytes
 
-    def write(self, place: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put ``a`` [rank, inputs] and ``b`` [outputs, rank] into ``place``."""
-        rank, (_, parts, _, width) = len(a), self._a.shape[1:]
-        for first in range(0, rank, TILE):
-            tile, last = first // TILE, min(first + TILE, rank)
-            down = F.pad(a[first:last].float(), (0, parts * width - a.shape[1]))
-            self._a[place, tile] = 0
-            self._b[place, tile] = 0
-            self._a[place, tile, :, : last - first] = down.view(last - first, parts, width).transpose(0, 1)
-            self._b[place, tile, :, : last - first] = b[:, first:last]
-        self._scale[place], self._tiles[place] = scale, -(-rank // TILE)
+    def pack(self, given: LowRank) -> Packed:
+        """``given`` as a place holds it."""
+        tiles, (_, _, parts, _, width) = -(-len(given.a) // TILE), self._a.shape
+        ranks, inputs = tiles * TILE - len(given.a), parts * width - given.a.shape[1]
+        a = F.pad(given.a.float(), (0, inputs, 0, ranks)).view(tiles, TILE, parts, width).transpose(1, 2)
+        b = F.pad(given.b.float(), (0, ranks)).view(self.outputs, tiles, TILE).transpose(0, 1)
+        return Packed(a.contiguous(), b.contiguous(), given.scale)
+
+    def write(self, place: int, packed: Packed) -> None:
+        """Put what was packed into ``place``."""
+        tiles = len(packed.a)
+        self._a[place, :tiles].copy_(packed.a)
+        self._b[place, :tiles].copy_(packed.b)
+        self._scale[place], self._tiles[place] = packed.scale, tiles
 
     def clear(self, place: int) -> None:
         """Leave the layer alone for rows of ``place``."""

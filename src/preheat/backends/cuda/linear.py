@@ -100,10 +100,10 @@ def in_order(
     if adapters is not None:
         slot, place = adapters_of(token, adapters)
         if gated:
-            count_up = tiles_of(place, 1, adapters, PARTS)
+            count_up = tiles_of(place, 1, adapters)
         else:
             part = part_of(adapters, first, PARTS)
-        count = tiles_of(place, part, adapters, PARTS)
+        count = tiles_of(place, part, adapters)
 
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)

@@ -12,7 +12,9 @@ blocks that a step has not end at once. Every row goes through products of one s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +27,10 @@ from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora_expand import AT_ONCE, BLOCK, Expansion, expand
+from preheat.backends.cuda.lora_expand import AT_ONCE, BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand
 from preheat.backends.cuda.tuning import Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
-from preheat.ops.lora import PART, TILE
+from preheat.ops.lora import PART, TILE, LowRank
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
@@ -57,9 +59,9 @@ def _shrink(
     if place >= 0:
         there = ((row >= 0) & (row < rows))[:, None]
         at = x + row.to(tl.int64)[:, None] * inputs
-        count = tl.load(tiles + place * PARTS + part)
+        count = tl.load(tiles + place * PLACE_IN_TABLE + part)
         for tile in range(count):
-            of = a + (((place * PARTS + part) * TILES + tile) * RANKS + rank).to(tl.int64)[:, None] * inputs
+            of = a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64)[:, None] * inputs
             acc = tl.zeros([ROWS, RANKS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
                 here = split * WIDTH + first + k[None, :]
@@ -76,7 +78,7 @@ def _shrink(
         counter = arrived + block * PARTS + part
         if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
             tl.debug_barrier()
-            scale = tl.load(scales + place * PARTS + part)
+            scale = tl.load(scales + place * PLACE_IN_TABLE + part)
             for tile in range(count):
                 slot = block * ROWS + lane
                 of = (
@@ -136,6 +138,16 @@ def write_blocks(words: np.ndarray, count: int, places: np.ndarray) -> None:
     slots = np.arange(len(rows)) + skipped.repeat(sizes)
     words[count + slots] = rows
     words[count * (1 + BLOCK) + rows] = slots
+
+
+class Packed(NamedTuple):
+    """What a place holds of an adapter: ``a`` [tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE] and its
+    ``table``. One piece of memory each, so that putting them into a place is three copies.
+    """
+
+    a: Tensor
+    b: Tensor
+    table: Tensor
 
 
 class CudaAdapterRows:
@@ -202,7 +214,7 @@ class AdaptedLinear:
     ) -> None:
         self.inner, self.plain = linear, linear.finished(activation, limit)
         self._factors, self._rows, self._activation, self._limit = factors, rows, activation, limit
-        self.write, self.clear, self.bytes = factors.write, factors.clear, factors.bytes
+        self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
 
     @property
     def linears(self) -> tuple[CudaLinear, CudaLinear]:
@@ -231,8 +243,8 @@ class AdaptedLinear:
 
 
 class Factors:
-    """Both matrices of the adapters in all ``places``, for all parts of a layer, in tiles of ranks, of which ``tiles``
-    [places, parts] are in use.
+    """Both matrices of the adapters in all ``places``, for all parts of a layer, in tiles of ranks. A table says how
+    many of them each place and part has in use, and the scale, whose bits lie in an integer.
     """
 
     def __init__(
@@ -249,37 +261,46 @@ class Factors:
         self._bounds = np.cumsum([0, *outputs]).tolist()
         self._width = min(PART, max(triton.next_power_of_2(inputs), TILE))
         self._splits = -(-inputs // self._width)
-        self._a = torch.zeros(places, parts, self._tiles_each, TILE, inputs, dtype=dtype, device=device)
+        self._a = torch.zeros(places, self._tiles_each, parts, TILE, inputs, dtype=dtype, device=device)
         self._b = torch.zeros(places, self._tiles_each, self._bounds[-1], TILE, dtype=dtype, device=device)
-        self._host_tiles, self._host_scales = torch.zeros(places, parts, dtype=torch.int32), torch.zeros(places, parts)
-        self._tiles, self._scales = self._host_tiles.to(device, copy=True), self._host_scales.to(device, copy=True)
+        self._table = torch.zeros(places, 2, TABLE_PARTS, dtype=torch.int32, device=device)
+        self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
+        self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
+        self._nothing, self._cleared = self._host(2, TABLE_PARTS, dtype=torch.int32), [True] * places
         self._bounds_there = torch.tensor(self._bounds, dtype=torch.int32, device=device)
 
     @property
     def bytes(self) -> int:
         return self._a.nbytes + self._b.nbytes
 
-    def write(self, place: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put ``a`` [rank, inputs] and ``b`` [outputs, rank] into ``place``. Copies are asked for, not waited for."""
-        rank, tiles = len(a), -(-len(a) // TILE)
-        more, first, last = tiles * TILE - rank, self._bounds[part], self._bounds[part + 1]
-        if more:
-            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        for tile, (down, up) in enumerate(zip(a.split(TILE), b.split(TILE, 1), strict=True)):
-            self._a[place, part, tile].copy_(down.to(self._a.dtype), non_blocking=True)
-            self._b[place, tile, first:last].copy_(up.to(self._b.dtype).contiguous(), non_blocking=True)
-        self._host_tiles[place, part], self._host_scales[place, part] = tiles, scale
-        self._tell()
+    def pack(self, given: Mapping[int, LowRank]) -> Packed:
+        """The matrices of parts as a place holds them, in pinned memory where there is a device."""
+        most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._inputs
+        a = self._host(most, len(self._bounds) - 1, TILE, inputs, dtype=self._a.dtype)
+        b = self._host(most, self._bounds[-1], TILE, dtype=self._b.dtype)
+        table = self._host(2, TABLE_PARTS, dtype=torch.int32)
+        for part, (down, up, scale) in given.items():
+            tiles = -(-len(down) // TILE)
+            more = tiles * TILE - len(down)
+            a[:tiles, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs))
+            mine = b[:tiles, self._bounds[part] : self._bounds[part + 1]]
+            mine.copy_(F.pad(up, (0, more)).view(len(up), tiles, TILE).transpose(0, 1))
+            table[0, part], table[1].view(torch.float32)[part] = tiles, scale
+        return Packed(a, b, table)
+
+    def write(self, place: int, packed: Packed) -> None:
+        """Put what was packed into ``place``. Copies are asked for, not waited for."""
+        tiles = len(packed.a)
+        self._a[place, :tiles].copy_(packed.a, non_blocking=True)
+        self._b[place, :tiles].copy_(packed.b, non_blocking=True)
+        self._table[place].copy_(packed.table, non_blocking=True)
+        self._cleared[place] = False
 
     def clear(self, place: int) -> None:
         """Leave the layer alone for rows of ``place``."""
-        if self._host_tiles[place].any():
-            self._host_tiles[place] = 0
-            self._tell()
-
-    def _tell(self) -> None:
-        self._tiles.copy_(self._host_tiles, non_blocking=True)  # not from pinned memory, which may change meanwhile
-        self._scales.copy_(self._host_scales, non_blocking=True)
+        if not self._cleared[place]:
+            self._table[place].copy_(self._nothing, non_blocking=True)
+            self._cleared[place] = True
 
     def suit(self, tile: Tile, *, gated: bool) -> bool:
         """Whether a layer's tiles can expand: each has outputs of one part."""

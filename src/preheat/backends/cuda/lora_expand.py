@@ -32,11 +32,18 @@ FEW_ROWS = 512
 
 ROWS_OF_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
+TABLE_PARTS = 4
+"""Parts that a row of a layer's table has room for: each begins at a multiple of 16 bytes."""
+
+PLACE_IN_TABLE: tl.constexpr = tl.constexpr(2 * TABLE_PARTS)
+"""Numbers in a table for each place: of the tiles in use, and of scales."""
+
 
 class Expansion(NamedTuple):
     """What rows of a step are expanded by. ``shrunk`` fp32 [parts, tiles, slots, TILE], scaled; ``b`` [places, tiles,
     outputs, TILE]; ``slots`` int32 [rows], -1 for none; ``places`` int32 [slots / BLOCK]; ``tiles`` int32 [places,
-    parts] are in use; ``bounds`` int32 [parts + 1] are outputs.
+    TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts +
+    1] are outputs.
     """
 
     shrunk: Tensor
@@ -50,7 +57,7 @@ class Expansion(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """Keywords of a launch."""
         places, tiles = self.b.shape[:2]
-        return {"PARTS": self.tiles.shape[1], "TILES": tiles, "PLACES": places, "RANKS": TILE}
+        return {"PARTS": len(self.shrunk), "TILES": tiles, "PLACES": places, "RANKS": TILE}
 
     @property
     def room(self) -> int:
@@ -93,9 +100,9 @@ def adapters_of(token, adapters):
 
 
 @triton.jit
-def tiles_of(place, part, adapters, PARTS: tl.constexpr):
+def tiles_of(place, part, adapters):
     """In how many tiles of ranks the adapters in each ``place`` have a ``part``. No kernel writes that, either."""
-    return tl.load(adapters.tiles + place * PARTS + part, mask=place >= 0, other=0)
+    return tl.load(adapters.tiles + place * PLACE_IN_TABLE + part, mask=place >= 0, other=0)
 
 
 @triton.jit
@@ -159,12 +166,12 @@ def _expand(
     at = y + token.to(tl.int64)[None, :] * height + out[:, None]
     result = tl.load(at, mask=stored, other=0.0)
     part = tl.program_id(2)
-    count = tiles_of(place, part, adapters, PARTS)
+    count = tiles_of(place, part, adapters)
     if gated:
         up = tl.load(at + columns, mask=stored, other=0.0)
         result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
         of = tl.minimum(out + columns, height - 1)
-        count = tiles_of(place, 1, adapters, PARTS)
+        count = tiles_of(place, 1, adapters)
         up = expanded(up, of, slot, place, count, 1, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
         result = silu_mul(result, up)
     else:
