@@ -63,6 +63,9 @@ def _conversion(narrow: bool) -> str:
     return " ".join([*lines, "}"])
 
 
+WARP_SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+"""Of the fewest rows: those of the instruction that each warp has for itself, whose chains of products are shorter."""
+
 CONVERSION, NARROW_CONVERSION = gl.constexpr(_conversion(False)), gl.constexpr(_conversion(True))
 
 
@@ -158,50 +161,64 @@ def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(codes, zeros, ss, zs, place, part: gl.constexpr):
-    """Of the ``part``-th step of a stage, from ``codes`` [64, 64]: those of its first and of its second 64 inputs."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
+def _scales_of(zeros, ss, zs, place, part: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales and zero points of a step."""
     zero = gl.full([OUTPUTS], ZERO, gl.float32, LAYOUT)
     if zeros is not None:
         zero += _scale_of(zs.index(place), part, LAYOUT)
-    zero = zero.to(gl.bfloat16)[:, None]
-    scale = _scale_of(ss.index(place), part, LAYOUT)
-    high = scale.to(gl.bfloat16)
-    if ss.dtype == gl.bfloat16:
-        low, upper = gl.inline_asm_elementwise(
-            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
-            dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        rest = (scale - high.to(gl.float32)).to(gl.bfloat16)
-        low, upper = gl.inline_asm_elementwise(
-            CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [codes, zero, high[:, None], rest[:, None]],
-            dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
-        )  # fmt: skip
-    return low, upper
+    return _scale_of(ss.index(place), part, LAYOUT), zero.to(gl.bfloat16)
 
 
 @gluon.jit
-def _product(acc, weights, xs, chunk: gl.constexpr):
+def _codes(ws, CODES: gl.constexpr):
+    """[64, 64] bytes of each step of a stage."""
+    return ws.reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
+
+
+@gluon.jit
+def _weights(codes, scale, zero, SUMS: gl.constexpr):
+    """Of a step, from ``codes`` [64, 64]: the matrix unit's operands of its first and of its second 64 inputs."""
+    high = scale.to(gl.bfloat16)
+    if scale.dtype == gl.bfloat16:
+        first, second = gl.inline_asm_elementwise(
+            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero[:, None], high[:, None]],
+            dtype=(high.dtype, high.dtype), is_pure=False, pack=4,
+        )  # fmt: skip
+    else:
+        rest = (scale - high.to(gl.float32)).to(gl.bfloat16)
+        first, second = gl.inline_asm_elementwise(
+            CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [codes, zero[:, None], high[:, None], rest[:, None]],
+            dtype=(high.dtype, high.dtype), is_pure=False, pack=4,
+        )  # fmt: skip
+    return _operand(first, SUMS), _operand(second, SUMS)
+
+
+@gluon.jit
+def _operand(weights, SUMS: gl.constexpr):
+    """[64, 64], in the order of their inputs."""
+    weights = weights.reshape([OUTPUTS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([OUTPUTS, CHUNK])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _product(acc, weights, xs, chunk: gl.constexpr, SUMS: gl.constexpr):
     """``acc`` and the products of ``weights`` [64, 64] with the ``chunk``-th of a stage's inputs, in order."""
     N: gl.constexpr = xs.shape[1]
-    SUMS: gl.constexpr = acc.type.layout
-    weights = weights.reshape([OUTPUTS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([OUTPUTS, CHUNK])
-    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
     inputs = xs.reshape([xs.shape[0] * N, CHUNK]).slice(chunk * N, N).permute([1, 0])
-    return mma_v2(weights, inputs.load(gl.DotOperandLayout(1, SUMS, 2)), acc)
+    if SUMS.version[0] == 2:
+        acc = mma_v2(weights, inputs.load(gl.DotOperandLayout(1, SUMS, 2)), acc)
+    else:
+        acc = warpgroup_mma(weights, inputs, acc, is_async=True)
+    return acc
 
 
 @gluon.jit
 def _multiply_codes(
     y, bias, zeros, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr
 ):  # fmt: skip
-    """Of four-bit codes: by the instruction that a warp has for itself, for which a chain of products is not twice as
-    long as for the one of four warps.
-    """
+    """Of four-bit codes. While a step is multiplied, weights of the next one are made."""
     STAGES: gl.constexpr = ws.shape[0]
     N: gl.constexpr = xs.shape[2]
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
     CODES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [8, 0, 0], [0, 0, 1]],
         [[0, 16, 0], [0, 32, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -209,15 +226,33 @@ def _multiply_codes(
         [],
         [64, 64, 2],
     )
+    SUMS: gl.constexpr = WARP_SUMS if N < 32 else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
+    mbarrier.wait(full.index(0), 0)
+    codes, later = _codes(ws.index(0), CODES)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
+    scale, zero = _scales_of(zeros, ss, zs, 0, 0, LAYOUT)
+    first, second = _weights(codes, scale, zero, SUMS)
+    scale, zero = _scales_of(zeros, ss, zs, 0, 1, LAYOUT)
+    gl.assume(steps > 0)  # or the assembler waits for every product
     for step in range(steps):
-        place, phase = ring(step, STAGES)
-        mbarrier.wait(full.index(place), phase)
-        both = ws.index(place).reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
-        for part in gl.static_range(2):
-            low, high = _weights(both[part], zeros, ss, zs, place, part)
-            acc = _product(acc, low, xs.index(place), 2 * part)
-            acc = _product(acc, high, xs.index(place), 2 * part + 1)
+        place = step % STAGES
+        after, phase = ring(step + 1, STAGES)
+        mbarrier.wait(full.index(after), phase, pred=step + 1 < steps)
+        codes, codes_later = _codes(ws.index(after), CODES)
+        acc = _product(acc, first, xs.index(place), 0, SUMS)
+        acc = _product(acc, second, xs.index(place), 1, SUMS)
+        first_later, second_later = _weights(later, scale, zero, SUMS)
+        if SUMS.version[0] == 3:
+            acc = warpgroup_mma_wait(0, [acc])
+        acc = _product(acc, first_later, xs.index(place), 2, SUMS)
+        acc = _product(acc, second_later, xs.index(place), 3, SUMS)
+        scale, zero = _scales_of(zeros, ss, zs, after, 0, LAYOUT)
+        first, second = _weights(codes, scale, zero, SUMS)
+        scale, zero = _scales_of(zeros, ss, zs, after, 1, LAYOUT)
+        later = codes_later
+        if SUMS.version[0] == 3:
+            acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index(place))
     _store(acc, y, bias, rows, columns, gated)
 
@@ -328,7 +363,7 @@ def few_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | None, 
         gated=gated,
         GROUP=group,
         STAGES=tile.stages,
-        **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 64 else 80),
+        **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 32 else 80),
     )
 
 
@@ -347,7 +382,7 @@ def few_float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor 
         gated=gated,
         STAGES=tile.stages,
         enable_fp_fusion=False,
-        **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 64 else 80),
+        **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 32 else 80),
     )
 
 
