@@ -161,34 +161,27 @@ def _scale_of(memory, part: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of(zeros, ss, zs, place, part: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales and zero points of a step."""
+def _weights(codes, zeros, ss, zs, place, part: gl.constexpr, SUMS: gl.constexpr):
+    """Of the ``part``-th step of a stage, from ``codes`` [64, 64]: the matrix unit's operands of its first and of its
+    second 64 inputs.
+    """
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
     zero = gl.full([OUTPUTS], ZERO, gl.float32, LAYOUT)
     if zeros is not None:
         zero += _scale_of(zs.index(place), part, LAYOUT)
-    return _scale_of(ss.index(place), part, LAYOUT), zero.to(gl.bfloat16)
-
-
-@gluon.jit
-def _codes(ws, CODES: gl.constexpr):
-    """[64, 64] bytes of each step of a stage."""
-    return ws.reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
-
-
-@gluon.jit
-def _weights(codes, scale, zero, SUMS: gl.constexpr):
-    """Of a step, from ``codes`` [64, 64]: the matrix unit's operands of its first and of its second 64 inputs."""
+    zero = zero.to(gl.bfloat16)[:, None]
+    scale = _scale_of(ss.index(place), part, LAYOUT)
     high = scale.to(gl.bfloat16)
-    if scale.dtype == gl.bfloat16:
+    if ss.dtype == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
-            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero[:, None], high[:, None]],
-            dtype=(high.dtype, high.dtype), is_pure=False, pack=4,
+            NARROW_CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, zero, high[:, None]],
+            dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
         )  # fmt: skip
     else:
         rest = (scale - high.to(gl.float32)).to(gl.bfloat16)
         first, second = gl.inline_asm_elementwise(
-            CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [codes, zero[:, None], high[:, None], rest[:, None]],
-            dtype=(high.dtype, high.dtype), is_pure=False, pack=4,
+            CONVERSION, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [codes, zero, high[:, None], rest[:, None]],
+            dtype=(high.dtype, high.dtype), is_pure=True, pack=4,
         )  # fmt: skip
     return _operand(first, SUMS), _operand(second, SUMS)
 
@@ -216,7 +209,7 @@ def _product(acc, weights, xs, chunk: gl.constexpr, SUMS: gl.constexpr):
 def _multiply_codes(
     y, bias, zeros, xs, ws, ss, zs, full, empty, rows, columns, steps, gated: gl.constexpr
 ):  # fmt: skip
-    """Of four-bit codes. While a step is multiplied, weights of the next one are made."""
+    """Of four-bit codes. Of many rows a step is still being multiplied while weights of the next one are made."""
     STAGES: gl.constexpr = ws.shape[0]
     N: gl.constexpr = xs.shape[2]
     CODES: gl.constexpr = gl.DistributedLinearLayout(
@@ -226,34 +219,26 @@ def _multiply_codes(
         [],
         [64, 64, 2],
     )
-    SUMS: gl.constexpr = WARP_SUMS if N < 32 else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    MANY: gl.constexpr = N >= 32
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]) if MANY else WARP_SUMS
     acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
-    mbarrier.wait(full.index(0), 0)
-    codes, later = _codes(ws.index(0), CODES)
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
-    scale, zero = _scales_of(zeros, ss, zs, 0, 0, LAYOUT)
-    first, second = _weights(codes, scale, zero, SUMS)
-    scale, zero = _scales_of(zeros, ss, zs, 0, 1, LAYOUT)
     gl.assume(steps > 0)  # or the assembler waits for every product
     for step in range(steps):
-        place = step % STAGES
-        after, phase = ring(step + 1, STAGES)
-        mbarrier.wait(full.index(after), phase, pred=step + 1 < steps)
-        codes, codes_later = _codes(ws.index(after), CODES)
-        acc = _product(acc, first, xs.index(place), 0, SUMS)
-        acc = _product(acc, second, xs.index(place), 1, SUMS)
-        first_later, second_later = _weights(later, scale, zero, SUMS)
-        if SUMS.version[0] == 3:
-            acc = warpgroup_mma_wait(0, [acc])
-        acc = _product(acc, first_later, xs.index(place), 2, SUMS)
-        acc = _product(acc, second_later, xs.index(place), 3, SUMS)
-        scale, zero = _scales_of(zeros, ss, zs, after, 0, LAYOUT)
-        first, second = _weights(codes, scale, zero, SUMS)
-        scale, zero = _scales_of(zeros, ss, zs, after, 1, LAYOUT)
-        later = codes_later
-        if SUMS.version[0] == 3:
-            acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index(place))
+        place, phase = ring(step, STAGES)
+        mbarrier.wait(full.index(place), phase)
+        both = ws.index(place).reshape([OUTPUTS, 2, STEP // 2]).permute([0, 2, 1]).load(CODES).split()
+        for part in gl.static_range(2):
+            first, second = _weights(both[part], zeros, ss, zs, place, part, SUMS)
+            acc = _product(acc, first, xs.index(place), 2 * part, SUMS)
+            acc = _product(acc, second, xs.index(place), 2 * part + 1, SUMS)
+            if MANY:
+                acc = warpgroup_mma_wait(2, [acc])
+                if part == 0:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
+        if not MANY:
+            mbarrier.arrive(empty.index(place))
+    if MANY:
+        acc = warpgroup_mma_wait(0, [acc])
     _store(acc, y, bias, rows, columns, gated)
 
 

@@ -350,12 +350,12 @@ def few_bytes(shape: LinearShape, tile: Tile) -> int:
 
 
 def few_rule(shape: LinearShape, rows: int) -> Tile:
-    """A guess: as many stages as fit, of all programs that a processor has to run."""
+    """A guess: as many stages as fit, of all programs that a processor has to run; at least four, where those fit."""
     height = max(8, min(1 << (rows - 1).bit_length(), 64))
     programs = -(-shape.outputs // 64) * -(-rows // height)
+    size = few_bytes(shape, few_tile(shape, height, 1))
     room = SHARED_BYTES // min(4, -(-programs // PROCESSORS))
-    stages = room // few_bytes(shape, few_tile(shape, height, 1))
-    return few_tile(shape, height, max(2, min(16, stages)))
+    return few_tile(shape, height, max(min(4, SHARED_BYTES // size), min(16, room // size)))
 
 
 def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
