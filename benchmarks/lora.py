@@ -227,10 +227,6 @@ def main(words: Sequence[str]) -> None:
     args = flags.parse_intermixed_args(words)
     with tempfile.TemporaryDirectory() as name:
         figures = run(args, Path(name), sizes_of(args))
-    print(table(figures["itl_ms"]["without"], figures["itl_ms"]))
-    print("ready, s: " + ", ".join(f"{kind} {value:.1f}" for kind, value in figures["ready_s"].items()))
-    for section in ("loading", "http", "long"):
-        print(f"{section}, ms: " + ", ".join(f"{what} {value}" for what, value in figures[section].items()))
     if args.output or not args.tiny:
         print(save("lora", {"options": {**vars(args), "output": None}, **figures}, args.output or RESULTS))
 
@@ -252,6 +248,7 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
         served.append(LoRARequest(f"a{number}", number + 1, str(path)))
     adapted = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank}
     http = over_http(args, folder, sizes, served, adapted)
+    show("http, ms", http)
     without = make(args, folder, sizes)
     itl = {"without": without.figures(sizes.batches, {"none": [None]})["none"]}
     ready = {"without": without.ready}
@@ -263,13 +260,22 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
     itl |= engine.figures(sizes.batches, {"base rows": [None], "one": every[:1], "mixed": every})
     running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
     load = loading(engine, rows, running, served[args.adapters])
+    print(table(itl["without"], itl))
+    show("ready, s", ready)
+    show("loading, ms", load)
     seats = engine.llm.loop.executor.adapters
     assert seats is not None
     places = round(seats.bytes / 2**20, 1)
     del engine, seats
     forget()
     long = long_contexts(args, folder, sizes, every, adapted)
+    show("long, ms", long)
     return {"itl_ms": itl, "ready_s": ready, "loading": load, "http": http, "long": long, "places_mib": places}
+
+
+def show(section: str, figures: dict[str, Any]) -> None:
+    """As soon as there are any."""
+    print(f"{section}: " + ", ".join(f"{what} {value}" for what, value in figures.items()), flush=True)
 
 
 def forget() -> None:

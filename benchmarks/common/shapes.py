@@ -210,8 +210,10 @@ def vocabulary(shape: str) -> int:
 
 
 def long_answer(sizes: Sizes, rows: int, context: int) -> int:
-    """Tokens that each of ``rows`` generates, so that the first still decodes when the last has read its prompt."""
-    return sizes.steps + 2 * rows + rows * context // 2048
+    """Tokens that each of ``rows`` generates, so that the first still decodes when the last has read its prompt, 512
+    tokens a step at least.
+    """
+    return sizes.steps + 2 * rows + rows * context // 512
 
 
 def long_length(sizes: Sizes) -> int:
