@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import attention_hopper, linear_hopper_fp8
+from preheat.backends.cuda import attention_hopper, linear_hopper_few, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
@@ -52,6 +52,19 @@ def compiled(kernel, warps, stages, types=(), **constants):
     found = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
     assert found.metadata.shared <= SHARED
     return found
+
+
+GLUON = TYPES | {"bias": "*bf16", "steps": "i32"} | dict.fromkeys(NUMBERS, "i32")
+
+
+def of_gluon(kernel, given, constants, types=GLUON, **options):
+    """``given`` are descriptors; the other arguments have their usual types, or those of ``types``."""
+    types = types | {name: mangle_type(value) for name, value in given.items()}
+    source = GluonASTSource(
+        kernel, {name: types.get(name) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr"),
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )  # fmt: skip
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 1, **options})
 
 
 def instructions(found):
@@ -183,20 +196,50 @@ def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated)
         "y": descriptor(y, 64, outputs // 2),
     }  # fmt: skip
     constants = {"gated": gated, "STAGES": stages, "overlap": True}
-    types = TYPES | {"bias": "*bf16"} | {name: mangle_type(value) for name, value in given.items()}
-    names = linear_hopper_fp8._wide.arg_names
-    source = GluonASTSource(
-        linear_hopper_fp8._wide,
-        {name: types.get(name) for name in names} | dict.fromkeys(constants, "constexpr"),
-        {(names.index(name),): value for name, value in constants.items()},
-    )  # fmt: skip
-    options = {"num_warps": 4, "num_stages": 1, "maxnreg": 168, "enable_fp_fusion": False}
-    found = triton.compile(source, target=HOPPER, options=options)
+    found = of_gluon(linear_hopper_fp8._wide, given, constants, maxnreg=168, enable_fp_fusion=False)
     assert found.metadata.shared <= SHARED
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{outputs // 2}k32.f32.e4m3.e4m3"}
     ptx = found.asm["ptx"]
     assert ptx.count("wgmma.mma_async") == 16  # two groups, two halves of the outputs, four times 32 inputs
     assert "fma.rn.f32" not in ptx.partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]
+
+
+@pytest.mark.parametrize(("rows", "gated"), [(8, False), (64, True)])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32], ids=str)
+def test_few_rows_multiply_codes_in_registers(rows, gated, scales):
+    """Products go one after the other into one sum; nothing is spilled by way of shared memory on the way."""
+    kernel = linear_hopper_few._few_codes
+    x, groups = torch.empty(1, 1024, dtype=torch.bfloat16), torch.empty(8, 512)
+    given = {
+        "x": linear_hopper_few._chunks(x, 4, rows),
+        "codes": linear_hopper_few._rows(torch.empty(512, 512, dtype=torch.uint8), gated, 128),
+        "scales": linear_hopper_few._pairs(groups.to(scales), gated, (2, 4, 2, 8)),
+        "zeros": linear_hopper_few._pairs(groups, gated, (2, 4, 2, 8)),
+    }  # fmt: skip
+    constants = {"gated": gated, "GROUP": 128, "STAGES": 3, "overlap": True}
+    found = of_gluon(kernel, given, constants, maxnreg=80)
+    assert found.metadata.shared <= SHARED
+    products = re.findall(r"^\s*(?:wgmma\.mma_async|mma)\.sync\S*", found.asm["ptx"], re.M)
+    assert len(products) == 16 and {each.split(".")[0].strip() for each in products} == {
+        "mma" if rows < 32 else "wgmma"
+    }
+    steps = found.asm["ptx"].partition("wgmma.mma_async" if rows >= 32 else "mma.sync")[2]
+    assert "st.shared" not in steps.rpartition("wgmma.mma_async" if rows >= 32 else "mma.sync")[0]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_rows_of_float8_sum_128_products_from_zero(gated):
+    x, weight = (torch.empty(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (1, 512))
+    given = {
+        "x": descriptor(x.view(1, -1, 128).transpose(0, 1), 1, 8, 128),
+        "codes": linear_hopper_few._rows(weight, gated, 128),
+    }
+    found = of_gluon(
+        linear_hopper_few._few_float8, given, {"gated": gated, "STAGES": 4, "overlap": True}, maxnreg=64,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3"}
+    assert "fma.rn.f32" not in found.asm["ptx"].partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]
 
 
 @pytest.mark.parametrize(("stored", "dim"), [(torch.float8_e4m3fn, 128), (torch.float8_e5m2, 64)])
@@ -210,12 +253,8 @@ def test_prompts_multiply_keys_and_values_of_eight_bits_as_others(stored, dim):
         "overlap": True,
     }  # fmt: skip
     types = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(("scale", "value_scale"), "fp32")
-    types |= {"out": "*bf16", "max_blocks": "i32"} | {name: mangle_type(value) for name, value in given.items()}
-    source = GluonASTSource(
-        kernel, types | dict.fromkeys(constants, "constexpr"),
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-    )  # fmt: skip
-    found = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 1, "maxnreg": 128})
+    types |= {"out": "*bf16", "max_blocks": "i32"}
+    found = of_gluon(kernel, given, constants, types, maxnreg=128)
     assert found.metadata.shared <= SHARED
     expected = {f"wgmma.mma_async.sync.aligned.m64n{size}k16.f32.bf16.bf16" for size in (64, dim)}
     assert {each for each in instructions(found) if each.startswith("wgmma")} == expected

@@ -21,6 +21,8 @@ from preheat.startup import boot_engine
 from preheat.verify.drive import Engine, in_groups
 from preheat.verify.prompts import Prompt
 from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.quantized import quantize_checkpoint
+from tests.cpu.test_quantized_checkpoints import KINDS
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -301,7 +303,6 @@ def test_prompt_logprobs_are_those_of_the_adapter(shared):
     ("changes", "param"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"quantization": "fp8"}, "quantization"),
         ({"execution_mode": "compile"}, "execution_mode"),
         ({"speculative_config": {"model": "bundled", "num_speculative_tokens": 2}}, "speculative_config"),
     ],
@@ -315,12 +316,16 @@ def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
 FAMILIES = {
     "phi4 mini": {"r": 6, "lora_alpha": 9, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]},
     "qwen2": {"r": 6, "lora_alpha": 9, "target_modules": ALL},
+    "mixtral": {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj"]},
+    "qwen2 moe": {"r": 6, "lora_alpha": 9, "target_modules": ["k_proj", "v_proj", "shared_expert.down_proj"]},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_projections_that_are_stored_fused_or_in_another_order(family, tmp_path):
-    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order."""
+def test_modules_of_other_families(family, tmp_path):
+    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order. Beside
+    experts, which are left alone, there are attention and experts that all tokens visit.
+    """
     save_checkpoint(MODELS[family], tmp_path / "base")
     save_adapter(tmp_path / "base", tmp_path / "own", FAMILIES[family], seed=1)
     own = engine(tmp_path, ["own"])
@@ -331,3 +336,25 @@ def test_projections_that_are_stored_fused_or_in_another_order(family, tmp_path)
         tokens = torch.tensor([prompt.tokens])
         expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
     torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)
+
+
+def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tmp_path):
+    """Four-bit weights; the plain checkpoint is what they stand for."""
+    save_checkpoint(MODELS["llama"], tmp_path / "plain" / "base")
+    (tmp_path / "awq").mkdir()
+    quantize_checkpoint(tmp_path / "plain" / "base", KINDS["awq"], tmp_path / "awq" / "base")
+    for folder in (tmp_path / "plain", tmp_path / "awq"):
+        save_adapter(tmp_path / "plain" / "base", folder / "all", ADAPTERS["all"], seed=0)
+    asked = prompts("all", "", "all")
+    found, right = (engine(tmp_path / name, ["all"]).run(asked) for name in ("awq", "plain"))
+    assert found == right
+
+
+def test_rows_beside_float8_weights_are_what_they_are_alone(folder):
+    asked, online = prompts(*NAMES), engine(folder, quantization="fp8")
+    seen = alone(online, asked)
+    assert online.run(asked) == seen
+    plain = [replace(prompt, lora_name="") for prompt in asked]
+    without = engine(folder, [], quantization="fp8", enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
+    assert online.run(plain) == without
+    assert seen[1] == without[1] and seen[0] != without[0]

@@ -149,6 +149,15 @@ def test_eager_steps_change_no_bit(model: Path, adapters: Adapters, expected: Bi
     assert answers(eager, adapters) == expected
 
 
+def test_beside_float8_weights_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
+    float8 = made(model, **WITH, max_loras=COUNT, quantization="fp8")
+    found, base = answers(float8, adapters), answers(float8, [None])
+    for at in (0, 1, 5, 14, 47):
+        assert answers(float8, adapters, [at]) == [found[at]]
+    assert base == answers(made(model, quantization="fp8"), [None])
+    assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
+
+
 INPUTS, OUTPUTS, PLACES = 1536, (640, 128, 128), 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 

@@ -13,19 +13,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat.backends.cuda import lora, lora_expand
 from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import BLOCK, CudaAdapters, most_blocks, write_blocks
+from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.ops.kinds import Scheme
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.quantization import QuantizedRows
+from tests.kernels.test_quantized import random_weight as quantized_weight
 
 INPUTS, OUTPUTS, PLACES = 1100, (48, 24), 3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def layer(dtype: torch.dtype = torch.bfloat16, max_rank: int = 40, adapters: torch.dtype | None = None, **more: Any):
+def layer(
+    dtype: torch.dtype = torch.bfloat16,
+    max_rank: int = 40,
+    adapters: torch.dtype | None = None,
+    weight: Any = None,
+    **more: Any,
+):
     ops = CudaAdapters(torch.device("cpu"))
     rows = ops.rows(64, PLACES)
-    base = CudaLinear((noise(sum(OUTPUTS), INPUTS) / 30).to(dtype), configs=KernelConfigs())
+    weight = (noise(sum(OUTPUTS), INPUTS) / 30).to(dtype) if weight is None else weight
+    base = CudaLinear(weight, configs=KernelConfigs())
     finish = {"activation": None, "clip": None} | more
     made = ops.linear(
         base, INPUTS, OUTPUTS, rows, places=PLACES, max_rank=max_rank, dtype=adapters or dtype, **finish
@@ -76,6 +88,24 @@ def test_adapters_that_are_not_of_the_models_dtype_are_not_rounded_to_it():
     assert (found != right).float().mean() < 0.01
     rounded = add_delta(made.inner(x)[:, : OUTPUTS[0]], delta(x, a.bfloat16(), b.bfloat16(), scale))
     assert (found != rounded).float().mean() > 0.1
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_a_layer_with_float8_activations_takes_what_a_norm_gives(activation):
+    """The layer reads codes, adapters read what these were made of."""
+    scheme = Scheme(code="fp8", scales="channel", activations="token")
+    weight = DeviceWeight.of(quantized_weight(scheme, sum(OUTPUTS), INPUTS, dtype=torch.bfloat16))
+    made, rows = layer(weight=weight, activation=activation)
+    put(made, 0, factors(8, 0), factors(5, 1))
+    x = noise(9, INPUTS, seed=5).bfloat16()
+    how = made.fused_input
+    assert how is not None and how.plain
+    codes = quantize_rows(x, "token", None)
+    given = QuantizedRows(codes.codes, codes.scales, x)
+    places = [0, -1, 0] * 3
+    assert torch.equal(run(made, rows, given, places), run(made, rows, x, places))
+    assert torch.equal(run(made, rows, given, places)[1::3], made.plain(x)[1::3])
+    assert not torch.equal(run(made, rows, given, places)[::3], made.plain(x)[::3])
 
 
 def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():

@@ -12,7 +12,7 @@ from torch import Tensor
 from preheat.backends.base import AdaptedLinear, AdapterOps, AdapterStep, Backend, Linear
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.shard import sums_leaves
-from preheat.model.specs import ExpertsSpec, LinearSpec, ModelSpec, leaves
+from preheat.model.specs import LinearSpec, ModelSpec
 from preheat.ops.lora import LowRank
 from preheat.settings import Settings
 from preheat.utils.speculation import WITH_MODEL
@@ -133,12 +133,7 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
     speculates = settings.speculation
     reasons: Iterable[tuple[bool, str, str]] = (
         (sums_leaves(settings), "tensor_parallel_size", "layers that several devices share have no places for them"),
-        (
-            any(isinstance(leaf, LinearSpec | ExpertsSpec) and (leaf.scheme or leaf.format != "plain")
-                for _, leaf in leaves(spec)) or settings.quantization is not None,
-            "quantization", "quantized layers have no places for them",
-        ),
-        (any(isinstance(leaf, ExpertsSpec) for _, leaf in leaves(spec)), "model", "experts have no places for them"),
+        (settings.quantization == "inc", "quantization", "layers of INC's files have no places for them"),
         (spec.vision is not None, "model", "models that see images have no places for them"),
         (
             speculates is not None and speculates.method in WITH_MODEL,

@@ -80,7 +80,7 @@ class QuantizedFormat(ABC):
         if spec.order:
             for rows in (*weight.row_tensors, *([] if bias is None else [bias])):
                 reorder(rows, spec.order)
-        return loader.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
+        return loader.whole_layer(spec, weight, bias)
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[QuantizedWeight, QuantizedWeight]:
         """Each matrix read into its place."""

@@ -213,11 +213,11 @@ def load_weights(
     if load_format not in ("auto", "safetensors"):
         message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
-    with backend.uploading() as copy:
-        files = SafetensorsFiles(directory, _plain_copy if on_host else copy, spec.renames)
+    with backend.uploading() as upload:
+        files = SafetensorsFiles(directory, _plain_copy if on_host else upload, spec.renames)
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
-            files, dtype, backend, formats, from_host=on_host and copy, collective=collective, seats=seats
+            files, dtype, backend, formats, from_host=on_host and upload, collective=collective, seats=seats
         ).model(mine)
         files.check_finite()
         if scales is not None and files.scales_digest is not None:
@@ -329,6 +329,10 @@ class WeightLoader:
             return self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
         if spec.tiles:
             return self.sharing.row_linear(weight, bias, spec.tiles, activation=spec.activation, clip=spec.clip)
+        return self.whole_layer(spec, weight, bias)
+
+    def whole_layer(self, spec: LinearSpec, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        """The same of one that no other device shares, plain or quantized."""
         if self._seats is not None:
             return self._seats.linear(spec, self.backend.linear(weight, bias))
         return self.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)

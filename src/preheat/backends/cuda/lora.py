@@ -28,9 +28,11 @@ from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora_expand import AT_ONCE, BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand
+from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE, LowRank
+from preheat.ops.quantization import QuantizedRows
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
@@ -221,25 +223,40 @@ class AdaptedLinear:
         """The layers whose kernels are chosen by shape and number of rows."""
         return self.plain, self.inner
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """Adapters read what a norm gives as it is."""
+        found = self.plain.fused_input
+        return None if found is None else found.beside_plain()
+
+    def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs] -> [rows, outputs]."""
         blocks = self._rows.blocks
         if blocks is None:
             return self.plain(x, out)
         gated = self._activation == "silu_and_mul"
         finished = gated or (self._activation is None and self._limit is None)
-        layer = self.plain if gated else self.inner
-        tile = layer.configs(layer.shape, len(x))
-        if isinstance(tile, Library) and len(x) <= FEW_ROWS:
-            tile = tile_rule(layer.shape, len(x))
-        if isinstance(tile, Tile) and self._factors.suit(tile, gated=gated):
-            y = layer.with_adapters(tile, x, out if finished else None, self._factors.shrink(x, blocks))
+        tile, rows = self._tile(len(x), gated=gated), x.plain if isinstance(x, QuantizedRows) else x
+        assert rows is not None
+        if tile is not None:
+            layer = self.plain if gated else self.inner
+            y = layer.with_adapters(tile, rows, out if finished else None, self._factors.shrink(rows, blocks))
         else:
             y = self.inner(x, out if finished and not gated else None)
-            y = self._factors.add(x, y, blocks, gated=gated, out=out)
+            y = self._factors.add(rows, y, blocks, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
+
+    def _tile(self, rows: int, *, gated: bool) -> Tile | None:
+        """By which the layer is to expand what ``rows`` rows shrink to; None: a launch of its own does."""
+        layer = self.plain if gated else self.inner
+        if layer.shape.scheme is not None:
+            return None
+        tile = layer.configs(layer.shape, rows)
+        if isinstance(tile, Library) and rows <= FEW_ROWS:
+            tile = tile_rule(layer.shape, rows)
+        return tile if isinstance(tile, Tile) and self._factors.suit(tile, gated=gated) else None
 
 
 class Factors:

@@ -57,10 +57,18 @@ MANY = 64
 """Rows from which on there is enough to do everywhere: thin programs then do it best."""
 
 
-def decode_config(rows: int, dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """For steps of ``rows`` and heads of ``dim`` numbers; measured on an H200 (benchmarks/attention.py)."""
+MANY_NARROW = 16
+"""The same with a cache of eight bits."""
+
+
+def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) -> AttentionConfig:
+    """For steps of ``rows`` and heads of ``dim`` numbers, ``stored`` in the cache; measured on an H200
+    (benchmarks/attention.py).
+    """
     if dim * dtype.itemsize > 256:
         return AttentionConfig(rows=16, warps=4, stages=2, programs=6)
+    if stored.itemsize == 1:
+        return AttentionConfig(rows=16, warps=2 if rows >= MANY_NARROW else 4, stages=3, programs=6)
     return (
         AttentionConfig(rows=16, warps=2, stages=2, programs=6)
         if rows >= MANY
@@ -374,7 +382,7 @@ def decode_attention(
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     units = len(work) * kv_heads
-    config = config or decode_config(rows, dim, q.dtype)
+    config = config or decode_config(rows, dim, q.dtype, cache.dtype)
     query_rows, queries, warps = max(config.rows, triton.next_power_of_2(heads // kv_heads)), 1, config.warps
     if width > 1:
         query_rows, warps = verify_rows(heads, kv_heads, width, dim, q.dtype), max(warps, 4)
