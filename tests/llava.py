@@ -72,6 +72,31 @@ def save_llava(folder: Path, seed: int = 0, **changes: Any) -> Reference:
     strategy = changes.get("vision_feature_select_strategy", "default")
     processor = LlavaProcessor(images, tokenizer, vision_feature_select_strategy=strategy, **more)
     processor.save_pretrained(folder)
+    return reference(model, processor)
+
+
+def save_adapter(folder: Path, out: Path, seed: int = 0) -> Reference:
+    """Write a random adapter, by PEFT, of layers of the decoder of the checkpoint in ``folder``; the model with it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    torch.manual_seed(seed)
+    base = LlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+    config = LoraConfig(r=6, lora_alpha=9, target_modules=r".*language_model.*\.(q_proj|v_proj|down_proj)")
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=weight.shape[1] ** -0.5)
+    model.save_pretrained(out)
+    processor = LlavaProcessor.from_pretrained(folder)
+    processor.image_processor = CLIPImageProcessorPil.from_pretrained(folder)
+    return reference(model.eval(), processor)
+
+
+def reference(model: Any, processor: Any) -> Reference:
+    """See :data:`Reference`."""
 
     @torch.inference_mode()
     def logits(text: str, pictures: Sequence[PIL.Image.Image], after: Sequence[int], special: bool = True) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.errors import InvalidRequest, ModelError, NotInvariant
 from preheat.frontend.images import Images, PixelConfig
@@ -33,7 +33,7 @@ from preheat.verify.drive import Engine
 from preheat.verify.image_paths import ImagePaths
 from preheat.verify.verification import tight
 from preheat.warmup.record import Record
-from tests.llava import SIZE, TOKENS, Reference, as_modules, data_url, edit_json, picture, save_llava
+from tests.llava import SIZE, TOKENS, Reference, as_modules, data_url, edit_json, picture, save_adapter, save_llava
 
 STEPS = 5
 OPTIONS = {
@@ -111,6 +111,20 @@ def test_the_comparison_can_fail(model, together):
     text, images = PROMPTS[1]
     with pytest.raises(AssertionError):
         assert error(model[1], (text, [images[1], images[0], images[2]]), together[1]) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_adapters_beside_images(model, folder, tmp_path):
+    """The tower is left alone; rows without an adapter keep the bits of an engine without any."""
+    right = save_adapter(model[0], tmp_path / "own")
+    llm, asked = LLM(folder, **OPTIONS, enable_lora=True), LoRARequest("own", 1, str(tmp_path / "own"))
+    given = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in PROMPTS]
+    found = [seen(output) for output in llm.generate(given, PARAMS, use_tqdm=False, lora_request=asked)]
+    for prompt, each in zip(PROMPTS, found, strict=True):
+        assert error(right, prompt, each) <= 1e-5
+    mixed = llm.generate(given, PARAMS, use_tqdm=False, lora_request=[asked, None] * 2 + [asked])
+    plain = run(LLM(folder, **OPTIONS))
+    assert same([seen(output) for output in mixed], [found[0], plain[1], found[2], plain[3], found[4]]) == [True] * 5
 
 
 def test_cached_prefixes_keep_images_apart(llm, together):

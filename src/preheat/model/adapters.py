@@ -134,7 +134,6 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
     reasons: Iterable[tuple[bool, str, str]] = (
         (sums_leaves(settings), "tensor_parallel_size", "layers that several devices share have no places for them"),
         (settings.quantization == "inc", "quantization", "layers of INC's files have no places for them"),
-        (spec.vision is not None, "model", "models that see images have no places for them"),
         (
             speculates is not None and speculates.method in WITH_MODEL,
             "speculative_config", "a model that drafts knows nothing of them; n-grams and suffixes draft for them too",

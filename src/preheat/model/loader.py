@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
@@ -226,10 +227,10 @@ def load_weights(
 
 
 class FromHost:
-    """A backend as a loader on the host sees it: tensors go to the device as it gets them, by ``copy(source, out)``."""
+    """A backend as a loader on the host sees it: tensors go to the device as it gets them, by ``upload(source, out)``."""
 
-    def __init__(self, backend: Backend, copy: Copy) -> None:
-        self._backend, self._copy = backend, copy
+    def __init__(self, backend: Backend, upload: Copy) -> None:
+        self._backend, self._copy = backend, upload
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
@@ -282,8 +283,14 @@ class WeightLoader:
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
         positions = self.table(spec.positions) if spec.positions else None
-        vision = self.vision(spec.vision) if spec.vision else None
+        vision = self._without_seats().vision(spec.vision) if spec.vision else None
         return Weights(embedding, layers, self.norm(spec.final_norm), head, positions, vision)
+
+    def _without_seats(self) -> WeightLoader:
+        """The same, for layers without places for adapters."""
+        other = copy(self)
+        other._seats = None
+        return other
 
     def table(self, spec: EmbeddingSpec) -> Tensor:
         """A table of embeddings."""
