@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat import LLM, SamplingParams
+from benchmarks.common.adapter import write_adapter
+from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.registry import FACTS
 from preheat.errors import ModelError, SettingsError
 from preheat.execution import eagle
 from preheat.execution.features import Features
+from preheat.lora.adapter import adapted_modules
+from preheat.model.families import read_spec
 from preheat.plan.modes import check_options
 from preheat.settings import Settings
 from preheat.startup import boot_engine
@@ -93,6 +98,19 @@ def test_the_head_says_what_plain_torch_says(saved):
     assert max(known for _, known, _ in found) > 2 * OPTIONS["max_num_batched_tokens"]
     assert len(found) > 200
     assert agreeing(saved.reference, found) == 1.0
+
+
+def test_it_drafts_for_rows_with_adapters_too(saved, tmp_path):
+    """From hidden states that an adapter has changed; tokens are those without drafts."""
+    modules = adapted_modules(read_spec(json.loads((Path(saved.target) / "config.json").read_text())))
+    adapter = LoRARequest("own", 1, str(write_adapter(tmp_path / "own", modules, rank=4, seed=0)))
+    whose, found = [adapter, None, adapter] * 2, []
+    for llm in (LLM(saved.target, **OPTIONS, enable_lora=True), speculating(saved, enable_lora=True)):
+        found.append(
+            [output.outputs[0].token_ids for output in llm.generate(*asked(), use_tqdm=False, lora_request=whose)]
+        )
+    assert found[0] == found[1]
+    assert llm.loop.scheduler.stats().draft_tokens > 0
 
 
 def test_a_config_may_say_other_layers_and_another_residual(saved, tmp_path):

@@ -304,7 +304,6 @@ def test_prompt_logprobs_are_those_of_the_adapter(shared):
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"execution_mode": "compile"}, "execution_mode"),
-        ({"speculative_config": {"model": "bundled", "num_speculative_tokens": 2}}, "speculative_config"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
@@ -358,3 +357,13 @@ def test_rows_beside_float8_weights_are_what_they_are_alone(folder):
     without = engine(folder, [], quantization="fp8", enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
     assert online.run(plain) == without
     assert seen[1] == without[1] and seen[0] != without[0]
+
+
+def test_a_draft_model_drafts_for_rows_with_adapters_too(folder, shared):
+    """It has none itself; its drafts are the answers of rows without one."""
+    asked = prompts(*NAMES)
+    drafting = engine(folder, speculative_config={"model": str(folder / "base"), "num_speculative_tokens": 3})
+    assert drafting.run(asked) == alone(shared, asked)
+    assert drafting.run(asked, in_groups([3, 1, 4])) == drafting.run(asked)
+    stats = drafting.loop.scheduler.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens

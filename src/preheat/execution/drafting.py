@@ -26,7 +26,16 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
     speculates = settings.speculation
     if speculates is None or speculates.model is None:
         return None
-    own = replace(settings, model=speculates.model, revision=None, tokenizer=None, hf_overrides=None, **WITHOUT)
+    own = replace(
+        settings,
+        model=speculates.model,
+        revision=None,
+        tokenizer=None,
+        hf_overrides=None,
+        enable_lora=False,
+        lora_modules=(),
+        **WITHOUT,
+    )
     if speculates.method == "eagle3":
         return load_head(own, backend, target)
     if is_head(own):

@@ -15,7 +15,6 @@ from preheat.model.shard import sums_leaves
 from preheat.model.specs import LinearSpec, ModelSpec
 from preheat.ops.lora import LowRank
 from preheat.settings import Settings
-from preheat.utils.speculation import WITH_MODEL
 
 Packed = Sequence[Any]
 """An adapter on the host as a place holds it: for each layer what it packed, or None if it is left alone."""
@@ -130,14 +129,9 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
     """Raise SettingsError, naming the option, for what does not go with ``enable_lora``."""
     if not settings.enable_lora:
         return
-    speculates = settings.speculation
     reasons: Iterable[tuple[bool, str, str]] = (
         (sums_leaves(settings), "tensor_parallel_size", "layers that several devices share have no places for them"),
         (settings.quantization == "inc", "quantization", "layers of INC's files have no places for them"),
-        (
-            speculates is not None and speculates.method in WITH_MODEL,
-            "speculative_config", "a model that drafts knows nothing of them; n-grams and suffixes draft for them too",
-        ),
         (spec.head is None, "runner", "an engine that pools has not tried them"),
     )  # fmt: skip
     for given, name, reason in reasons:

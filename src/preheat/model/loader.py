@@ -227,7 +227,9 @@ def load_weights(
 
 
 class FromHost:
-    """A backend as a loader on the host sees it: tensors go to the device as it gets them, by ``upload(source, out)``."""
+    """A backend as a loader on the host sees it: tensors go to the device as it gets them, by
+    ``upload(source, out)``.
+    """
 
     def __init__(self, backend: Backend, upload: Copy) -> None:
         self._backend, self._copy = backend, upload

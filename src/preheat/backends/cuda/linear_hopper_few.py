@@ -1,5 +1,5 @@
-"""Quantized linear layers of few rows on Hopper: the contracts of :mod:`preheat.backends.cuda.linear_quantized`, as
-fast as memory is.
+"""Quantized linear layers of few rows on Hopper: the contracts of :mod:`preheat.backends.cuda.linear_quantized`, by
+programs that stream their weights.
 
 A program has 64 rows of the weight: one warp loads their codes, and x, into a ring in shared memory (TMA), four warps
 multiply. Weights are asked for before the kernel ahead of this one has ended, since no kernel writes them; x is waited

@@ -345,7 +345,7 @@ def few_tile(shape: LinearShape, rows: int, stages: int) -> Tile:
 
 def few_bytes(shape: LinearShape, tile: Tile) -> int:
     """In shared memory: stages with codes, scales and zero points of two groups, and x."""
-    weights = 64 * tile.inputs if wide_float8(shape) else 64 * (tile.inputs // 2 + 2 * 6)
+    weights = 64 * tile.inputs if wide_float8(shape) else 64 * (tile.inputs // 2 + 2 * 8)
     return tile.stages * (weights + tile.rows * tile.inputs * (1 if wide_float8(shape) else 2) + 16)
 
 
