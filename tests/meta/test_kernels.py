@@ -1,4 +1,4 @@
-"""The tests of tests/kernels, in a process in which Triton interprets, as part of a run of other tests."""
+"""The tests of tests/kernels, in processes in which Triton interprets, as part of a run of other tests."""
 
 import os
 import subprocess
@@ -9,10 +9,14 @@ import pytest
 
 from tests.meta.source import ROOT
 
+FILES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "kernels").glob("test_*.py"))
+PARTS = 4
+
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
-def test_the_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", "tests/kernels"]
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_kernels_in_the_interpreter(part):
+    command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", *FILES[part::PARTS]]
     outer = ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
     env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True)
