@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import weakref
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from preheat import LLM, SamplingParams
+from preheat.backends.base import QuantizedKernel
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.calibration import calibrate
 from preheat.cli import main
 from preheat.errors import SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
+from preheat.model.files import read_config as read_model
 from preheat.model.formats_inc import RoundedLinear
-from preheat.model.inc import read_config, read_ranges
+from preheat.model.inc import SCHEME, read_config, read_ranges
 from preheat.model.loader import WeightLoader, load_weights
+from preheat.model.quantize import quantize
 from preheat.model.specs import leaves
 from preheat.ops.float8 import simulate
 from preheat.settings import Settings
@@ -101,6 +105,28 @@ def test_measured_ranges_are_served(measured, monkeypatch):
     wanted = simulate(x, qkv.scale, 448.0).double() @ weight.T
     assert (found.double() - wanted).norm() / wanted.norm() < 1e-6
     assert answer(quantization="inc", kv_cache_dtype="fp8_inc", weights_load_device="cpu")[1] == rounded
+
+
+def test_codes_are_what_is_simulated(measured):
+    """On a backend that multiplies codes they are the simulation's numbers, and the layers are of W8A8."""
+    folder, _ = measured
+    options = {"quantization": "inc", "quant_config": str(folder / "maxabs_quant.json"), "kv_cache_dtype": "fp8_inc"}
+    settings, x = Settings.load({**PLAIN, **options}, {}), torch.randn(5, 256)
+    spec = read_spec(read_model(BUNDLED_PATH))
+
+    def qkv(facts):
+        found, quantized = quantize(settings, spec, facts)
+        layers = load_weights(found, BUNDLED_PATH, torch.float32, CpuBackend(), formats=quantized.formats).layers
+        return found.layers[2].attention.qkv.scheme, layers[2].attention.qkv
+
+    scheme, simulated = qkv(CpuBackend().facts)
+    assert scheme is None
+    assert isinstance(simulated, RoundedLinear)
+    scheme, coded = qkv(replace(CpuBackend().facts, quantized={SCHEME.kind: QuantizedKernel("codes")}))
+    assert scheme == SCHEME
+    with torch.inference_mode():
+        assert (coded(x) - simulated(x)).norm() / simulated(x).norm() < 1e-6
+        assert (coded(x * 64) - simulated(x * 64)).norm() / simulated(x * 64).norm() < 1e-6  # most of it is cut
 
 
 @pytest.mark.parametrize("method", ["maxabs_pow2_opt_weight", "unit_scale"])

@@ -71,6 +71,10 @@ class QuantizedKernel:
     kernel: str
     itemsize: int | None = None
 
+    @property
+    def keeps_codes(self) -> bool:
+        return self.itemsize is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:

@@ -1,8 +1,10 @@
-"""Linear layers rounded to FP8 by Intel Neural Compressor's scales, by simulation.
+"""Linear layers rounded to FP8 by Intel Neural Compressor's scales.
 
-Contract. Weights and inputs are rounded to e4m3 with one scale each (:mod:`preheat.ops.float8`), widened and multiplied
-by it in fp32, and rounded to the model's dtype, which powers of two leave as they are; the layer then is the backend's
-own. Scales are constants of the model, so that a row's bits depend on no other row.
+Contract. Weights and inputs are rounded to e4m3 with one scale each (:mod:`preheat.ops.float8`). Where the backend
+multiplies codes, the layer is one of W8A8 with a static scale (:mod:`preheat.ops.quantization`). Elsewhere that is
+simulated: what was rounded is widened and multiplied by its scale in fp32, and rounded to the model's dtype, which
+powers of two leave as they are; the layer then is the backend's own. Scales are constants of the model, so that a row's
+bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from preheat.backends.base import Experts, Linear
 from preheat.model.formats import Plain
 from preheat.model.inc import IncConfig, module_name
 from preheat.model.specs import LinearSpec
-from preheat.ops.float8 import simulate
+from preheat.ops.float8 import round_to, simulate
+from preheat.ops.quantization import E4M3
 
 if TYPE_CHECKING:
     from preheat.model.loader import WeightLoader
@@ -54,10 +57,18 @@ class Inc(Plain):
         weight, bias = self.read(spec, loader)
         most = self._config.traits.full_scale
         scale = torch.tensor([self._weight_scale(weight)], device=weight.device)
+        inputs = torch.tensor([self._scales[module_name(spec)]], device=loader.backend.device)
+        if spec.scheme is not None:
+            coded = loader.empty_weight(spec.scheme, spec.outputs, spec.inputs)
+            for codes, rows in zip(torch.split(coded.codes, ROWS), torch.split(weight, ROWS), strict=True):
+                codes.copy_(round_to(rows, scale, E4M3, most))
+            assert coded.static is not None
+            coded.scales.copy_(scale.expand_as(coded.scales))
+            coded.static.copy_(inputs[0])
+            return loader.whole_layer(spec, coded, bias)
         for rows in torch.split(weight, ROWS):
             rows.copy_(simulate(rows, scale, most))
         inner = loader.backend.linear(weight, bias, activation=spec.activation, clip=spec.clip)
-        inputs = torch.tensor([self._scales[module_name(spec)]], device=loader.backend.device)
         return RoundedLinear(inner, inputs, most)
 
     def _weight_scale(self, weight: Tensor) -> float:

@@ -20,11 +20,14 @@ from typing import Any, Literal, NamedTuple
 
 from preheat.errors import SettingsError
 from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, with_linears
+from preheat.ops.kinds import Scheme
 from preheat.utils.text import did_you_mean
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "inc"
+SCHEME = Scheme(code="fp8", scales="tensor", activations="static")
+"""Of its layers, where a backend multiplies codes."""
 """The name of the format of what is rounded."""
 
 Device = Literal["gaudi2", "gaudi3"]
@@ -377,10 +380,15 @@ def linear_scales(config: IncConfig, spec: ModelSpec, ranges: Mapping[str, Range
     return found
 
 
-def with_inc(spec: ModelSpec, scales: Mapping[str, float]) -> ModelSpec:
-    """``spec``, whose linear layers among the modules of ``scales`` are of this format."""
+def with_inc(spec: ModelSpec, scales: Mapping[str, float], *, coded: bool) -> ModelSpec:
+    """``spec``, whose linear layers among the modules of ``scales`` are of this format, as float8 codes if ``coded``,
+    else simulated.
+    """
     rounded = {path for path, module, _, _ in linear_modules(spec) if module in scales}
-    return with_linears(spec, lambda path, linear: replace(linear, format=FORMAT) if path in rounded else linear)
+    scheme = SCHEME if coded else None
+    return with_linears(
+        spec, lambda path, linear: replace(linear, format=FORMAT, scheme=scheme) if path in rounded else linear
+    )
 
 
 def cache_scales(

@@ -100,7 +100,7 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     if remark:
         logger.info("%s", remark)
     dtype: torch.dtype = getattr(torch, name)
-    spec, quantized = quantize(settings, with_kv_dtype(spec, settings.kv_cache_dtype, name), backend.facts.name)
+    spec, quantized = quantize(settings, with_kv_dtype(spec, settings.kv_cache_dtype, name), backend.facts)
     if settings.kv_cache_dtype != "fp8_inc":
         spec = _with_scales(settings, folder, spec)
     whole = spec

@@ -98,8 +98,10 @@ def bytes_by_scheme(spec: ModelSpec, facts: Facts, itemsize: int) -> dict[str, i
         if scheme is None:
             found["not quantized"] = size
             continue
-        held = facts.quantized[scheme.kind].itemsize
-        found[scheme.name] = size if held is None else spec.quantized_weights(scheme) * (held or itemsize)
+        kernel = facts.quantized[scheme.kind]
+        found[scheme.name] = (
+            size if kernel.keeps_codes else spec.quantized_weights(scheme) * (kernel.itemsize or itemsize)
+        )
     return found
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from preheat.backends.base import Facts
 from preheat.errors import SettingsError
 from preheat.model import inc
 from preheat.model.formats import FORMATS, LinearFormat
@@ -23,8 +24,8 @@ class Quantized(NamedTuple):
     numerics: Mapping[str, object]
 
 
-def quantize(settings: Settings, spec: ModelSpec, platform: str) -> tuple[ModelSpec, Quantized]:
-    """``spec`` with the formats and the scales that the settings ask for, on ``platform``."""
+def quantize(settings: Settings, spec: ModelSpec, facts: Facts) -> tuple[ModelSpec, Quantized]:
+    """``spec`` with the formats and the scales that the settings ask for, on a backend with these ``facts``."""
     if settings.quantization != "inc" or settings.quant_config is None:
         return spec, Quantized(FORMATS, {})
     config = inc.read_config(settings.quant_config)
@@ -34,9 +35,10 @@ def quantize(settings: Settings, spec: ModelSpec, platform: str) -> tuple[ModelS
             param="quant_config",
         )
     ranges = inc.read_ranges(config) if config.method not in inc.WITHOUT_RANGES else {}
-    inc.warn_of_device(config, platform)
+    inc.warn_of_device(config, facts.name)
     scales = inc.linear_scales(config, spec, ranges)
-    spec = inc.with_inc(spec, scales)
+    kernel = facts.quantized.get(inc.SCHEME.kind)
+    spec = inc.with_inc(spec, scales, coded=kernel is not None and kernel.keeps_codes)
     if settings.kv_cache_dtype == "fp8_inc":
         modules = [attention_module(layer.attention) for layer in spec.layers]
         spec = with_scales(spec, inc.cache_scales(config, modules, ranges))
