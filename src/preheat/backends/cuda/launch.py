@@ -19,6 +19,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime._async_compile import active_mode
 
+from preheat.backends.cuda.triton_cache import keep_libraries
+
+keep_libraries()
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on tensors of the host."""
 
