@@ -2,7 +2,7 @@
 
 Triton writes a launcher again if two threads or processes build it at the same time, as ranks and replicas do when they
 start. CPython (`Python/dynload_shlib.c`) recognizes libraries that it has loaded by their inodes. It looks at a file's
-inode before the library is loaded by name, and so may remember that of a file which another process replaces in between.
+inode before the library is loaded by name, and so may remember that of a file which another process replaces just then.
 The next file that is given this inode then counts as loaded, and its kernel gets another kernel's launcher.
 """
 
