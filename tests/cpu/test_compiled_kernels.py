@@ -92,6 +92,7 @@ def test_adapters_shrink_by_the_matrix_unit():
     integers = dict.fromkeys(("places", "members", "tiles", "arrived"), "*i32")
     floats = dict.fromkeys(("sums", "shrunk", "scales"), "*fp32")
     sizes = {"PARTS": 3, "TILES": 2, "SPLITS": 8, "WIDTH": 512, "CHUNK": 128, "ROWS": 16, "RANKS": 16, "EVEN": True}
+    sizes["beside"] = True
     found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", **integers, **floats}, **sizes)
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 

@@ -16,17 +16,22 @@ import torch
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
-from preheat.backends.cuda import lora_expand
+from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
+from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
+from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.errors import PreheatError
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
+from preheat.ops.kinds import Scheme
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.quantization import empty_weight, quantize_channels
 from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.cpu.test_random_requests import VOCAB
@@ -181,9 +186,14 @@ def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int
     """``y``, as it is after what the adapters add."""
     rows.describe(0, "tokens", torch.tensor(places, dtype=torch.int32).numpy())
     rows.use("tokens")
-    y = y.clone()
-    made._factors.add(x, y, rows.blocks)
-    return y
+    return expand(y.clone(), shrunk(made, x, rows), made._factors.bounds, gated=False)
+
+
+def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
+    """By a launch that waits for everything before it."""
+    given: Expansion = made._factors.expansion(x, rows.blocks)
+    made._factors.shrink(x, rows.blocks, given, beside=False)
+    return given
 
 
 @DTYPES
@@ -203,16 +213,21 @@ def test_what_is_added_is_the_references(dtype: torch.dtype, inputs: int) -> Non
         torch.testing.assert_close(found, right, atol=1e-2, rtol=2**-7)
 
 
-@DTYPES
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "fp8"])
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
-def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(
-    activation: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For numbers of rows that tiles serve, in a graph, behind a kernel that writes x, again and again."""
+def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation: Any, kind: str) -> None:
+    """By each kernel of the layer, in a graph, behind a kernel that writes x, again and again."""
     CudaBackend().prepare(Settings(), None)
     device, outputs = torch.device("cuda"), (1024, 1024) if activation else (1024, 256, 256)
-    rows = CudaAdapters(device).rows(128, PLACES)
-    base = CudaLinear((noise(sum(outputs), INPUTS) / 40).to(device, dtype), configs=KernelConfigs())
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    rows = CudaAdapters(device).rows(256, PLACES)
+    weight: Any = (noise(sum(outputs), INPUTS) / 40).to(device, dtype)
+    if kind == "fp8":
+        scheme = Scheme(code="fp8", scales="channel", activations="token")
+        coded = empty_weight(scheme, *weight.shape, dtype=dtype, device=device)
+        quantize_channels(weight, coded)
+        weight = DeviceWeight.of(coded)
+    base = CudaLinear(weight, configs=KernelConfigs(hopper=is_hopper()))
     made = CudaAdapters(device).linear(
         base, INPUTS, outputs, rows, places=PLACES, max_rank=48, dtype=dtype, activation=activation, clip=None
     )
@@ -220,20 +235,17 @@ def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(
         rank = 5 + 6 * place
         a = noise(rank, INPUTS, seed=place).to(dtype) / 40
         put(made, place, *((a, noise(size, rank, seed=part).to(dtype), 0.7) for part, size in enumerate(outputs)))
-    for count in (1, 2, 8, 16, 33, 64):
+    for count in (1, 2, 8, 16, 33, 64, 200):
         x = torch.empty(count, INPUTS, dtype=dtype, device=device)
         rows.describe(0, "tokens", np.array([(row * 5) % (PLACES + 1) - 1 for row in range(count)], np.int32))
         rows.use("tokens")
         found: list[torch.Tensor] = []
         source = noise(count, INPUTS, seed=1).to(device, dtype)
+        made(source)  # compiles, which is not for a graph
         graph = capture(lambda x=x, found=found, source=source: found.append(made(torch.add(source, 0, out=x))))
-        launches: list[Any] = []
-        with monkeypatch.context() as patched:
-            patched.setattr(made._factors, "suit", lambda tile, *, gated, asked=launches: asked.append(tile) and False)
-            right = made(source)
-            patched.setattr(lora_expand, "FEW_ROWS", 0)  # one place at a time
-            assert torch.equal(made(source), right)
-        assert launches
+        right = expand(made.inner(source), shrunk(made, source, rows), made._factors.bounds, gated=False)
+        if activation:
+            right = silu_and_mul(right)
         for _ in range(20):
             found[-1].fill_(float("nan"))
             graph.replay()

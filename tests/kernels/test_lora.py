@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preheat.backends.cuda import lora, lora_expand
+from preheat.backends.cuda import lora
+from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.lora import BLOCK, CudaAdapters, most_blocks, write_blocks
+from preheat.backends.cuda.lora import BLOCK, CudaAdapters, Factors, most_blocks, write_blocks
+from preheat.backends.cuda.lora_expand import expand
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.kinds import Scheme
@@ -52,6 +54,13 @@ def factors(rank: int, part: int, seed: int = 0, dtype=torch.bfloat16) -> tuple[
 def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | None) -> None:
     """Put an adapter into ``place``: what it has for each part, or None."""
     made.write(place, made.pack({part: LowRank(*each) for part, each in enumerate(given) if each is not None}))
+
+
+def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
+    """``y`` and what the adapters of its rows add to it."""
+    given = factors.expansion(x, blocks)
+    factors.shrink(x, blocks, given, beside=False)
+    return expand(y, given, factors.bounds, **{"gated": False, **more})
 
 
 def run(made, rows, x: torch.Tensor, places: list[int], turn: int = 0) -> torch.Tensor:
@@ -116,7 +125,7 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     plain = made.inner(x)
     minus = torch.full_like(plain, -0.0)
     rows.describe(0, "tokens", np.array([0, -1, 1] * 3, np.int32))
-    made._factors.add(x, minus, rows._kinds["tokens"])
+    added(made._factors, x, minus, rows._kinds["tokens"])
     assert (minus[1::3].view(torch.int16) == -(2**15)).all() and (minus[2::3].view(torch.int16) == -(2**15)).all()
     assert (minus[::3, : OUTPUTS[0]] != 0).any()
     assert (minus[::3, OUTPUTS[0] :].view(torch.int16) == -(2**15)).all()  # this part has no matrices
@@ -180,31 +189,28 @@ def test_sums_in_another_order_have_other_bits(monkeypatch):
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_tiles_expand_to_the_bits_of_a_launch_of_its_own(count, activation, dtype, monkeypatch):
-    """For ranks of one tile and of three, a part without matrices, and rows without an adapter."""
+def test_the_activation_takes_what_was_added(count, dtype):
+    """In one launch as in two, for ranks of one tile and of three, a part without matrices, rows without an adapter and
+    rows that pad.
+    """
     ops, outputs = CudaAdapters(torch.device("cpu")), (64, 64)
     rows = ops.rows(64, PLACES)
     base = CudaLinear((noise(128, INPUTS) / 30).to(dtype), configs=KernelConfigs())
     made = ops.linear(
-        base, INPUTS, outputs, rows, places=PLACES, max_rank=40, dtype=dtype, activation=activation, clip=None
-    )  # fmt: skip
+        base, INPUTS, outputs, rows, places=PLACES, max_rank=40, dtype=dtype, activation="silu_and_mul", clip=None
+    )
     for place, (rank, parts) in enumerate([(7, (0, 1)), (37, (0,)), (16, (0, 1))]):
         a = noise(rank, INPUTS, seed=place) / 30
         put(made, place, *((a.to(dtype), noise(64, rank, seed=part).to(dtype), 0.7) for part in parts))
-    x = noise(count, INPUTS, seed=5).to(dtype)
+    x = noise(count + 2, INPUTS, seed=5).to(dtype)
     whose = [[1, 0, -1, 2, 1][row % 5] for row in range(count)]
-    tiled = run(made, rows, x, whose)
-    asked = []
-    monkeypatch.setattr(made._factors, "suit", lambda tile, *, gated: asked.append(tile) and False)
-    launched = run(made, rows, x, whose)
-    assert asked and torch.equal(tiled, launched)
-    monkeypatch.setattr(lora_expand, "FEW_ROWS", 0)  # one place at a time
-    assert torch.equal(run(made, rows, x, whose), launched)
+    found = run(made, rows, x, whose)
+    assert torch.equal(found, silu_and_mul(added(made._factors, x, made.inner(x), rows.blocks)))
     rows.use(None)
     plain = made(x)
-    assert [torch.equal(one, other) for one, other in zip(tiled, plain, strict=True)] == [each < 0 for each in whose]
+    alone = [each < 0 for each in [*whose, -1, -1]]
+    assert [torch.equal(one, other) for one, other in zip(found, plain, strict=True)] == alone
 
 
 @DTYPES

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
+from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.linear_hopper_few import few_codes, few_float8
 from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
@@ -37,7 +37,6 @@ from preheat.backends.cuda.linear_quantized import (
     quantized_input,
 )
 from preheat.backends.cuda.linear_tile import corner, rounded
-from preheat.backends.cuda.lora_expand import Expansion, adapters_of, expanded, part_of, tiles_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
 from preheat.ops.kinds import Activation
@@ -55,7 +54,7 @@ def load_weights(weight, tiles, rows, first, k, inputs, INPUTS: tl.constexpr, EV
     return tl.load(at, mask=(k + tl.arange(0, INPUTS))[None, :] < inputs, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "room"])
+@triton.jit(do_not_specialize=["rows"])
 def in_order(
     x,
     weight,
@@ -72,38 +71,16 @@ def in_order(
     EVEN: tl.constexpr,
     gated: tl.constexpr,
     overlap: tl.constexpr,
-    adapters=None,
-    room=0,
-    PARTS: tl.constexpr = 0,
-    TILES: tl.constexpr = 0,
-    PLACES: tl.constexpr = 0,
-    RANKS: tl.constexpr = 0,
-    AT_ONCE: tl.constexpr = 0,
 ):
     """One tile [OUTPUTS, ROWS] of y a program. ``outputs`` are the columns of y; ``EVEN``: INPUTS divides ``inputs``.
 
     Rows and outputs beyond the last one are computed as copies of it and not stored. ``x_tiles`` and ``weight_tiles``,
     if given, are the same matrices for the copy engine.
-
-    With ``adapters`` the kernel before this one shrinks x for them, and waited for x itself: only then what it wrote is
-    waited for, which takes no time any more.
     """
-    if adapters is None:
-        begin(overlap)
-    else:
-        begin_early(overlap)
+    begin(overlap)
     first, row = corner(rows, outputs, OUTPUTS, ROWS)
     out = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)
     token = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-
-    part, slot, place, count, count_up = 0, token, token, token, token
-    if adapters is not None:
-        slot, place = adapters_of(token, adapters)
-        if gated:
-            count_up = tiles_of(place, 1, adapters)
-        else:
-            part = part_of(adapters, first, PARTS)
-        count = tiles_of(place, part, adapters)
 
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -121,18 +98,8 @@ def in_order(
 
     dtype: tl.constexpr = y.dtype.element_ty
     result = rounded(acc, bias, out, dtype)
-    height = outputs * 2 if gated else outputs
-    if adapters is not None:
-        begin_late(overlap)
-        result = expanded(
-            result, out, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE
-        )  # fmt: skip
     if gated:
         up = rounded(acc_up, bias, out + outputs, dtype)
-        if adapters is not None:
-            up = expanded(
-                up, out + outputs, slot, place, count_up, 1, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE
-            )  # fmt: skip
         result = silu_mul(result, up)
     outs, tokens = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     to = y + tl.cast(row, tl.int64) * outputs + first
@@ -175,24 +142,10 @@ def apply(
     return y
 
 
-def by_tiles(
-    tile: Tile,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gated: bool,
-    y: Tensor,
-    adapters: Expansion | None = None,
-) -> None:
-    """The same by the kernel with tiles. With ``adapters``, what they expand to is added; the kernel before this one
-    has to be the one that shrinks x for them.
-    """
+def by_tiles(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor) -> None:
+    """The same by the kernel with tiles."""
     blocks = triton.cdiv(y.shape[1], tile.outputs) * triton.cdiv(len(x), tile.rows)
-    more: dict[str, Any] = {}
-    if adapters is not None:
-        at_once = triton.next_power_of_2(len(adapters.b))
-        more = {"adapters": adapters, "room": adapters.room, **adapters.sizes, "AT_ONCE": at_once}
-    in_order[(blocks,)](*_arguments(tile, x, weight, bias, y), **_keywords(tile, weight.shape[1], gated), **more)
+    in_order[(blocks,)](*_arguments(tile, x, weight, bias, y), **_keywords(tile, weight.shape[1], gated))
 
 
 def _quantized(
@@ -282,12 +235,10 @@ class CudaLinear:
         """
         return apply(self.configs(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
 
-    def with_adapters(self, tile: Tile, x: Tensor, out: Tensor | None, adapters: Expansion) -> Tensor:
-        """The same by ``tile``, with what ``adapters`` expand to, see :func:`by_tiles`."""
-        assert isinstance(self._weight, Tensor)
-        y = x.new_empty(len(x), self.shape.columns) if out is None else out
-        by_tiles(tile, x, self._weight, self._bias, self._gated, y, adapters)
-        return y
+    def lets_others_begin_early(self, rows: int) -> bool:
+        """Whether the kernel for so many rows lets the next one begin before it has waited for the one before."""
+        choice = self.configs(self.shape, rows)
+        return self.shape.scheme is not None and isinstance(choice, Tile) and choice.bulk
 
     def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
         """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""

@@ -2,9 +2,8 @@
 
 The rows of each adapter are cut into blocks of ``BLOCK``, filled up with none. One launch shrinks: a program has a
 block of rows, a part of the inputs and one of the layer's matrices, and writes its sums, which no other adds to; the
-program that is the last of its block adds them up in order. Then comes the layer itself, which does not wait for that:
-where it runs by tiles, each tile ends with expanding what its rows have shrunk to. Where it does not, another launch
-expands, and applies the activation. Rows without an adapter get nothing added.
+program that is the last of its block adds them up in order. It runs beside the layer itself, of which it needs nothing.
+Behind both another launch expands, and applies the activation. Rows without an adapter get nothing added.
 
 How many blocks there are at most follows from the number of rows and of places, and so does the grid; programs of
 blocks that a step has not end at once. Every row goes through products of one shape, whatever the number of rows.
@@ -25,20 +24,16 @@ from torch import Tensor
 
 from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
 from preheat.backends.cuda.activation import activate, clip
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora_expand import AT_ONCE, BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand
+from preheat.backends.cuda.lora_expand import BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand, most_blocks
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.tuning import Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE, LowRank
 from preheat.ops.quantization import QuantizedRows
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
-
-FEW_ROWS = 32
-"""Up to so many, tiles that expand cost less than cuBLAS and another launch, though cuBLAS alone may be faster."""
 
 MOST_PARTS = 3
 """Of a layer: queries, keys and values."""
@@ -48,16 +43,22 @@ MOST_PARTS = 3
 def _shrink(
     x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, slots,
     PARTS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, overlap: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and part; by the last of a
     block's splits also what they are together, scaled. A slot is a row's place among all blocks.
+
+    ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
+    waits for its.
     """
     block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, rank, k = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, CHUNK)
     place = tl.load(places + block)
     row = tl.load(members + block * ROWS + lane)
-    begin(overlap)
+    if beside:
+        begin_early(overlap)
+    else:
+        begin(overlap)
     if place >= 0:
         there = ((row >= 0) & (row < rows))[:, None]
         at = x + row.to(tl.int64)[:, None] * inputs
@@ -92,6 +93,8 @@ def _shrink(
                 to = ((part * TILES + tile) * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
                 tl.store(shrunk + to, total * scale)
             tl.store(counter, 0)
+    if beside:
+        begin_late(overlap)
 
 
 class Blocks:
@@ -119,11 +122,6 @@ class Blocks:
         if self._copied:
             self._copied[turn].record()
         self._there = places.copy()
-
-
-def most_blocks(rows: int, places: int) -> int:
-    """Blocks that so many rows can have: all but one of each adapter are full."""
-    return min(rows, rows // BLOCK + places)
 
 
 def write_blocks(words: np.ndarray, count: int, places: np.ndarray) -> None:
@@ -236,27 +234,19 @@ class AdaptedLinear:
             return self.plain(x, out)
         gated = self._activation == "silu_and_mul"
         finished = gated or (self._activation is None and self._limit is None)
-        tile, rows = self._tile(len(x), gated=gated), x.plain if isinstance(x, QuantizedRows) else x
+        rows = x.plain if isinstance(x, QuantizedRows) else x
         assert rows is not None
-        if tile is not None:
-            layer = self.plain if gated else self.inner
-            y = layer.with_adapters(tile, rows, out if finished else None, self._factors.shrink(rows, blocks))
-        else:
-            y = self.inner(x, out if finished and not gated else None)
-            y = self._factors.add(rows, y, blocks, gated=gated, out=out)
+        given = self._factors.expansion(rows, blocks)  # before the layer, whose memory for itself is another then
+        beside = not self.inner.lets_others_begin_early(len(x))
+        if not beside:
+            self._factors.shrink(rows, blocks, given, beside=False)
+        y = self.inner(x, out if finished and not gated else None)
+        if beside:
+            self._factors.shrink(rows, blocks, given, beside=True)
+        y = expand(y, given, self._factors.bounds, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
-
-    def _tile(self, rows: int, *, gated: bool) -> Tile | None:
-        """By which the layer is to expand what ``rows`` rows shrink to; None: a launch of its own does."""
-        layer = self.plain if gated else self.inner
-        if layer.shape.scheme is not None:
-            return None
-        tile = layer.configs(layer.shape, rows)
-        if isinstance(tile, Library) and rows <= FEW_ROWS:
-            tile = tile_rule(layer.shape, rows)
-        return tile if isinstance(tile, Tile) and self._factors.suit(tile, gated=gated) else None
 
 
 class Factors:
@@ -275,16 +265,16 @@ class Factors:
     ) -> None:
         parts, self._tiles_each = len(outputs), -(-max_rank // TILE)
         self._inputs, self._places = inputs, places
-        self._bounds = np.cumsum([0, *outputs]).tolist()
+        self.bounds = np.cumsum([0, *outputs]).tolist()
         self._width = min(PART, max(triton.next_power_of_2(inputs), TILE))
         self._splits = -(-inputs // self._width)
         self._a = torch.zeros(places, self._tiles_each, parts, TILE, inputs, dtype=dtype, device=device)
-        self._b = torch.zeros(places, self._tiles_each, self._bounds[-1], TILE, dtype=dtype, device=device)
+        self._b = torch.zeros(places, self._tiles_each, self.bounds[-1], TILE, dtype=dtype, device=device)
         self._table = torch.zeros(places, 2, TABLE_PARTS, dtype=torch.int32, device=device)
         self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
         self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
         self._nothing, self._cleared = self._host(2, TABLE_PARTS, dtype=torch.int32), [True] * places
-        self._bounds_there = torch.tensor(self._bounds, dtype=torch.int32, device=device)
+        self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     @property
     def bytes(self) -> int:
@@ -293,14 +283,14 @@ class Factors:
     def pack(self, given: Mapping[int, LowRank]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
         most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._inputs
-        a = self._host(most, len(self._bounds) - 1, TILE, inputs, dtype=self._a.dtype)
-        b = self._host(most, self._bounds[-1], TILE, dtype=self._b.dtype)
+        a = self._host(most, len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
+        b = self._host(most, self.bounds[-1], TILE, dtype=self._b.dtype)
         table = self._host(2, TABLE_PARTS, dtype=torch.int32)
         for part, (down, up, scale) in given.items():
             tiles = -(-len(down) // TILE)
             more = tiles * TILE - len(down)
             a[:tiles, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs))
-            mine = b[:tiles, self._bounds[part] : self._bounds[part + 1]]
+            mine = b[:tiles, self.bounds[part] : self.bounds[part + 1]]
             mine.copy_(F.pad(up, (0, more)).view(len(up), tiles, TILE).transpose(0, 1))
             table[0, part], table[1].view(torch.float32)[part] = tiles, scale
         return Packed(a, b, table)
@@ -319,23 +309,19 @@ class Factors:
             self._table[place].copy_(self._nothing, non_blocking=True)
             self._cleared[place] = True
 
-    def suit(self, tile: Tile, *, gated: bool) -> bool:
-        """Whether a layer's tiles can expand: each has outputs of one part."""
-        return self._places <= AT_ONCE and (gated or all(bound % tile.outputs == 0 for bound in self._bounds))
-
-    def shrink(self, x: Tensor, blocks: Blocks) -> Expansion:
-        """What ``x`` [rows, inputs] shrinks to."""
-        rows, count, parts = len(x), most_blocks(len(x), self._places), len(self._bounds) - 1
+    def expansion(self, x: Tensor, blocks: Blocks) -> Expansion:
+        """Room for what ``x`` [rows, inputs] shrinks to, and what it is expanded by."""
+        count, parts = most_blocks(len(x), self._places), len(self.bounds) - 1
         sums = x.new_empty(parts, self._tiles_each, self._splits, count * BLOCK, TILE, dtype=torch.float32)
         shrunk = x.new_empty(parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
-        _shrink[count, self._splits, parts](
-            x, self._a, sums, shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived, rows,
-            self._inputs, count * BLOCK, PARTS=parts, TILES=self._tiles_each, SPLITS=self._splits, WIDTH=self._width,
-            CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE, EVEN=self._inputs % self._width == 0,
+        return Expansion(sums, shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
+
+    def shrink(self, x: Tensor, blocks: Blocks, to: Expansion, *, beside: bool) -> None:
+        """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last."""
+        parts, count = len(to.shrunk), to.shrunk.shape[2]
+        _shrink[count // BLOCK, self._splits, parts](
+            x, self._a, to.sums, to.shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived,
+            len(x), self._inputs, count, PARTS=parts, TILES=self._tiles_each, SPLITS=self._splits, WIDTH=self._width,
+            CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE, EVEN=self._inputs % self._width == 0, beside=beside,
             **options(num_warps=4, num_stages=4),
         )  # fmt: skip
-        return Expansion(shrunk, self._b, blocks.slots, blocks.places, self._tiles, self._bounds_there)
-
-    def add(self, x: Tensor, y: Tensor, blocks: Blocks, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
-        """``y`` [rows, outputs] and what is expanded from ``x`` [rows, inputs], as :func:`expand` does it."""
-        return expand(y, self.shrink(x, blocks), self._bounds, gated=gated, out=out)

@@ -1,10 +1,8 @@
-"""The second product of adapters on CUDA, see :mod:`preheat.backends.cuda.lora`: at the end of a tile of a linear
-layer, or in a launch of its own.
+"""The second product of adapters on CUDA, and the activation behind it, see :mod:`preheat.backends.cuda.lora`.
 
-What all of a row's places but its own would add are zeros in one product with them: sums begin with 0.0, so not even a
-sign changes. With bfloat16 matrices the shrunk rows are cut into three bfloat16 numbers each, whose sum they are, so
-that the matrix unit loses nothing of them; the three products and those of all tiles of ranks are added in one fp32
-accumulator. Other matrices are held and multiplied in fp32.
+With bfloat16 matrices the shrunk rows are cut into three bfloat16 numbers each, whose sum they are, so that the matrix
+unit loses nothing of them; the three products and those of all tiles of ranks are added in one fp32 accumulator. Other
+matrices are held and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -24,13 +22,8 @@ from preheat.ops.lora import TILE
 BLOCK = 16
 """Rows of a block, all of one adapter: what the matrix unit multiplies at once."""
 
-AT_ONCE = 16
-"""Up to so many places are multiplied in one product, which of few rows may have any."""
-
-FEW_ROWS = 512
-"""Up to so many. Of more rows, which are those of prompts, a tile has one place or two."""
-
-ROWS_OF_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
+WIDTH = 128
+"""Outputs of a program, by measurement on an H200."""
 
 TABLE_PARTS = 4
 """Parts that a row of a layer's table has room for: each begins at a multiple of 16 bytes."""
@@ -40,29 +33,21 @@ PLACE_IN_TABLE: tl.constexpr = tl.constexpr(2 * TABLE_PARTS)
 
 
 class Expansion(NamedTuple):
-    """What rows of a step are expanded by. ``shrunk`` fp32 [parts, tiles, slots, TILE], scaled; ``b`` [places, tiles,
-    outputs, TILE]; ``slots`` int32 [rows], -1 for none; ``places`` int32 [slots / BLOCK]; ``tiles`` int32 [places,
-    TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts +
-    1] are outputs.
+    """What rows of a step are expanded by. ``shrunk`` fp32 [parts, tiles, blocks * BLOCK, TILE], scaled, and ``sums``
+    of each part of the inputs [parts, tiles, parts of inputs, blocks * BLOCK, TILE]; ``b`` [places, tiles, outputs,
+    TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * BLOCK] are the blocks of rows, ``slots`` int32
+    [rows] the place of each among them, -1 for none; ``tiles`` int32 [places, TABLE_PARTS] are in use, where a place's
+    begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts + 1] are outputs.
     """
 
+    sums: Tensor
     shrunk: Tensor
     b: Tensor
-    slots: Tensor
     places: Tensor
+    members: Tensor
+    slots: Tensor
     tiles: Tensor
     bounds: Tensor
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Keywords of a launch."""
-        places, tiles = self.b.shape[:2]
-        return {"PARTS": len(self.shrunk), "TILES": tiles, "PLACES": places, "RANKS": TILE}
-
-    @property
-    def room(self) -> int:
-        """Slots that there are."""
-        return self.shrunk.shape[2]
 
 
 @triton.jit
@@ -84,99 +69,79 @@ def _times(ws, shrunk, acc):
 
 
 @triton.jit
-def part_of(adapters, first, PARTS: tl.constexpr):
-    """The part that has output ``first``."""
-    part = first * 0
-    for each in tl.static_range(1, PARTS):
-        part += (first >= tl.load(adapters.bounds + each)).to(tl.int32)
-    return part
+def _tile_of(out, place, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.constexpr, used):
+    """[outputs, ranks]: a tile of the second matrix."""
+    at = ((place * TILES + tile).to(tl.int64) * height + out) * RANKS
+    return tl.load(adapters.b + at[:, None] + tl.arange(0, RANKS)[None, :], mask=used, other=0.0)
 
 
 @triton.jit
-def adapters_of(token, adapters):
-    """Slots and places of rows ``token``, -1 for none. No kernel writes them."""
-    slot = tl.load(adapters.slots + token)
-    return slot, tl.load(adapters.places + slot // ROWS_OF_BLOCK, mask=slot >= 0, other=-1)
-
-
-@triton.jit
-def tiles_of(place, part, adapters):
-    """In how many tiles of ranks the adapters in each ``place`` have a ``part``. No kernel writes that, either."""
-    return tl.load(adapters.tiles + place * PLACE_IN_TABLE + part, mask=place >= 0, other=0)
-
-
-@triton.jit
-def expanded(
-    result, out, slot, place, count, part, adapters, height, room, TILES: tl.constexpr, PLACES: tl.constexpr,
-    RANKS: tl.constexpr, AT_ONCE: tl.constexpr,
+def _expanded(
+    result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """``result`` [outputs, rows], outputs ``out`` of rows that are all of one ``part``, and what adapters add to it:
-    those in ``place``, whose part is ``count`` tiles of ranks.
-
-    ``AT_ONCE`` places are multiplied in one product. ``height`` are the outputs of all parts.
+    """``result`` [outputs, rows] and what the adapter in ``place`` adds to them, whose ``part`` has ``count`` tiles of
+    ranks, the first of which is ``ws``. ``height`` are the outputs of all parts.
     """
-    WIDTH: tl.constexpr = AT_ONCE * RANKS
-    rank, nth = tl.arange(0, RANKS), tl.arange(0, AT_ONCE)
     acc = tl.zeros(result.shape, tl.float32)
-    lowest, end = 0, PLACES
-    if AT_ONCE < PLACES:  # only those that some row has
-        lowest, end = tl.min(tl.where(count > 0, place, PLACES)), tl.max(tl.where(count > 0, place, -1)) + 1
-    for first in tl.range(lowest, end, AT_ONCE, num_stages=1):  # shared memory is full of tiles of weights
-        own = place[:, None] == (first + nth)[None, :]
-        for tile in tl.range(0, tl.max(tl.where(own, count[:, None], 0)), num_stages=1):
-            more = count > tile
-            own_tile = own & more[:, None]
-            at = ((part * TILES + tile) * room + slot).to(tl.int64) * RANKS
-            shrunk = tl.load(adapters.shrunk + at[:, None] + rank[None, :], mask=more[:, None], other=0.0)
-            spread = tl.where(own_tile[:, :, None], shrunk[:, None, :], 0.0).reshape([place.shape[0], WIDTH])
-            used = tl.max(own_tile.to(tl.int32), 0) > 0
-            at = (((first + nth) * TILES + tile).to(tl.int64) * height)[None, :] + out[:, None]
-            ws = tl.load(
-                adapters.b + (at * RANKS)[:, :, None] + rank[None, None, :], mask=used[None, :, None], other=0.0
-            ).reshape([out.shape[0], WIDTH])
-            acc = _times(ws, spread.T, acc)
-    return tl.where((count > 0)[None, :], (result.to(tl.float32) + acc).to(result.dtype), result)
+    for tile in tl.range(0, count, num_stages=1):
+        if tile > 0:
+            ws = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
+        at = (((part * TILES + tile) * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+        acc = _times(ws, tl.load(adapters.shrunk + at).T, acc)
+    return tl.where(count > 0, (result.to(tl.float32) + acc).to(result.dtype), result)
 
 
-@triton.jit(do_not_specialize=["rows", "room"])
+@triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
-    y, z, adapters, rows, columns, room, PARTS: tl.constexpr, TILES: tl.constexpr, PLACES: tl.constexpr,
-    RANKS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
-    gated: tl.constexpr, overlap: tl.constexpr,
+    y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """A tile [COLUMNS, ROWS] of ``z``: of both halves of y, if ``gated``, else of one part of y, which z then is.
+    """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
+    y, which z then is. Behind the blocks that have ``slots``, if ``gated``, come rows without an adapter. What no
+    kernel writes is read before the kernel ahead has ended.
 
     ``WHOLE``: 16 divides all bounds.
     """
+    block, part = tl.program_id(1), tl.program_id(2)
+    slot = block * ROWS + tl.arange(0, ROWS)
+    adapted = block * ROWS < slots
+    place = tl.load(adapters.places + block, mask=adapted, other=-1)
+    row = tl.load(adapters.members + slot, mask=adapted & (slot >= 0), other=-1)
+    if gated:
+        own = slot - slots
+        free = tl.load(adapters.slots + own, mask=(own >= 0) & (own < rows), other=0) < 0
+        row = tl.where(free, own, row)
+    count = tl.load(adapters.tiles + place * PLACE_IN_TABLE + part, mask=place >= 0, other=0)
+    count_up = count
     if gated:
         first, end, height = tl.program_id(0) * COLUMNS, columns, columns * 2
+        count_up = tl.load(adapters.tiles + place * PLACE_IN_TABLE + 1, mask=place >= 0, other=0)
     else:
-        bounds = adapters.bounds + tl.program_id(2)
+        bounds = adapters.bounds + part
         first, end, height = tl.load(bounds) + tl.program_id(0) * COLUMNS, tl.load(bounds + 1), columns
         if WHOLE:
             first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
-    out, row = first + tl.arange(0, COLUMNS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    token = tl.minimum(row, rows - 1)
-    slot, place = adapters_of(token, adapters)
-    begin(overlap)
-    stored = (out < end)[:, None] & (row < rows)[None, :]
-    if not gated:
-        stored &= (slot >= 0)[None, :]
-    of = tl.minimum(out, height - 1)
-    at = y + token.to(tl.int64)[None, :] * height + out[:, None]
-    result = tl.load(at, mask=stored, other=0.0)
-    part = tl.program_id(2)
-    count = tiles_of(place, part, adapters)
+    out = first + tl.arange(0, COLUMNS)
+    of = tl.minimum(out, end - 1)
+    ws = _tile_of(of, place, 0, adapters, height, TILES, RANKS, count > 0)
+    ws_up = ws
     if gated:
-        up = tl.load(at + columns, mask=stored, other=0.0)
-        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
-        of = tl.minimum(out + columns, height - 1)
-        count = tiles_of(place, 1, adapters)
-        up = expanded(up, of, slot, place, count, 1, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
-        result = silu_mul(result, up)
-    else:
-        result = expanded(result, of, slot, place, count, part, adapters, height, room, TILES, PLACES, RANKS, AT_ONCE)
-    tl.store(z + token.to(tl.int64)[None, :] * columns + out[:, None], result, mask=stored)
+        ws_up = _tile_of(of + columns, place, 0, adapters, height, TILES, RANKS, count_up > 0)
+    begin(overlap)
+    there = (row >= 0) & (row < rows)
+    if (gated or count > 0) and tl.max(there.to(tl.int32)) > 0:
+        stored = (out < end)[:, None] & there[None, :]
+        token = tl.where(there, row, 0).to(tl.int64)[None, :]
+        at = y + token * height + out[:, None]
+        result = tl.load(at, mask=stored, other=0.0)
+        up = result
+        if gated:
+            up = tl.load(at + columns, mask=stored, other=0.0)
+        result = _expanded(result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS)
+        if gated:
+            up = _expanded(up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS)
+            result = silu_mul(result, up)
+        tl.store(z + token * columns + out[:, None], result, mask=stored)
 
 
 def expand(y: Tensor, adapters: Expansion, bounds: Sequence[int], *, gated: bool, out: Tensor | None = None) -> Tensor:
@@ -186,13 +151,18 @@ def expand(y: Tensor, adapters: Expansion, bounds: Sequence[int], *, gated: bool
     rows, outputs = y.shape
     columns = outputs // 2 if gated else outputs
     z = y if not gated else y.new_empty(rows, columns) if out is None else out
-    height = min(64, max(16, triton.next_power_of_2(rows)))
     widest = max(end - start for start, end in pairwise(bounds))
     across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
-    at_once = triton.next_power_of_2(len(adapters.b)) if rows <= FEW_ROWS and len(adapters.b) <= AT_ONCE else 1
-    _expand[triton.cdiv(across, 128), triton.cdiv(rows, height), parts](
-        y, z, adapters, rows, columns, adapters.room, **adapters.sizes, AT_ONCE=at_once, COLUMNS=128, ROWS=height,
+    slots, tiles = adapters.shrunk.shape[2], adapters.b.shape[1]
+    blocks = slots // BLOCK + (triton.cdiv(rows, BLOCK) if gated else 0)
+    _expand[triton.cdiv(across, WIDTH), blocks, parts](
+        y, z, adapters, rows, columns, slots, TILES=tiles, RANKS=TILE, COLUMNS=WIDTH, ROWS=BLOCK,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated,
-        enable_fp_fusion=False, **options(num_warps=4 if height < 64 else 8, num_stages=2),
+        enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return z
+
+
+def most_blocks(rows: int, places: int) -> int:
+    """Blocks that so many rows can have: all but one of each adapter are full."""
+    return min(rows, rows // BLOCK + places)
