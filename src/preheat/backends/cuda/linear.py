@@ -233,12 +233,11 @@ class CudaLinear:
 
         Both are contiguous.
         """
-        return apply(self.configs(self.shape, len(x)), x, self._weight, self._bias, self._gated, out)
+        return self.by(self.configs(self.shape, len(x)), x, out)
 
-    def lets_others_begin_early(self, rows: int) -> bool:
-        """Whether the kernel for so many rows lets the next one begin before it has waited for the one before."""
-        choice = self.configs(self.shape, rows)
-        return self.shape.scheme is not None and isinstance(choice, Tile) and choice.bulk
+    def by(self, choice: KernelConfig, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
+        """The same by another implementation."""
+        return apply(choice, x, self._weight, self._bias, self._gated, out)
 
     def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
         """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""

@@ -28,12 +28,16 @@ from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.lora_expand import BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand, most_blocks
 from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE, LowRank
 from preheat.ops.quantization import QuantizedRows
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
+
+FEW_ROWS = 64
+"""Up to so many, tiles beside which adapters shrink cost less than cuBLAS, where they wait."""
 
 MOST_PARTS = 3
 """Of a layer: queries, keys and values."""
@@ -237,16 +241,26 @@ class AdaptedLinear:
         rows = x.plain if isinstance(x, QuantizedRows) else x
         assert rows is not None
         given = self._factors.expansion(rows, blocks)  # before the layer, whose memory for itself is another then
-        beside = not self.inner.lets_others_begin_early(len(x))
+        choice, beside = self._choice(len(x))
         if not beside:
             self._factors.shrink(rows, blocks, given, beside=False)
-        y = self.inner(x, out if finished and not gated else None)
+        y = self.inner.by(choice, x, out if finished and not gated else None)
         if beside:
             self._factors.shrink(rows, blocks, given, beside=True)
         y = expand(y, given, self._factors.bounds, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
+
+    def _choice(self, rows: int) -> tuple[KernelConfig, bool]:
+        """By what the layer is computed, and whether adapters may shrink beside it: those kernels of quantized layers
+        that stream weights let the next one begin before they have waited for x themselves.
+        """
+        shape = self.inner.shape
+        choice = self.inner.configs(shape, rows)
+        if isinstance(choice, Library) and rows <= FEW_ROWS:
+            choice = tile_rule(shape, rows)
+        return choice, shape.scheme is None or not isinstance(choice, Tile) or not choice.bulk
 
 
 class Factors:
