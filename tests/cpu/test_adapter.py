@@ -17,7 +17,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from preheat.errors import AdapterError
-from preheat.lora.adapter import adapted_modules, read_adapter
+from preheat.lora.adapter import read_adapter
 from preheat.lora.config import AdapterConfig
 from preheat.model.families import read_spec
 from tests.cpu.checkpoints import MODELS, SMALL
@@ -47,8 +47,8 @@ def write(folder, model, *, seed=0, **fields):
     wrapped = peft.PeftModel.from_pretrained(made.unload(), folder)
     layers = {
         name.removeprefix("base_model.model."): (
-            layer.lora_A["default"].weight.detach(),
-            layer.lora_B["default"].weight.detach(),
+            (layer.lora_A["default"].weight if layer.lora_A else layer.lora_embedding_A["default"]).detach(),
+            (layer.lora_B["default"].weight if layer.lora_B else layer.lora_embedding_B["default"]).detach(),
             layer.scaling["default"],
         )
         for name, layer in wrapped.named_modules()
@@ -218,7 +218,7 @@ WRONG = {
     "not in this layer": ({"layers_to_transform": [0]}, {}, "layers.1.*target_modules does not name it"),
     "unknown module": (
         {}, {f"{Q}x.lora_A.weight": torch.ones(4, 96), f"{Q}x.lora_B.weight": torch.ones(128, 4)},
-        "q_projx is not one.*down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
+        "q_projx is not one.*down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj",
     ),
     "unknown layer": (
         {}, {A.replace("0", "7"): torch.ones(4, 96), B.replace("0", "7"): torch.ones(128, 4)}, "layers.7.*is not one",
@@ -240,8 +240,10 @@ WRONG = {
     "larger vocabulary": (
         {}, {"base_model.model.lm_head.base_layer.weight": torch.ones(48, 96)}, "resized vocabulary",
     ),
-    "embedding": (
-        {}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 40)}, "adapts the embedding",
+    "half of an embedding": (
+        {"target_modules": ["embed_tokens"]},
+        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 199)},
+        "embed_tokens has no lora_embedding_B",
     ),
     "adapter's name in names": ({}, {f"{Q}.lora_A.default.weight": torch.ones(4, 96)}, "not named as PEFT names it"),
     "without the prefix": ({}, {A.replace("base_model.model.", ""): torch.ones(4, 96)}, "lora_A.weight is not named"),
@@ -318,9 +320,20 @@ def test_a_model_whose_code_has_other_names_than_its_checkpoint(tmp_path):
         read(tmp_path / "both", spec)
 
 
-def test_a_tied_head_is_refused_by_name(tmp_path):
+def test_a_tied_head_and_the_table_that_it_is(tmp_path):
+    """Both have factors of their own, and PEFT saves the base model's table beside them."""
     model, spec = model_of("llama tied")
-    write(tmp_path, model, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(AdapterError, match="lm_head is the output head, which is the table of embeddings"):
+    layers = write(tmp_path, model, target_modules=["q_proj", "lm_head", "embed_tokens"])
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert any(name.endswith("embed_tokens.base_layer.weight") for name in tensors)
+    assert {"lm_head", "model.embed_tokens"} <= layers.keys()
+    assert same(read(tmp_path, spec), layers)
+
+
+def test_ensured_ties_are_refused_by_name(tmp_path):
+    model, spec = model_of("llama tied")
+    write(tmp_path, model, target_modules=["embed_tokens"])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "ensure_weight_tying": True}))
+    with pytest.raises(AdapterError, match="ensure_weight_tying is set"):
         read(tmp_path, spec)
-    assert "lm_head" not in adapted_modules(spec)

@@ -34,6 +34,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "rslora": {"r": 20, "lora_alpha": 5, "target_modules": ["k_proj", "gate_proj"], "use_rslora": True},
     "head": {"r": 5, "lora_alpha": 9, "target_modules": ["lm_head", "o_proj"]},
+    "table": {"r": 18, "lora_alpha": 9, "target_modules": ["embed_tokens", "v_proj"], "rank_pattern": {"v_proj": 4}},
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 160, "block_size": 16,
@@ -42,7 +43,10 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 OUTPUTS = 5
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,7 @@ def test_logits_are_those_of_peft(shared, folder, name, merged):
     assert (found - plain).abs().max() > 0.05
 
 
-NAMES = ("all", "", "patterns", "qv", "", "all", "rslora", "head")
+NAMES = ("all", "", "table", "qv", "", "all", "rslora", "head")
 
 
 def alone(engine: Engine, asked: list[Prompt]) -> list[Any]:
@@ -314,6 +318,8 @@ def test_what_does_not_go_with_adapters_is_refused(folder, changes, param):
 
 FAMILIES = {
     "phi4 mini": {"r": 6, "lora_alpha": 9, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]},
+    "llama tied": {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "gemma 3": {"r": 6, "lora_alpha": 9, "target_modules": ["v_proj", "embed_tokens"]},
     "qwen2": {"r": 6, "lora_alpha": 9, "target_modules": ALL},
     "mixtral": {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj"]},
     "qwen2 moe": {"r": 6, "lora_alpha": 9, "target_modules": ["k_proj", "v_proj", "shared_expert.down_proj"]},
@@ -322,7 +328,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_of_other_families(family, tmp_path):
-    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order. Beside
+    """Phi-4 turns a part of each head, for which the rows of its fused projection are loaded in another order. Gemma
+    multiplies embeddings by a number, and a head may be the table of embeddings, adapted by itself. Beside
     experts, which are left alone, there are attention and experts that all tokens visit.
     """
     save_checkpoint(MODELS[family], tmp_path / "base")

@@ -241,6 +241,35 @@ def test_putting_an_adapter_into_its_place_only_copies_what_was_packed(dtype):
     assert factor._tiles[2, :2].tolist() == [0, 2] and factor._scales[2, 1] == torch.tensor(scale)
 
 
+@DTYPES
+def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
+    """Ids of the step's own, one that the device drew last, and rows that are no tokens, such as an image's."""
+    ops, vocab, hidden = CudaAdapters(torch.device("cpu")), 50, 40
+    rows = ops.rows(64, PLACES)
+    table = noise(vocab, hidden, seed=3).to(dtype)
+    made = ops.embedding(table, rows, places=PLACES, max_rank=24, dtype=dtype)
+    a, b = noise(21, vocab, seed=1).to(dtype), noise(hidden, 21, seed=2).to(dtype)
+    made.write(1, made.pack({0: LowRank(a, b, 0.37)}))
+    tokens, last = torch.tensor([7, 7, -1, 49, -2, 0] * 4, dtype=torch.int32), torch.tensor([5, 11], dtype=torch.int32)
+    slots, whose = torch.tensor([0, 0, 1] * 8, dtype=torch.int32), [1, -1, 1, 1, 1, 0] * 4
+    rows.describe(0, "tokens", np.array(whose, np.int32))
+    rows.use("tokens")
+    ids = torch.tensor([7, 7, 11, 49, 0, 0] * 4)
+    before, out = table[ids], table[ids].clone()
+    made.add(tokens, slots, last, out)
+    right = add_delta(before, delta(torch.eye(vocab)[ids], a, b, 0.37))
+    adapted = [token != -2 and place == 1 for token, place in zip(tokens.tolist(), whose, strict=True)]
+    if dtype == torch.bfloat16:
+        assert (out[adapted] != right[adapted]).float().mean() < 0.01
+    torch.testing.assert_close(out[adapted], right[adapted], atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
+    others = [not each for each in adapted]
+    assert torch.equal(out[others], before[others])
+    alone = table[ids[:1]].clone()
+    rows.describe(0, "tokens", np.array([1], np.int32))
+    made.add(tokens[:1], slots[:1], last, alone)
+    assert torch.equal(alone[0], out[0])
+
+
 def test_what_was_there_before_is_gone():
     made, rows = layer()
     x = noise(5, INPUTS, seed=5).bfloat16()

@@ -177,8 +177,8 @@ class AdapterRows(Protocol):
         """The linear layers that are called next have rows of this kind; None: no row has an adapter."""
 
 
-class AdaptedLinear(Linear, Protocol):
-    """A linear layer with places for adapters, see :mod:`preheat.ops.lora`."""
+class Adapted(Protocol):
+    """A module with places for adapters, see :mod:`preheat.ops.lora`."""
 
     @property
     def bytes(self) -> int:
@@ -195,7 +195,20 @@ class AdaptedLinear(Linear, Protocol):
         """
 
     def clear(self, place: int) -> None:
-        """The adapter in ``place`` leaves this layer alone."""
+        """The adapter in ``place`` leaves this module alone."""
+
+
+class AdaptedLinear(Adapted, Linear, Protocol):
+    """A linear layer with places for adapters."""
+
+
+class AdaptedEmbedding(Adapted, Protocol):
+    """A table of embeddings with places for adapters."""
+
+    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
+        """Add to ``out`` [tokens, hidden] what the adapters of its rows have for their ``tokens`` int32 [tokens]; -1
+        stands for ``last_token[slot]``, less for what is no token.
+        """
 
 
 class AdapterOps(Protocol):
@@ -221,6 +234,11 @@ class AdapterOps(Protocol):
         those of several parts, stacked, to each of which an adapter has matrices of its own, whose numbers are of
         ``dtype`` and stay what they are. ``rows`` is what :meth:`rows` gave.
         """
+
+    def embedding(
+        self, table: Tensor, rows: Any, *, places: int, max_rank: int, dtype: torch.dtype
+    ) -> AdaptedEmbedding:
+        """What goes with a ``table`` [vocab, hidden]."""
 
 
 class LinearSize(Protocol):

@@ -382,6 +382,8 @@ class Executor:
         self.backend.embed(
             inputs, last_token, table, residual, scale=scale, positions=weights.positions, images=self._images
         )
+        if self.adapters is not None:
+            self.adapters.embed(inputs, last_token, residual)
         return None
 
     def _sample(self, program: SamplerProgram | AdaptedProgram) -> Tensor:

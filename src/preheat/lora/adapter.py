@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from preheat.errors import AdapterError
 from preheat.lora.config import AdapterConfig
-from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.model.specs import TIED_HEAD, LinearSpec, ModelSpec, MoeSpec, leaves
 from preheat.ops.lora import LowRank
 from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.utils.text import some
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PREFIX = "base_model.model."
-_FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B)\.weight")
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")
+_LINEAR, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 _DTYPES = ("F32", "BF16", "F16")
 
 _OTHERS = {
     "lora_magnitude_vector": "is of DoRA, which is not supported",
-    "lora_embedding_": "adapts the embedding, which is not supported: train without it in target_modules",
     "lora_A.": "is not named as PEFT names it: save the adapter with save_pretrained",
     "lora_B.": "is a bias or not named as PEFT names it; neither is supported",
     "lora_": "is of a variant of LoRA that is not supported",
@@ -63,21 +63,20 @@ def read_adapter(name: str, path: str, spec: ModelSpec, max_rank: int, dtype: to
         config = AdapterConfig.read(Path(path))
         with _opened(Path(path)) as file:
             found = _checked(file, config, spec, max_rank)
-            factors, digest = _read(file, config, found, dtype)
+            factors, digest = _read(file, config, found, spec, dtype)
     except (AdapterError, OSError, SafetensorError) as error:
         raise AdapterError(f"adapter {name!r} in {path}: {error}", param="lora_path") from error
     return Adapter(name, path, max(map(config.rank_of, found.values())), factors, digest)
 
 
 def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """The outputs and inputs of every module that an adapter may adapt: the linear layers of the decoder, as the
-    checkpoint stores them, and the output head unless it is the embedding.
+    """The outputs and inputs of every linear layer that an adapter may adapt: those of the decoder, as the checkpoint
+    stores them, and the output head, also where it is the table of embeddings.
     """
     return {
-        module: (outputs, linear.stored_inputs or linear.inputs)
+        TIED_HEAD if module == spec.embedding.name else module: (outputs, linear.stored_inputs or linear.inputs)
         for _, linear in spec.linears()
         for module, outputs in linear.parts
-        if module != spec.embedding.name
     }
 
 
@@ -94,7 +93,8 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
     """The modules as the adapter names them, by their names in the checkpoint, if names, shapes and dtypes of all
     tensors are those that ``config`` and ``spec`` ask for.
     """
-    expected = adapted_modules(spec)
+    table = spec.embedding
+    expected = adapted_modules(spec) | {table.name: (table.size, table.vocab_size)}
     raws, found = _modules(file, spec), dict[str, str]()
     for raw in raws:
         module = _stored_name(raw, spec)
@@ -104,10 +104,15 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
             raise AdapterError(f"{raw} and {found[module]} are the same module")
         if not config.names(raw):
             raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
-        _check_shapes(file, raw, config.rank_of(raw), expected[module], max_rank)
+        _check_shapes(file, raw, config.rank_of(raw), expected[module], max_rank, _halves(module, spec))
         found[module] = raw
     if not found:
         raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
+    if config.ties and spec.tied and found.keys() & {table.name, TIED_HEAD}:
+        raise AdapterError(
+            "ensure_weight_tying is set: what adapts the table of embeddings would adapt the output head, too; that is "
+            "not supported: train both, or one, without it"
+        )
     missing = sorted(module for module in expected.keys() - found if config.names(module) and not config.all_linear)
     if missing:
         raise AdapterError(f"target_modules names modules that have no tensors: {some(missing)}")
@@ -120,21 +125,30 @@ def _modules(file: Any, spec: ModelSpec) -> list[str]:
     for tensor in sorted(file.keys()):
         if match := _FACTOR.fullmatch(tensor):
             halves.setdefault(match[1], set()).add(match[2])
-        elif not _is_copy_of_head(file, tensor, spec):
+        elif not _is_copy(file, tensor, spec):
             why = next(why for part, why in _OTHERS.items() if part in tensor)
             raise AdapterError(f"tensor {tensor} {why}")
     for module, there in halves.items():
-        if missing := {"lora_A", "lora_B"} - there:
-            raise AdapterError(f"module {module} has no {missing.pop()}.weight: both halves are needed")
+        if missing := set(_halves(_stored_name(module, spec), spec)) - there:
+            raise AdapterError(f"module {module} has no {min(missing)}: both halves are needed")
+        if more := there - set(_halves(_stored_name(module, spec), spec)):
+            raise AdapterError(f"module {module} has {min(more)} too, which only other modules have")
     return list(halves)
 
 
-def _is_copy_of_head(file: Any, tensor: str, spec: ModelSpec) -> bool:
-    """Whether ``tensor`` repeats the output head, as PEFT saves it beside the factors of one that is adapted, and the
-    vocabulary is the base model's.
+def _halves(module: str, spec: ModelSpec) -> tuple[str, str]:
+    """What PEFT calls both matrices of ``module``, which has its name in the checkpoint."""
+    return _TABLE if module == spec.embedding.name else _LINEAR
+
+
+def _is_copy(file: Any, tensor: str, spec: ModelSpec) -> bool:
+    """Whether ``tensor`` repeats the output head or the table of embeddings, as PEFT saves it beside the factors of one
+    that is adapted, and the vocabulary is the base model's.
     """
     module = tensor.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
-    if tensor != f"{_PREFIX}{module}.base_layer.weight" or _stored_name(module, spec) != "lm_head":
+    if tensor != f"{_PREFIX}{module}.base_layer.weight":
+        return False
+    if _stored_name(module, spec) not in (TIED_HEAD, spec.embedding.name):
         return False
     return tuple(file.get_slice(tensor).get_shape()) == (spec.vocab_size, spec.hidden_size)
 
@@ -155,18 +169,18 @@ def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> st
     tower = (leaf for _, leaf in leaves(spec.vision) if isinstance(leaf, LinearSpec)) if spec.vision else ()
     if any(module == name for linear in tower for name, _ in linear.parts):
         return "is of the vision tower: adapters of what reads images are not supported"
-    if spec.tied and module.endswith("lm_head"):
-        return "is the output head, which is the table of embeddings in this model: adapters of it are not supported"
     ends = sorted({name.rpartition(".")[2] for name in expected})
     return f"is not one that can be adapted in this model, whose are {', '.join(ends)} of its layers"
 
 
-def _check_shapes(file: Any, module: str, rank: int, weight: tuple[int, int], max_rank: int) -> None:
+def _check_shapes(  # noqa: PLR0917 - what is known of one module
+    file: Any, module: str, rank: int, weight: tuple[int, int], max_rank: int, halves: tuple[str, str]
+) -> None:
     """Raise AdapterError unless both tensors fit the config's ``rank`` and the shape of the ``weight``."""
     outputs, inputs = weight
     if rank > max_rank:
         raise AdapterError(f"module {module} has rank {rank}, but at most {max_rank} is served (--max-lora-rank)")
-    for name, wanted in ((_tensor(module, "lora_A"), [rank, inputs]), (_tensor(module, "lora_B"), [outputs, rank])):
+    for name, wanted in zip(_tensors(module, halves), ([rank, inputs], [outputs, rank]), strict=True):
         stored = file.get_slice(name)
         shape, dtype = list(stored.get_shape()), stored.get_dtype()
         if shape != wanted:
@@ -177,12 +191,12 @@ def _check_shapes(file: Any, module: str, rank: int, weight: tuple[int, int], ma
             raise AdapterError(f"tensor {name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
 
 
-def _tensor(module: str, half: str) -> str:
-    return f"{_PREFIX}{module}.{half}.weight"
+def _tensors(module: str, halves: tuple[str, str]) -> Iterator[str]:
+    return (f"{_PREFIX}{module}.{half}" for half in halves)
 
 
 def _read(
-    file: Any, config: AdapterConfig, found: Mapping[str, str], dtype: torch.dtype
+    file: Any, config: AdapterConfig, found: Mapping[str, str], spec: ModelSpec, dtype: torch.dtype
 ) -> tuple[dict[str, LowRank], str]:
     """The factors of the modules that were ``found``, and their digest."""
     digest, factors = hashlib.sha256(), dict[str, LowRank]()
@@ -190,7 +204,7 @@ def _read(
         scale = config.scale_of(raw)
         digest.update(f"{module} {scale.hex()}".encode())
         halves = []
-        for name in (_tensor(raw, "lora_A"), _tensor(raw, "lora_B")):
+        for name in _tensors(raw, _halves(module, spec)):
             # A copy: the file is mapped, and may be written to while the adapter is served.
             stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
             digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())

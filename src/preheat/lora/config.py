@@ -39,12 +39,12 @@ _REFUSED = {
 
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "peft_type",
+    "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "peft_type", "ensure_weight_tying",
 }  # fmt: skip
 _HARMLESS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "qalora_group_size", "runtime_config",
 }  # fmt: skip
 """Fields about training, or about what another field switches on."""
 
@@ -69,6 +69,7 @@ class AdapterConfig:
     excluded: tuple[str, ...] | str
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
+    ties: bool
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -99,6 +100,7 @@ class AdapterConfig:
             excluded=_names("exclude_modules", fields.get("exclude_modules") or ()),
             layers=_layers([layers] if type(layers) is int else layers or []),
             layers_pattern=_listed(_names("layers_pattern", fields.get("layers_pattern") or ())),
+            ties=bool(fields.get("ensure_weight_tying")),
         )
 
     def rank_of(self, module: str) -> int:

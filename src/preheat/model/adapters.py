@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AdaptedLinear, AdapterOps, AdapterStep, Backend, Linear
+from preheat.backends.base import Adapted, AdaptedEmbedding, AdapterOps, AdapterStep, Backend, Linear, StepInputs
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.shard import sums_leaves
-from preheat.model.specs import LinearSpec, ModelSpec
+from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec
+from preheat.ops.embedding import rounded
 from preheat.ops.lora import LowRank
 from preheat.settings import Settings
 
@@ -22,7 +23,7 @@ Packed = Sequence[Any]
 
 class Seat(NamedTuple):
     """A module of the checkpoint: the number of the layer that has it, as which part, and in which order it has the
-    rows.
+    rows. Scales of adapters are multiplied by ``scale``.
     """
 
     layer: int
@@ -30,6 +31,7 @@ class Seat(NamedTuple):
     order: Tensor | None
     inputs: int
     outputs: int
+    scale: float = 1.0
 
 
 class AdapterSeats:
@@ -40,7 +42,8 @@ class AdapterSeats:
     def __init__(self, ops: AdapterOps, places: int, max_rank: int, dtype: torch.dtype, tokens: int) -> None:
         self._ops, self.places, self.max_rank, self.dtype = ops, places, max_rank, dtype
         self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
-        self._layers: list[AdaptedLinear] = []
+        self._layers: list[Adapted] = []
+        self._embedding: AdaptedEmbedding | None = None
 
     @property
     def bytes(self) -> int:
@@ -65,6 +68,20 @@ class AdapterSeats:
         self._layers.append(layer)
         return layer
 
+    def embedding(self, spec: EmbeddingSpec, table: Tensor) -> None:
+        """Places for the ``table`` of ``spec``."""
+        self._embedding = self._ops.embedding(
+            table, self._rows, places=self.places, max_rank=self.max_rank, dtype=self.dtype
+        )
+        scale = 1.0 if spec.scale is None else rounded(spec.scale, table.dtype)
+        self._seats[spec.name] = Seat(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
+        self._layers.append(self._embedding)
+
+    def embed(self, inputs: StepInputs, last_token: Tensor, out: Tensor) -> None:
+        """Add to the embeddings ``out`` [tokens, hidden] what adapters have for their tokens."""
+        assert self._embedding is not None
+        self._embedding.add(inputs.tokens, inputs.slots, last_token, out)
+
     def pack(self, factors: Mapping[str, LowRank]) -> Packed:
         """What :meth:`load` puts into a place, of an adapter's matrices by module; any thread may ask. Raises
         InvalidRequest for modules that have no place, or matrices that do not fit.
@@ -73,7 +90,8 @@ class AdapterSeats:
         parts: list[dict[int, LowRank]] = [{} for _ in self._layers]
         for name, each in factors.items():
             seat = self._seats[name]
-            parts[seat.layer][seat.part] = each if seat.order is None else each._replace(b=each.b[seat.order])
+            b = each.b if seat.order is None else each.b[seat.order]
+            parts[seat.layer][seat.part] = LowRank(each.a, b, each.scale * seat.scale)
         return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
     def load(self, place: int, packed: Packed) -> None:

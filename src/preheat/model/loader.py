@@ -42,6 +42,7 @@ from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard, sums_leaves
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import (
+    TIED_HEAD,
     AttentionSpec,
     DenseSpec,
     EmbeddingSpec,
@@ -282,6 +283,8 @@ class WeightLoader:
 
     def model(self, spec: ModelSpec) -> Weights:
         embedding = self.table(spec.embedding)
+        if self._seats is not None:
+            self._seats.embedding(spec.embedding, embedding)
         layers = [self.layer(layer) for layer in spec.layers]
         head = self.head(spec, embedding)
         positions = self.table(spec.positions) if spec.positions else None
@@ -320,7 +323,7 @@ class WeightLoader:
         if spec.head is None:
             return HiddenStates()
         if spec.tied and self._collective is None:
-            return self.backend.linear(embedding)
+            return self.whole_layer(replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),)), embedding, None)
         if not spec.tied:
             head = self.linear(spec.head)
         else:

@@ -112,6 +112,10 @@ class NormSpec:
         return self.size * (1 + self.bias)
 
 
+TIED_HEAD = "lm_head"
+"""What an output head is called that is the table of embeddings, of which a checkpoint has no tensor."""
+
+
 @dataclass(frozen=True)
 class EmbeddingSpec:
     """The table of embeddings of tokens, or of positions, [vocab_size, size]; ``name`` is the checkpoint's module. A

@@ -10,6 +10,9 @@ even zero, which would turn -0.0 into 0.0. To any other row ``(x A^T * scale) B^
 3. The layer's own output is rounded to the dtype first, as without adapters; the sum of that and of what is expanded is
    rounded once. Then comes the layer's activation.
 
+The table of embeddings gives a token its row; an adapter's first matrix gives it a row, too, which is multiplied by the
+scale and expanded in the same way. So ``x A^T`` is no product there. Rows that are no tokens are left alone.
+
 So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
 adapter, on the place that it has on the device, or on the largest rank that there is room for.
 """
@@ -33,7 +36,8 @@ TILE = 16
 
 class LowRank(NamedTuple):
     """What an adapter has for one module: ``a`` [rank, inputs] and ``b`` [outputs, rank], on the host and in the
-    adapters' dtype, and the ``scale`` of the product with ``a``, which is applied in float32.
+    adapters' dtype, and the ``scale`` of the product with ``a``, which is applied in float32. The inputs of a table of
+    embeddings are its rows.
     """
 
     a: Tensor

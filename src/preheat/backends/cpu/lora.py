@@ -8,6 +8,7 @@ of a few shapes, which depend on the layer alone.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -79,6 +80,55 @@ class CpuAdapters:
     ) -> AdaptedLinear:
         parts = [Factors(inputs, size, places, max_rank) for size in outputs]
         return AdaptedLinear(linear, parts, rows, activation, clip)
+
+    def embedding(
+        self, table: Tensor, rows: CpuAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
+    ) -> AdaptedEmbedding:
+        return AdaptedEmbedding(table, rows, places, max_rank)
+
+
+class AdaptedEmbedding:
+    """See :class:`preheat.backends.base.AdaptedEmbedding`. The first matrix has the ranks of a token together."""
+
+    def __init__(self, table: Tensor, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
+        vocab, hidden = table.shape
+        self._rows, tiles = rows, -(-max_rank // TILE)
+        self._a = torch.zeros(places, tiles, vocab, TILE)
+        self._b = torch.zeros(places, tiles, hidden, TILE)
+        self._scale, self._tiles = [0.0] * places, [0] * places
+        self._expanded = rows_at_once(TILE, hidden, torch.get_num_threads())
+
+    @property
+    def bytes(self) -> int:
+        return self._a.nbytes + self._b.nbytes
+
+    def pack(self, parts: Mapping[int, LowRank]) -> Packed:
+        (a, b, scale), tiles = parts[0], -(-len(parts[0].a) // TILE)
+        a, b = (F.pad(each.float(), (0, tiles * TILE - each.shape[1])) for each in (a.T, b))
+        a, b = (each.view(len(each), tiles, TILE).transpose(0, 1).contiguous() for each in (a, b))
+        return Packed(a, b, scale)
+
+    def write(self, place: int, packed: Packed) -> None:
+        tiles = len(packed.a)
+        self._a[place, :tiles].copy_(packed.a)
+        self._b[place, :tiles].copy_(packed.b)
+        self._scale[place], self._tiles[place] = packed.scale, tiles
+
+    def clear(self, place: int) -> None:
+        self._tiles[place] = 0
+
+    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
+        """Every token is known: a step has ended when the next one begins."""
+        for place, mine in self._rows.groups:
+            rows = mine[tokens.index_select(0, mine) >= 0]
+            if self._tiles[place] and len(rows):
+                out[rows] = add_delta(out[rows], self._delta(place, tokens.index_select(0, rows)))
+
+    def _delta(self, place: int, tokens: Tensor) -> Tensor:
+        """[tokens, hidden]: that of each tile of ranks, added up."""
+        given = zip(self._a[place], self._b[place], strict=True)
+        deltas = (product(a.index_select(0, tokens) * self._scale[place], b, self._expanded) for a, b in given)
+        return functools.reduce(Tensor.add_, itertools.islice(deltas, self._tiles[place]))
 
 
 class AdaptedLinear:

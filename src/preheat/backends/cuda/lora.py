@@ -44,6 +44,28 @@ MOST_PARTS = 3
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
+def _gather(
+    tokens, sequences, last_token, a, shrunk, places, members, tiles, scales, rows, slots, vocab, TILES: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of one block shrink to, scaled: columns of ``a``; zeros for what is no token."""
+    block, lane, rank = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, RANKS)
+    place = tl.load(places + block)
+    row = tl.load(members + block * ROWS + lane)
+    begin(overlap)
+    if place >= 0:
+        token = tl.load(tokens + row, mask=(row >= 0) & (row < rows), other=-2)
+        sequence = tl.load(sequences + row, mask=token == -1, other=0)
+        token = tl.where(token == -1, tl.load(last_token + sequence, mask=token == -1, other=0), token)
+        scale = tl.load(scales + place * PLACE_IN_TABLE)
+        for tile in range(tl.load(tiles + place * PLACE_IN_TABLE)):
+            column = a + ((place * TILES + tile) * RANKS + rank).to(tl.int64)[None, :] * vocab + token[:, None]
+            found = tl.load(column, mask=(token >= 0)[:, None], other=0.0).to(tl.float32)
+            to = (tile * slots + block * ROWS + lane).to(tl.int64)[:, None] * RANKS + rank[None, :]
+            tl.store(shrunk + to, found * scale)
+
+
+@triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
     x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, slots,
     PARTS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
@@ -197,6 +219,13 @@ class CudaAdapters:
         factors = Factors(inputs, outputs, places, max_rank, matrix_dtype(linear.shape.dtype, dtype), self._device)
         return AdaptedLinear(linear, factors, rows, activation, clip)
 
+    def embedding(
+        self, table: Tensor, rows: CudaAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
+    ) -> AdaptedEmbedding:
+        vocab, hidden = table.shape
+        factors = Factors(vocab, [hidden], places, max_rank, matrix_dtype(table.dtype, dtype), self._device)
+        return AdaptedEmbedding(factors, rows)
+
 
 def matrix_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
     """In which matrices of adapters are held: what the matrix unit multiplies, if that is what all of them are."""
@@ -261,6 +290,22 @@ class AdaptedLinear:
         if isinstance(choice, Library) and rows <= FEW_ROWS:
             choice = tile_rule(shape, rows)
         return choice, shape.scheme is None or not isinstance(choice, Tile) or not choice.bulk
+
+
+class AdaptedEmbedding:
+    """See :class:`preheat.backends.base.AdaptedEmbedding`. What a token shrinks to is a column of the first matrix.
+
+    Rows that are no tokens get zeros added where their sequence has an adapter.
+    """
+
+    def __init__(self, factors: Factors, rows: CudaAdapterRows) -> None:
+        self._factors, self._rows = factors, rows
+        self.pack, self.write, self.clear, self.bytes = factors.pack, factors.write, factors.clear, factors.bytes
+
+    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
+        blocks = self._rows.blocks
+        if blocks is not None:
+            expand(out, self._factors.gather(tokens, slots, last_token, blocks), self._factors.bounds, gated=False)
 
 
 class Factors:
@@ -339,3 +384,16 @@ class Factors:
             CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE, EVEN=self._inputs % self._width == 0, beside=beside,
             **options(num_warps=4, num_stages=4),
         )  # fmt: skip
+
+    def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
+        """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
+        count = most_blocks(len(tokens), self._places)
+        shrunk = self._a.new_empty(1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        _gather[(count,)](
+            tokens, slots, last_token, self._a, shrunk, blocks.places, blocks.members, self._tiles, self._scales,
+            len(tokens), count * BLOCK, self._inputs, TILES=self._tiles_each, ROWS=BLOCK, RANKS=TILE,
+            **options(num_warps=1, num_stages=1),
+        )  # fmt: skip
+        return Expansion(
+            shrunk, shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds
+        )
