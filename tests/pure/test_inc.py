@@ -70,11 +70,13 @@ def test_a_file_is_read_and_scales_follow_gaudi_3(tmp_path):
 
 def test_what_the_scales_are_for(tmp_path):
     _, linear, _ = scales_of(write(tmp_path, blocklist={"names": ["lm_head", r"mlp\.down_proj\b"], "types": []}))
-    spec = with_inc(SPEC, linear)
+    spec = with_inc(SPEC, linear, coded=False)
     formats = {path: each.format for path, each in spec.linears()}
     rounded = {path for path, name in formats.items() if name == "inc"}
     assert rounded == {f"layers.{n}.{at}" for n in range(2) for at in ("attention.qkv", "attention.o", "mlp.gate_up")}
-    assert with_inc(SPEC, {}) == SPEC
+    assert with_inc(SPEC, {}, coded=False) == SPEC
+    coded = {path for path, each in with_inc(SPEC, linear, coded=True).linears() if each.scheme is not None}
+    assert coded == rounded
 
 
 @pytest.mark.parametrize(
