@@ -22,7 +22,6 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.work import SPLIT
 from preheat.core import Level
-from preheat.errors import PreheatError
 from preheat.execution.buffers import Layout
 from preheat.execution.input_batch import Packer
 from preheat.schedule.running import RunningSequences
@@ -119,7 +118,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingPar
 
 def forget(llm: LLM) -> None:
     """Empty the prefix cache."""
-    llm.loop.scheduler.lose_cache(PreheatError(""))
+    llm.reset_prefix_cache()
 
 
 @pytest.fixture(scope="module")

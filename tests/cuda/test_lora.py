@@ -25,7 +25,6 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.tuning import KernelConfigs
-from preheat.errors import PreheatError
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme
@@ -95,7 +94,7 @@ def answers(llm: LLM, adapters: Sequence[LoRARequest | None], picked: Sequence[i
     """Tokens and exact log-probabilities of the requests that were picked, by default all."""
     prompts, params, whose = load()
     picked = range(len(prompts)) if picked is None else picked
-    llm.loop.scheduler.lose_cache(PreheatError(""))
+    llm.reset_prefix_cache()
     outputs = llm.generate(
         [prompts[at] for at in picked], [params[at] for at in picked], use_tqdm=False,
         lora_request=[adapters[whose[at]] for at in picked] if any(adapters) else None,
