@@ -117,11 +117,12 @@ def together(progress: list[Progress], current: str) -> Progress:
 
 def disagreement(ready: list[Ready]) -> PreheatError | None:
     """Why answers would depend on which of these engines gives them; names two that differ."""
-    facts = [_facts(each) for each in ready]
-    for other, theirs in zip(ready[1:], facts[1:], strict=True):
-        if different := [name for name, value in facts[0].items() if theirs[name] != value]:
+    first, *others = ready
+    for other in others:
+        mine, theirs = _facts(first), _facts(other)
+        if different := [name for name, value in mine.items() if theirs[name] != value]:
             said = "; ".join(
-                f"{name}: {facts[0][name]} on engine {ready[0].engine}, {theirs[name]} on engine {other.engine}"
+                f"{name}: {mine[name]} on engine {first.engine}, {theirs[name]} on engine {other.engine}"
                 for name in different
             )
             return PreheatError(
