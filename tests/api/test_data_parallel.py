@@ -15,10 +15,16 @@ from pathlib import Path
 import pytest
 
 from preheat import LLM
+from preheat.backends.base import Facts
+from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.core import Ready
 from preheat.errors import SettingsError
+from preheat.parallel.share import for_replica
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
+from tests.adapters import write_adapter
 from tests.api.conftest import Server, serving
 from tests.api.scripted import BLOCKS, MAX_MODEL_LEN, ScriptedEngine
 from tests.api.test_faults import ask
@@ -141,6 +147,39 @@ def test_what_is_shown_of_each(pair: Server) -> None:
     cold = sum(count for record in records for count in record["cold"].values())
     assert ready["status"] == "ready" and ready["cold_events"] == cold
     assert sum(ready["items"].values()) == sum(len(record["entries"]) for record in records)
+
+
+def test_replicas_with_ranks_of_their_own() -> None:
+    with serving("bundled", engine=None, data_parallel_size=2, tensor_parallel_size=2, **SMALL) as server:
+        records = server.get("/warmup?format=json").json["engines"]
+        assert [record["proof"]["parts"]["ranks"] for record in records] == [2, 2]
+        answers = [answered(server, "def add(a, b):", **{"X-data-parallel-rank": engine}) for engine in ENGINES]
+        assert answers[0] == answers[1]
+
+
+def test_adapters_are_read_by_all(tmp_path: Path) -> None:
+    options = {"enable_lora": True, "max_lora_rank": 4, "lora_modules": [f"small={write_adapter(tmp_path / 'a', 1)}"]}
+    with serving("bundled", engine=None, data_parallel_size=2, **SMALL, **options) as server:
+        answers = [
+            server.post(COMPLETIONS, {"model": model, "prompt": "def add(", **BODY}, **{"X-data-parallel-rank": engine})
+            for model in ("small", "bundled") for engine in ENGINES
+        ]  # fmt: skip
+    texts = [answer.json["choices"] for answer in answers]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+
+    def threads(facts: Facts, **options: int) -> int | None:
+        return for_replica(Settings(**options), facts).num_threads
+
+    assert threads(CPU) is None and threads(CUDA, data_parallel_size=2) is None
+    assert threads(CPU, data_parallel_size=2) == 8 and threads(CPU, data_parallel_size=32) == 1
+    assert threads(CPU, data_parallel_size=2, tensor_parallel_size=2) == 2
+    assert threads(CPU, data_parallel_size=2, num_threads=5) == 5
+    with pytest.raises(SettingsError, match="Gaudi"):
+        threads(HPU, data_parallel_size=2)
 
 
 async def streams(server: Server, count: int, victim: int) -> list[bytes]:
