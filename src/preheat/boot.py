@@ -34,7 +34,7 @@ from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
-from preheat.parallel.share import Share, contract_parts, for_ranks
+from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.modes import check_options, resolve, with_defaults
@@ -180,7 +180,7 @@ def _open_device(settings: Settings, backend: Backend) -> tuple[Backend, Setting
     if not settings.batch_invariant:
         logger.warning("batch_invariant is off: the bits of a request may depend on what shares its batch")
     mode = resolve(backend.facts, settings)
-    settings = for_ranks(settings, backend, mode)
+    settings = for_ranks(for_replica(settings, backend.facts), backend, mode)
     check_mode(settings, mode)
     backend.prepare(settings, cache_root(settings))
     return backend, settings, mode

@@ -276,6 +276,7 @@ class Request(msgspec.Struct, tag="request"):
     bad_words: list[list[int]] = []  # token ids of the texts that params.bad_words forbid
     priority: int = 0  # lower ones go first, and are preempted last
     lora_name: str = ""  # of the adapter; empty: the base model
+    data_parallel_rank: int | None = None  # the replica that computes it; None: the server's router chooses
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -420,6 +421,7 @@ class Stats(msgspec.Struct, tag="stats"):
     accepted_tokens: int = 0
     accepted_per_pos: list[int] = []  # accepted tokens, by their place among a row's drafts
     grammars: GrammarStats | None = None
+    engine: int = 0  # which replica's they are; the server sets it
 
 
 class GrammarStats(msgspec.Struct):
@@ -451,7 +453,8 @@ class Ready(msgspec.Struct, tag="ready"):
     """The engine can run, within these limits. ``record``: the warm-up record, as JSON.
 
     ``blocked_reason``, if any, says why it takes no requests: a check at boot failed. ``max_prompt_len`` is None if
-    only ``max_model_len`` limits the prompt. ``digest`` is that of the check's logits.
+    only ``max_model_len`` limits the prompt. ``digest`` is that of the check's logits. ``engine`` says whose ``record``
+    it is, as in Report.
     """
 
     max_model_len: int
@@ -462,12 +465,14 @@ class Ready(msgspec.Struct, tag="ready"):
     blocked_reason: str = ""
     max_prompt_len: int | None = None
     digest: str = ""
+    engine: int = 0
 
 
 class Report(msgspec.Struct, tag="report"):
-    """The answer to Ask: the current warm-up record, as JSON."""
+    """The answer to Ask: the current warm-up record, as JSON. ``engine``: the replica; the server sets it."""
 
     record: bytes
+    engine: int = 0
 
 
 class AdapterReport(msgspec.Struct, tag="adapter_report"):

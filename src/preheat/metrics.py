@@ -10,10 +10,11 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
+from operator import attrgetter
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -64,24 +65,69 @@ class Times:
     last: float = 0.0
 
 
+_Row = tuple[str, str, Callable[[Any], float]]
+"""A counter's name, its text, and what it is of what an engine says."""
+
+_COUNTERS: tuple[_Row, ...] = (
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", attrgetter("prefix_queries")),
+    ("prefix_cache_hits", "Tokens found in the prefix cache.", attrgetter("prefix_hits")),
+    ("num_preemptions", "Sequences preempted to free blocks.", attrgetter("preemptions")),
+    ("kv_cache_blocks_moved", "Blocks moved by compaction.", attrgetter("blocks_moved")),
+)
+_EXTERNAL: tuple[_Row, ...] = (
+    (
+        "external_prefix_cache_queries",
+        "Tokens looked up on the host, which the prefix cache had not.",
+        attrgetter("external_queries"),
+    ),
+    ("external_prefix_cache_hits", "Tokens found there.", attrgetter("external_hits")),
+)
+_DRAFTS: tuple[_Row, ...] = (
+    ("spec_decode_num_drafts", "Rows with draft tokens.", attrgetter("drafts")),
+    ("spec_decode_num_draft_tokens", "Draft tokens.", attrgetter("draft_tokens")),
+    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", attrgetter("accepted_tokens")),
+)
+_GRAMMARS: tuple[_Row, ...] = (
+    ("grammars_compiled", "Grammars of structured outputs that were compiled.", attrgetter("compiled")),
+    ("grammars_reused", "Requests whose grammar was compiled before.", attrgetter("reused")),
+    ("grammars_refused", "Requests whose grammar could not be compiled.", attrgetter("refused")),
+    ("grammar_compile_seconds", "Time that compiling grammars took.", attrgetter("compile_seconds")),
+    ("grammar_masks", "Masks that were computed.", attrgetter("masks")),
+    ("grammar_mask_seconds", "Time that computing masks took.", attrgetter("mask_seconds")),
+    ("grammar_wait_seconds", "The part of it that steps waited for.", attrgetter("wait_seconds")),
+)
+
+
+@dataclass(slots=True)
+class EngineFigures:
+    """What one engine says of itself. ``items`` (by outcome), ``cold`` (by source), ``misses`` and ``warmup_seconds``
+    come from its last record.
+    """
+
+    stats: Stats = field(default_factory=Stats)
+    grammars: GrammarStats = field(default_factory=GrammarStats)
+    items: Mapping[str, int] = field(default_factory=dict)
+    cold: Mapping[str, int] = field(default_factory=dict)
+    misses: int = 0
+    warmup_seconds: float = 0.0
+
+
 class Metrics(Collector):
     """The counts of a frontend for ``model_name``, whose families' names begin with ``prefix``; times in seconds.
 
-    ``items`` (by outcome), ``cold`` (by source), ``misses``, ``warmup_seconds`` and ``digest`` come from the
-    engine's last record, ``cache_config`` (settings and limits, by name) from its start. ``adapters`` are the labels
-    that tell which ones run and wait; empty: none can.
+    What ``engines`` say of themselves has the label ``engine``, their number, as in vLLM; requests are counted for all
+    together. ``loads`` tells which requests each engine runs and which wait there, if there are several. ``digest``
+    and ``cache_config`` (settings and limits, by name) are those of all. ``adapters`` are the labels that tell which
+    ones run and wait; empty: none can.
     """
 
-    def __init__(self, model_name: str, prefix: str = "preheat") -> None:
+    def __init__(self, model_name: str, prefix: str = "preheat", engines: int = 1) -> None:
         self.model_name, self.prefix = model_name, prefix
         self.running = self.waiting = 0
-        self.stats, self.grammars = Stats(), GrammarStats()
+        self.engines = [EngineFigures() for _ in range(engines)]
+        self.loads: Callable[[], Sequence[tuple[int, int]]] | None = None
         self.sleeping: int | None = None  # the level of the engine's sleep
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
-        self.items: Mapping[str, int] = {}
-        self.cold: Mapping[str, int] = {}
-        self.misses = 0
-        self.warmup_seconds = 0.0
         self.digest: Mapping[str, int] = {}
         self.cache_config: Mapping[str, object] = {}
         self.adapters: Mapping[str, str] = {}
@@ -116,8 +162,9 @@ class Metrics(Collector):
 
     def update(self, stats: Stats) -> None:
         """Take over the engine's own counters and gauges, after a step."""
-        before, self.stats = self.stats, stats
-        self.grammars = stats.grammars or self.grammars  # told only when they changed
+        engine = self.engines[stats.engine]
+        before, engine.stats = engine.stats, stats
+        engine.grammars = stats.grammars or engine.grammars  # told only when they changed
         tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
         if tokens:
             self.step_tokens.observe(tokens)
@@ -153,49 +200,17 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         gauge, counter = partial(self._family, GaugeMetricFamily), partial(self._family, CounterMetricFamily)
-        stats = self.stats
-        yield gauge("num_requests_running", "Sequences that are running.", self.running)
-        yield gauge("num_requests_waiting", "Sequences waiting for their first step.", self.waiting)
-        used = stats.blocks_used / max(stats.blocks_total, 1)
-        yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
-        yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
-        yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
-        if stats.external_queries:
-            text = "looked up on the host, which the prefix cache had not."
-            yield counter("external_prefix_cache_queries", f"Tokens {text}", stats.external_queries)
-            yield counter("external_prefix_cache_hits", "Tokens found there.", stats.external_hits)
-        yield counter("num_preemptions", "Sequences preempted to free blocks.", stats.preemptions)
-        yield counter("kv_cache_blocks_moved", "Blocks moved by compaction.", stats.blocks_moved)
+        yield from self._of_engines()
         yield counter("prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens)
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        if stats.accepted_per_pos:
-            yield counter("spec_decode_num_drafts", "Rows with draft tokens.", stats.drafts)
-            yield counter("spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens)
-            yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
-            name = "spec_decode_num_accepted_tokens_per_pos"
-            places = {str(place): count for place, count in enumerate(stats.accepted_per_pos)}
-            yield counter(name, "The same, by place among a row's drafts.", places, "position")
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
-        grammars = self.grammars
-        yield counter("grammars_compiled", "Grammars of structured outputs that were compiled.", grammars.compiled)
-        yield counter("grammars_reused", "Requests whose grammar was compiled before.", grammars.reused)
-        yield counter("grammars_refused", "Requests whose grammar could not be compiled.", grammars.refused)
-        yield counter("grammar_compile_seconds", "Time that compiling grammars took.", grammars.compile_seconds)
-        yield counter("grammar_masks", "Masks that were computed.", grammars.masks)
-        yield counter("grammar_mask_seconds", "Time that computing masks took.", grammars.mask_seconds)
-        yield counter("grammar_wait_seconds", "The part of it that steps waited for.", grammars.wait_seconds)
-        yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", grammars.slowest_mask)
         yield self._cache_config()
         if self.adapters:
             yield self._adapters()
         yield gauge("engine_sleep_state", "The state that is 1 is the engine's.", self._sleep_state(), "sleep_state")
-        yield gauge("warmup_seconds", "Duration of the warm-up.", self.warmup_seconds)
-        yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", self.items, "outcome")
         digest = "Always 1; the label is the digest of the logits of the check at boot."
         yield gauge("numeric_info", digest, self.digest, "digest")
-        yield counter("cold_events", "Compilations and other cold events after ready, by source.", self.cold, "source")
-        yield counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", self.misses)
         for value in vars(self).values():
             if isinstance(value, Histogram):
                 yield self._histogram(value)
@@ -203,6 +218,38 @@ class Metrics(Collector):
         for labels, count in self.http.items():
             answers.add_metric(labels, count)
         yield answers
+
+    def _of_engines(self) -> Iterator[Metric]:
+        gauge, counter = partial(self._by_engine, GaugeMetricFamily), partial(self._by_engine, CounterMetricFamily)
+        stats, grammars = [each.stats for each in self.engines], [each.grammars for each in self.engines]
+        loads = [(self.running, self.waiting)] if self.loads is None else self.loads()
+        yield gauge("num_requests_running", "Sequences that are running.", [running for running, _ in loads])
+        yield gauge(
+            "num_requests_waiting", "Sequences waiting for their first step.", [waiting for _, waiting in loads]
+        )
+        used = [each.blocks_used / max(each.blocks_total, 1) for each in stats]
+        yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
+        for name, text, of in _COUNTERS:
+            yield counter(name, text, [of(each) for each in stats])
+        if any(each.external_queries for each in stats):
+            for name, text, of in _EXTERNAL:
+                yield counter(name, text, [of(each) for each in stats])
+        if any(each.accepted_per_pos for each in stats):
+            for name, text, of in _DRAFTS:
+                yield counter(name, text, [of(each) for each in stats])
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            places = [{str(place): count for place, count in enumerate(each.accepted_per_pos)} for each in stats]
+            yield counter(name, "The same, by place among a row's drafts.", places, "position")
+        for name, text, of in _GRAMMARS:
+            yield counter(name, text, [of(each) for each in grammars])
+        slowest = [each.slowest_mask for each in grammars]
+        yield gauge("grammar_slowest_mask_seconds", "The most that the masks of a step took.", slowest)
+        yield gauge("warmup_seconds", "Duration of the warm-up.", [each.warmup_seconds for each in self.engines])
+        items, cold = [each.items for each in self.engines], [each.cold for each in self.engines]
+        yield gauge("warmup_items", "Items of the warm-up plan, by outcome.", items, "outcome")
+        yield counter("cold_events", "Compilations and other cold events after ready, by source.", cold, "source")
+        misses = [each.misses for each in self.engines]
+        yield counter("plan_misses", "Steps that no planned bucket fits, run in a fallback.", misses)
 
     def _sleep_state(self) -> dict[str, int]:
         asleep = {"weights_offloaded": 1, "discard_all": 2}
@@ -237,6 +284,24 @@ class Metrics(Collector):
                 family.add_metric([self.model_name, key], number)
         else:
             family.add_metric([self.model_name], value)
+        return family
+
+    def _by_engine(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Sequence[float | Mapping[str, float]],
+        *label: str,
+    ) -> Metric:
+        """A metric with one of ``values`` for each engine, as in :meth:`_family`."""
+        family = kind(f"{self.prefix}:{name}", text, labels=["model_name", "engine", *label])
+        for engine, value in enumerate(values):
+            if isinstance(value, Mapping):
+                for key, number in value.items():
+                    family.add_metric([self.model_name, str(engine), key], number)
+            else:
+                family.add_metric([self.model_name, str(engine)], value)
         return family
 
     def _histogram(self, values: Histogram) -> Metric:

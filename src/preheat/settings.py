@@ -451,6 +451,10 @@ class Settings:
         default_text="with more than one device",
     )
 
+    data_parallel_size: int = _spread(
+        1, "Replicas of the engine behind one server, with devices of their own.", low=1, high=64
+    )
+
     quantization: str | None = _quant(
         None,
         "How weights are quantized: `fp8` makes float8 of a checkpoint that is not quantized, while it is loaded; "
@@ -597,6 +601,7 @@ class Settings:
         check_lora(self)
         transfer_config(self.weight_transfer_config)
         _check_elastic(self)
+        _check_replicas(self)
         _check_prompt_embeds(self)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise SettingsError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
@@ -653,6 +658,23 @@ def _check_elastic(settings: Settings) -> None:
             raise SettingsError(
                 f"{name} is for one device that shares no layers yet: drop it, or the other devices", param=name
             )
+
+
+def _check_replicas(settings: Settings) -> None:
+    """Raise SettingsError for what several replicas cannot do."""
+    refused = {
+        "server_dev_mode": (settings.server_dev_mode, "an operator's commands go to one engine yet"),
+        "enable_sleep_mode": (settings.enable_sleep_mode, "an operator's commands go to one engine yet"),
+        "allow_runtime_lora_updating": (settings.allow_runtime_lora_updating, "replicas read adapters at boot alone"),
+        "kv_events_config": (
+            kv_events_config(settings.kv_events_config).publishes,
+            "all replicas would publish at one endpoint",
+        ),
+        "device": (settings.device == "hpu", "replicas on Gaudi have not been tried"),
+    }
+    for name, (given, why) in refused.items():
+        if settings.data_parallel_size > 1 and given:
+            raise SettingsError(f"data_parallel_size: {why}: leave {name} out, or run one engine", param=name)
 
 
 def _check_prompt_embeds(settings: Settings) -> None:

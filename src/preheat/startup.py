@@ -34,7 +34,7 @@ from preheat.model.shard import shard, sums_leaves
 from preheat.model.specs import ModelSpec, without_head
 from preheat.plan import commands
 from preheat.settings import Settings
-from preheat.transport import EngineTransport
+from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
 from preheat.utils.gc import keep_imports, settle
 from preheat.utils.pooling import pooling_of
@@ -201,6 +201,12 @@ def boot_engine(
     """
     started = time.monotonic()
     with boot_errors("The engine cannot start"):
+        if settings.data_parallel_size > 1 and isinstance(transport, InlineTransport):
+            raise SettingsError(
+                "data_parallel_size is for `preheat serve`, which starts a process for each replica, and this is an "
+                "engine within a process: leave it out",
+                param="data_parallel_size",
+            )
         check_required(settings)
         explain(settings.debug)
         _spec(settings)  # a config that does not fit is told before torch is imported

@@ -14,7 +14,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import InputProcessor
 from preheat.server.app import build_app
 from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.process import EngineProcess
+from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.supervisor import Supervisor
 from preheat.settings import Settings
@@ -87,9 +87,9 @@ def run_supervisor(warm_up) -> Service:
 
     async def run() -> Service:
         ready = asyncio.Event()
-        engine = EngineProcess(Settings.load({}), SCRIPTED)
-        service = Service(Settings.load({}), engine.transport.send)
-        supervisor = Supervisor(service, engine, on_message=lambda _: ready.set(), on_dead=ready.set)
+        replicas = Replicas(Settings.load({}), SCRIPTED)
+        service = Service(Settings.load({}), replicas.send)
+        supervisor = Supervisor(service, replicas, on_message=lambda _: ready.set(), on_dead=ready.set)
         task = asyncio.create_task(supervisor.run(warm_up))
         await asyncio.wait_for(ready.wait(), 60)
         task.cancel()

@@ -304,10 +304,10 @@ def test_drafts_are_in_the_metrics_where_there_are_any():
     metrics.update(Stats(drafts=3, draft_tokens=6, accepted_tokens=4, accepted_per_pos=[3, 1]))
     text = metrics.text().decode()
     for line in (
-        'spec_decode_num_drafts_total{model_name="m"} 3.0',
-        'spec_decode_num_draft_tokens_total{model_name="m"} 6.0',
-        'spec_decode_num_accepted_tokens_total{model_name="m"} 4.0',
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0',
+        'spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0',
+        'spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 6.0',
+        'spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 1.0',
     ):
         assert f"preheat:{line}" in text
 

@@ -52,7 +52,7 @@ class BeamSearch:
             RequestState(
                 state.request_id, None, [*state.prompt_ids, *beam.tokens], params, 1, state.tokenizer,
                 cache_salt=state.cache_salt, segments=state.segments, priority=state.priority,
-                lora_name=state.lora_name, on_change=self._answered,
+                lora_name=state.lora_name, data_parallel_rank=state.data_parallel_rank, on_change=self._answered,
             )
             for beam in self._beams.live
         ]  # fmt: skip

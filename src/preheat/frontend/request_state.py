@@ -131,6 +131,7 @@ class RequestState:
     priority: int = 0
     lora_name: str = ""
     embedded: bool = False
+    data_parallel_rank: int | None = None  # the replica that its client asks for
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from preheat.backends.base import Backend, Collective, Mode
+from preheat.backends.base import Backend, Collective, Facts, Mode
 from preheat.backends.cold import Counted
+from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.errors import SettingsError
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
@@ -63,6 +64,23 @@ class Share:
     def cold_sources(self, executor: Executor) -> Mapping[str, Counted]:
         """What the other ranks notice from now on."""
         return executor.cold_sources() if isinstance(executor, ParallelExecutor) else {}
+
+
+def for_replica(settings: Settings, facts: Facts) -> Settings:
+    """``settings`` with the threads of one of several replicas, which share a host's cores. Raises SettingsError where
+    replicas have not been tried.
+    """
+    if settings.data_parallel_size == 1:
+        return settings
+    if facts.name == HPU.name:
+        raise SettingsError(
+            "data_parallel_size: replicas on Gaudi have not been tried: run one engine", param="data_parallel_size"
+        )
+    if not facts.on_host or settings.num_threads:
+        return settings
+    ranks = leaves_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
+    threads = (os.cpu_count() or 1) // (settings.data_parallel_size * ranks)
+    return replace(settings, num_threads=max(threads, 1))
 
 
 def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:

@@ -26,6 +26,14 @@ def chain_root(request: Request) -> bytes:
     return hashlib.blake2b(request.cache_salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
+def chained(parent: bytes, request: Request, tokens: np.ndarray, first: int, size: int) -> bytes:
+    """The hash of the block of ``size`` tokens from ``first`` on, behind the block with the hash ``parent``."""
+    content = parent + tokens[first : first + size].tobytes()
+    if request.segments:
+        content += _images(request, first, size)
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
+
 class PrefixCache:
     """Finds and publishes blocks in ``pool``, if ``enabled``. ``contents`` tells what blocks hold from what those of
     another engine do: the type of the cache and its scales; empty for the model's own type.
@@ -116,10 +124,7 @@ class PrefixCache:
         while len(hashes) <= index:
             done = len(hashes)
             parent = hashes[-1] if hashes else self._root(sequence)
-            content = parent + tokens[done * size : (done + 1) * size].tobytes()
-            if sequence.request.segments:
-                content += _images(sequence.request, done * size, size)
-            hashes.append(hashlib.blake2b(content, digest_size=HASH_BYTES).digest())
+            hashes.append(chained(parent, sequence.request, tokens, done * size, size))
         return hashes[index]
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from preheat.warmup.record import Record
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -206,6 +208,12 @@ class WarmingUp(Struct):
 
     progress: Starting
     state: Literal["starting"] = "starting"
+
+
+class Records(Struct):
+    """The record of each engine, where there are several and the query asks for none of them."""
+
+    engines: list[Record]
 
 
 class ReadyStatus(Struct):

@@ -1,7 +1,7 @@
 """The server: routes, middleware, and the process that runs them.
 
 The port opens at once, for /health, /ready, /warmup and /metrics; other requests get a 503 until the engine is ready.
-SIGTERM and SIGINT stop the server as in :mod:`preheat.server.shutdown`. If the engine dies, running requests end with
+SIGTERM and SIGINT stop the server as in :mod:`preheat.server.shutdown`. If an engine dies, running requests end with
 an error and the server exits with status 1.
 """
 
@@ -34,8 +34,9 @@ from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
 from preheat.server.listener import BACKLOG, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
-from preheat.server.process import ENGINE, EngineProcess
+from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
+from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.shutdown import Server, Shutdown, exit_after
 from preheat.server.supervisor import Supervisor
@@ -107,8 +108,8 @@ async def _openapi(request: Request) -> Response:
 async def _serve(
     settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None]
 ) -> int:
-    engine = EngineProcess(settings, entry)
-    service = Service(settings, engine.transport.send)
+    replicas = Replicas(settings, entry)
+    service = Service(settings, replicas.send)
     server = Server(
         uvicorn.Config(
             build_app(service),
@@ -133,7 +134,7 @@ async def _serve(
         loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
         exit_after(_LAST_SECONDS, 1)
 
-    supervisor = Supervisor(service, engine, on_message=on_message, on_dead=on_dead)
+    supervisor = Supervisor(service, replicas, on_message=on_message, on_dead=on_dead)
     warm_up = None if settings.skip_warmup else partial(warm_up_server, settings, build_app, loop)
     supervising = loop.create_task(supervisor.run(warm_up))
     for number in (signal.SIGINT, signal.SIGTERM):

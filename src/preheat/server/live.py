@@ -1,49 +1,69 @@
-"""The current warm-up record: the engine has it, and the server asks for it when a client does."""
+"""The current warm-up records: the engines have them, and the server asks for them when a client does."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from preheat.core import Ask, ToEngine
 from preheat.warmup.record import Record
 
 
-class LiveRecord:
-    """The last record of the engine. ``send`` hands a message to the engine."""
+class LiveRecords:
+    """The last record of each of ``engines``, by its number. ``send`` hands a message to all of them."""
 
-    def __init__(self, send: Callable[[ToEngine], None]) -> None:
-        self.json = b""
+    def __init__(self, send: Callable[[ToEngine], None], engines: int = 1) -> None:
+        self.json = [b""] * engines
         self._send = send
-        self._booked_at = time.monotonic()
-        self._decoded: Record | None = None
+        self._booked_at = [time.monotonic()] * engines
+        self._decoded: list[Record | None] = [None] * engines
         self._answer: asyncio.Future[None] | None = None  # of the Ask that is under way
+        self._asked = set[int]()  # who has not answered it
+
+    def record(self, engine: int) -> Record:
+        if (record := self._decoded[engine]) is None:
+            record = self._decoded[engine] = Record.from_json(self.json[engine])
+        return record
 
     @property
-    def record(self) -> Record:
-        if self._decoded is None:
-            self._decoded = Record.from_json(self.json)
-        return self._decoded
+    def records(self) -> list[Record]:
+        return [self.record(engine) for engine in range(len(self.json))]
+
+    def summary(self) -> dict[str, Any]:
+        """What /ready shows: that of one engine, with the counts of all."""
+        records = self.records
+        return records[0].summary() | {
+            "items": dict(sum((record.states for record in records), Counter[str]())),
+            "seconds": round(max(record.seconds for record in records), 3),
+            "invariant": all(record.invariant for record in records),
+            "cold_events": sum(sum(record.cold.values()) for record in records),
+            "misses": sum(sum(record.misses.values()) for record in records),
+            "notes": list(dict.fromkeys(note for record in records for note in record.notes)),
+        }
 
     @property
     def age(self) -> float:
-        """Seconds since the engine sent the record."""
-        return time.monotonic() - self._booked_at
+        """Seconds since the engines sent the oldest of the records."""
+        return time.monotonic() - min(self._booked_at)
 
-    def book(self, json: bytes) -> None:
-        """The engine has sent its record."""
-        self.json, self._decoded, self._booked_at = json, None, time.monotonic()
-        if self._answer is not None:
+    def book(self, json: bytes, engine: int = 0) -> None:
+        """An engine has sent its record."""
+        self.json[engine], self._decoded[engine], self._booked_at[engine] = json, None, time.monotonic()
+        self._asked.discard(engine)
+        if self._answer is not None and not self._asked:
             self._answer.set_result(None)
             self._answer = None
 
     async def refresh(self, patience: float) -> None:
-        """Ask for the record; after ``patience`` seconds without an answer, keep the last one.
+        """Ask for the records; after ``patience`` seconds without all answers, keep the last ones.
 
-        The engine answers between two steps. Concurrent clients share one Ask.
+        An engine answers between two steps. Concurrent clients share one Ask.
         """
         if self._answer is None:
             self._answer = asyncio.get_running_loop().create_future()
+            self._asked = set(range(len(self.json)))
             self._send(Ask())
         await asyncio.wait([self._answer], timeout=patience)

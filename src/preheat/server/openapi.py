@@ -140,7 +140,8 @@ OPERATIONS = (
         "/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting | answers.Asleep}
     ),
     Operation(
-        "/warmup", status.warmup, Record | answers.WarmingUp, None, (400, 500, 503),
+        "/warmup", status.warmup, Record | answers.Records | answers.WarmingUp, None, (400, 500, 503),
+        queries=("engine",),
         formats={"json": "application/json", "html": "text/html"},
     ),
     Operation("/metrics", status.metrics),
@@ -214,7 +215,8 @@ def _described(operation: Operation) -> dict[str, Any]:
         described["parameters"] = [{"name": "format", "in": "query", "schema": formats}]
     if operation.queries:
         text = {"type": "string"}
-        described["parameters"] = [{"name": name, "in": "query", "schema": text} for name in operation.queries]
+        queries = [{"name": name, "in": "query", "schema": text} for name in operation.queries]
+        described.setdefault("parameters", []).extend(queries)
     return described
 
 

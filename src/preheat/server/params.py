@@ -24,6 +24,8 @@ from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
 from preheat.server.structured import structured_outputs
 from preheat.server.turns import in_turn
 
+REPLICA_HEADER = "X-data-parallel-rank"
+
 _LOWEST = -9999.0  # JSON has no infinity
 
 
@@ -65,6 +67,7 @@ async def prepared(
     certain. Each has a turn of its own, so that those of other clients come in between.
     """
     frontend: Frontend = request.app.state.service.frontend
+    replica = replica_asked(request)
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             frontend.input.check_length(prompt, params)
@@ -83,11 +86,27 @@ async def prepared(
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             states.append(await in_turn(request, len(prompt), partial(prepare, prompt), total=total))
+    for state in states:
+        state.data_parallel_rank = replica
     if frontend.traces is not None:
         parent = parent_of(request.headers)
         for state in states:
             state.trace_headers = parent
     return states
+
+
+def replica_asked(request: Request) -> int | None:
+    """The replica that the client asks for, by vLLM's header; None: it leaves the choice. Raises InvalidRequest for one
+    that is not there.
+    """
+    asked, size = request.headers.get(REPLICA_HEADER), request.app.state.service.settings.data_parallel_size
+    if asked is None:
+        return None
+    if asked not in map(str, range(size)):
+        raise InvalidRequest(
+            f"{REPLICA_HEADER} must be a number from 0 to {size - 1}, got {asked!r}", param=REPLICA_HEADER
+        )
+    return int(asked)
 
 
 async def load_images(request: Request, frontend: Frontend, urls: Sequence[str]) -> list[Image]:

@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -28,12 +29,17 @@ _STOP_SECONDS = 5.0
 
 
 class EngineProcess:
-    """Runs ``entry`` in a child process with its own session, so that Ctrl-C does not reach it."""
+    """Runs ``entry`` in a child process with its own session, so that Ctrl-C does not reach it. ``variables`` are added
+    to its environment.
+    """
 
-    def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
+    def __init__(
+        self, settings: Settings, entry: str = ENGINE, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.transport = FrontendTransport()
         command = [sys.executable, "-m", "preheat.server.process", self.transport.address, entry]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        environment = os.environ | variables
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         assert self._child.stdin is not None
         self._stdin = self._child.stdin
         with contextlib.suppress(BrokenPipeError):  # it has exited already, which :meth:`watch` will report

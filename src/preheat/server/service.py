@@ -13,7 +13,7 @@ from preheat.core import Progress, ToEngine
 from preheat.errors import EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.metrics import Metrics
-from preheat.server.live import LiveRecord
+from preheat.server.live import LiveRecords
 from preheat.server.responses_store import ResponseStore
 from preheat.server.turns import Turns
 from preheat.settings import Settings
@@ -27,8 +27,8 @@ class Service:
         self.settings = settings
         self.names = model_names(settings)
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0], settings.metrics_prefix)
-        self.live = LiveRecord(send)
+        self.metrics = Metrics(self.names[0], settings.metrics_prefix, settings.data_parallel_size)
+        self.live = LiveRecords(send, settings.data_parallel_size)
         self.load = 0  # requests for completions that are being answered
         self.turns = Turns()
         self.responses = ResponseStore() if settings.enable_responses_store else None
@@ -106,7 +106,7 @@ class Service:
             await self.live.refresh(patience)
         if self.settings.enable_lora and self._frontend is not None:
             self.metrics.adapters = self._frontend.adapter_labels(self.settings.max_loras)
-        record, ready = self.live.record, self._frontend.ready if self._frontend else None
+        records, ready = self.live.records, self._frontend.ready if self._frontend else None
         if ready is not None and not self.metrics.cache_config:
             self.metrics.cache_config = {
                 "block_size": ready.block_size,
@@ -114,9 +114,11 @@ class Service:
                 "enable_prefix_caching": self.settings.enable_prefix_caching,
                 "gpu_memory_utilization": self.settings.gpu_memory_utilization,
             }
-        self.metrics.items, self.metrics.warmup_seconds = record.states, record.seconds
-        self.metrics.cold, self.metrics.misses = record.cold, sum(record.misses.values())
-        self.metrics.digest = {record.proof.digest: 1} if record.proof.digest else {}
+        for engine, record in zip(self.metrics.engines, records, strict=True):
+            engine.items, engine.warmup_seconds = record.states, record.seconds
+            engine.cold, engine.misses = record.cold, sum(record.misses.values())
+        digest = records[0].proof.digest
+        self.metrics.digest = {digest: 1} if digest else {}
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that the model's ``name`` means; empty: none. Raises ModelNotFound if it is not served here, and

@@ -71,13 +71,13 @@ async def ready(request: Request) -> Response:
         return _json(answers.Asleep(level), 503, RETRY)
     service.check_ready()
     await service.refresh(0)  # does not wait, so its cold events may be as old as the last call
-    return _json(answers.ReadyStatus(**service.live.record.summary()))
+    return _json(answers.ReadyStatus(**service.live.summary()))
 
 
 async def warmup(request: Request) -> Response:
-    """The outcome of the warm-up, as JSON or as a page; until then, how far it is."""
+    """The outcome of the warm-up, as JSON of all engines or one, or as a page of one; until then, how far it is."""
     service = _service(request)
-    as_page = _wants_page(request)
+    as_page, engine = _wants_page(request), _engine(request, service.settings.data_parallel_size)
     headers = {"vary": "accept", "cache-control": "no-cache"}
     if progress := service.progress:
         if as_page:
@@ -88,9 +88,21 @@ async def warmup(request: Request) -> Response:
     await service.refresh(PATIENCE)
     headers["age"] = str(int(service.live.age))
     if as_page:
-        page = await asyncio.to_thread(record_page, service.live.record)
+        page = await asyncio.to_thread(record_page, service.live.record(engine or 0))
         return Response(page, 200, headers, "text/html")
-    return Response(service.live.json, 200, headers, "application/json")
+    records, asked = service.live.json, 0 if service.settings.data_parallel_size == 1 else engine
+    body = b'{"engines":[%b]}' % b",".join(records) if asked is None else records[asked]
+    return Response(body, 200, headers, "application/json")
+
+
+def _engine(request: Request, engines: int) -> int | None:
+    """The number that the query asks for; None: it asks for none."""
+    asked = request.query_params.getlist("engine")
+    if not asked:
+        return None
+    if asked[1:] or asked[0] not in map(str, range(engines)):
+        raise InvalidRequest(f"engine must be a number from 0 to {engines - 1}, not {', '.join(asked)}", param="engine")
+    return int(asked[0])
 
 
 def _wants_page(request: Request) -> bool:

@@ -1,17 +1,17 @@
-"""Loads the frontend, passes on the engine's messages, notices when the engine hangs or dies."""
+"""Loads the frontend, passes on the engines' messages, notices when one of them hangs or dies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable
 
 from preheat.core import Died, FromEngine, Ready, Report
 from preheat.errors import EngineDead, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
-from preheat.server.process import EngineProcess
+from preheat.server.engine_watch import EngineWatch
+from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.startup import boot_front
 
@@ -24,31 +24,31 @@ WarmUpFrontend = Callable[[Frontend], None]
 
 
 class Supervisor:
-    """Connects ``service`` with its ``engine``. ``on_message`` is called with every message of the engine, ``on_dead``
-    once, when the engine is dead and the server must exit.
+    """Connects ``service`` with its ``replicas``. ``on_message`` is called with every message of an engine, ``on_dead``
+    once, when an engine is dead and the server must exit.
     """
 
     def __init__(
         self,
         service: Service,
-        engine: EngineProcess,
+        replicas: Replicas,
         *,
         on_message: Callable[[FromEngine], None],
         on_dead: Callable[[], None],
     ) -> None:
-        self._service, self._settings, self._engine = service, service.settings, engine
+        self._service, self._settings, self._replicas = service, service.settings, replicas
+        self._watches = [EngineWatch(replicas, replica) for replica in range(len(replicas.engines))]
         self._on_message, self._on_dead = on_message, on_dead
         self.boot_error: PreheatError | None = None
         """Why the server never became ready."""
         self._frontend: Frontend | None = None
         self._stopping = False
-        self._heard_at = time.monotonic()
-        self._offered_at: float | None = None
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
         """Load the frontend, warm it up, then listen to the engine and watch it, until cancelled."""
         try:
-            send, metrics = self._engine.transport.send, self._service.metrics
+            send, metrics = self._replicas.send, self._service.metrics
+            metrics.loads = self._replicas.router.loads if len(self._watches) > 1 else None
             frontend = await asyncio.to_thread(
                 boot_front, self._settings, send, metrics, max_queued=self._settings.max_queued_requests
             )
@@ -62,7 +62,7 @@ class Supervisor:
                 logger.exception("The frontend warm-up failed; the first requests may be slower")
         self._frontend = frontend
         self._service.attach(frontend)
-        self._engine.watch(self._receive, self._exited)
+        self._replicas.watch(self._receive, self._exited)
         while True:
             await asyncio.sleep(min(_TICK_SECONDS, self._settings.rpc_timeout_ms / 4000))
             self._receive()  # what came while this process itself was held up
@@ -72,27 +72,26 @@ class Supervisor:
     async def stop(self, now: bool) -> None:
         """Stop the engine: when its requests are finished, or ``now``."""
         self._service.draining = self._stopping = True
-        await self._engine.stop(now or self._service.dead is not None)
+        await self._replicas.stop(now or self._service.dead is not None)
 
     def _receive(self) -> None:
-        transport, service, frontend = self._engine.transport, self._service, self._frontend
+        service, frontend = self._service, self._frontend
         assert frontend is not None
-        untaken = len(transport.untaken)
-        messages = transport.receive()
-        if messages or len(transport.untaken) != untaken:
-            self._heard_at, service.stalled = time.monotonic(), None
-        for message in messages:
-            if isinstance(message, Died):
-                self._die(message.error.restore())
-            frontend.handle(message)
-            if isinstance(message, Ready | Report):
-                service.live.book(message.record)
-            self._on_message(message)
+        for watch in self._watches:
+            for message in watch.receive():
+                if isinstance(message, Died):
+                    self._die(message.error.restore())
+                frontend.handle(message)
+                if isinstance(message, Ready | Report):
+                    service.live.book(message.record, message.engine)
+                self._on_message(message)
+        service.stalled = next((watch.stalled for watch in self._watches if watch.stalled), None)
 
-    def _exited(self, code: int) -> None:
+    def _exited(self, replica: int, code: int) -> None:
         if not self._stopping:
             self._receive()  # its last message may still be on its way
-            self._die(EngineDead(f"The engine's process ended with status {code}{_killed(code)}"))
+            said = f"The engine's process ended with status {code}{_killed(code)}"
+            self._die(EngineDead(self._replicas.named(replica, said)))
 
     def _die(self, error: PreheatError) -> None:
         if self._service.dead is not None:
@@ -109,43 +108,42 @@ class Supervisor:
 
     def _check_heartbeat(self) -> None:
         """Note in the service that no heartbeat comes, or that it comes again."""
-        service, beat_at = self._service, self._engine.transport.beat_at
-        limit = self._settings.engine_heartbeat_timeout_s
-        if beat_at is None or time.monotonic() - beat_at <= limit:
+        service, limit = self._service, self._settings.engine_heartbeat_timeout_s
+        silent = next((replica for replica, watch in enumerate(self._watches) if watch.is_silent(limit)), None)
+        if silent is None:
             if service.silent is not None:
                 logger.info("The engine's heartbeat is back")
                 service.silent = None
         elif service.silent is None and service.dead is None:
-            service.silent = (
+            said = (
                 f"The engine has sent no heartbeat for {limit:g} s (--engine-heartbeat-timeout-s): its process is "
                 "stopped, or its device does not answer"
             )
+            service.silent = self._replicas.named(silent, said)
             logger.error("%s", service.silent)
 
     def _check_time(self, frontend: Frontend) -> None:
-        """Check the time limits of a step, and of the hand-over of requests to an idle engine."""
-        now = time.monotonic()
-        if not frontend.busy or frontend.halted:
-            self._heard_at, self._offered_at = now, None
-            return
-        waiting = [(id, at) for id, at in self._engine.transport.untaken if frontend.is_unfinished(id)]
-        if waiting and len(waiting) == frontend.num_unfinished:
-            self._offered_at = self._offered_at or now
-        else:
-            self._offered_at = None
+        """Check the time limits of a step, and of the hand-over of requests to an idle engine, for each engine."""
         step, hand_over = self._settings.engine_iteration_timeout_s, self._settings.rpc_timeout_ms
-        if now - self._heard_at > step:
-            self._stall(frontend, f"A step took longer than the {step:g} s that VLLM_ENGINE_ITERATION_TIMEOUT_S allows")
-        elif self._offered_at is not None and now - self._offered_at > hand_over / 1000:
-            self._stall(frontend, _not_taken(hand_over))
-        elif self._service.silent is not None:  # it may run others, but not in the middle of a step
-            late = [id for id, at in waiting if now - at > hand_over / 1000]
-            frontend.fail(late, StepTimeout(f"{_not_taken(hand_over)}. {self._service.silent}"))
+        for replica, watch in enumerate(self._watches):
+            if not frontend.busy or frontend.halted:
+                watch.rest()
+                continue
+            too_long, not_taken = watch.overdue(step, hand_over / 1000)
+            if too_long:
+                allowed = f"the {step:g} s that VLLM_ENGINE_ITERATION_TIMEOUT_S allows"
+                self._stall(frontend, replica, f"A step took longer than {allowed}")
+            elif not_taken:
+                self._stall(frontend, replica, _not_taken(hand_over))
+            elif self._service.silent is not None:  # it may run others, but not in the middle of a step
+                late = watch.late(hand_over / 1000)
+                frontend.fail(late, StepTimeout(f"{_not_taken(hand_over)}. {self._service.silent}"))
 
-    def _stall(self, frontend: Frontend, message: str) -> None:
+    def _stall(self, frontend: Frontend, replica: int, said: str) -> None:
+        message = self._replicas.named(replica, said)
         logger.error("%s", message)
-        self._service.stalled = message
-        frontend.fail_all(StepTimeout(message))
+        self._service.stalled = self._watches[replica].stalled = message
+        frontend.fail(self._replicas.router.requests(replica), StepTimeout(message))
 
 
 def _killed(code: int) -> str:

@@ -1,0 +1,55 @@
+"""What one engine owes the server, and since when: heartbeats, results of steps, and receipts of requests."""
+
+from __future__ import annotations
+
+import time
+
+from preheat.core import FromEngine
+from preheat.server.replicas import Replicas
+
+
+class EngineWatch:
+    """Looks after the replica with this number. ``stalled`` is the reason why it cannot be given requests, if any."""
+
+    def __init__(self, replicas: Replicas, replica: int) -> None:
+        self._replicas, self._replica = replicas, replica
+        self._transport = replicas.engines[replica].transport
+        self._heard_at = time.monotonic()
+        self._offered_at: float | None = None
+        self.stalled: str | None = None
+
+    def receive(self) -> list[FromEngine]:
+        """The engine's messages. Any of them shows that it goes on."""
+        untaken = len(self._transport.untaken)
+        messages = self._replicas.receive(self._replica)
+        if messages or len(self._transport.untaken) != untaken:
+            self._heard_at, self.stalled = time.monotonic(), None
+        return messages
+
+    def is_silent(self, limit: float) -> bool:
+        """Whether the last heartbeat is older than ``limit`` seconds."""
+        beat_at = self._transport.beat_at
+        return beat_at is not None and time.monotonic() - beat_at > limit
+
+    def rest(self) -> None:
+        """The engine owes nothing now."""
+        self._heard_at, self._offered_at = time.monotonic(), None
+
+    def overdue(self, step: float, hand_over: float) -> tuple[bool, bool]:
+        """Whether a step takes longer than ``step`` seconds; and whether the engine is idle and has not taken a request
+        within ``hand_over`` seconds.
+        """
+        now, unfinished = time.monotonic(), self._replicas.router.requests(self._replica)
+        if not unfinished:
+            self.rest()
+            return False, False
+        if {id for id, _ in self._transport.untaken} >= unfinished:
+            self._offered_at = self._offered_at or now
+        else:
+            self._offered_at = None
+        return now - self._heard_at > step, self._offered_at is not None and now - self._offered_at > hand_over
+
+    def late(self, hand_over: float) -> list[int]:
+        """The requests that the engine has not taken within ``hand_over`` seconds."""
+        now, unfinished = time.monotonic(), self._replicas.router.requests(self._replica)
+        return [id for id, at in self._transport.untaken if id in unfinished and now - at > hand_over]

@@ -1,0 +1,158 @@
+"""One engine or several replicas of it, behind one :meth:`Replicas.send` and one :meth:`Replicas.receive`.
+
+Each is a process with devices of its own. A request goes to one of them (:mod:`preheat.server.routing`), everything
+else to all. What comes back is as from one engine: :class:`Ready` when all are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from preheat.core import Cancel, Delta, Died, FromEngine, Progress, Ready, Report, Request, ResetPrefixCache, ToEngine
+from preheat.errors import PreheatError, SettingsError, WireError
+from preheat.server.process import ENGINE, EngineProcess
+from preheat.server.routing import Router
+from preheat.settings import Settings
+from preheat.warmup.record import Record
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Replicas:
+    """The engines of ``settings``: ``data_parallel_size`` processes that run ``entry``.
+
+    Stats, Ready and Report say in ``engine`` whose they are, by its number. Raises SettingsError if there are not
+    enough devices.
+    """
+
+    def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
+        size = settings.data_parallel_size
+        variables = [visible_devices(settings, replica, os.environ) for replica in range(size)]
+        self.engines = [EngineProcess(settings, entry, each) for each in variables]
+        self.router = Router(size)
+        self._caches = settings.enable_prefix_caching
+        self._ready: dict[int, Ready] = {}
+        self._progress: dict[int, Progress] = {}
+
+    def send(self, message: ToEngine) -> None:
+        """Hand a message to the engine that it is for, or to all. Never blocks."""
+        match message:
+            case Request():
+                self.engines[self.router.route(message)].transport.send(message)
+            case Cancel():
+                if (replica := self.router.end(message.id)) is not None:
+                    self.engines[replica].transport.send(message)
+            case _:
+                if isinstance(message, ResetPrefixCache):
+                    self.router.forget()
+                for engine in self.engines:
+                    engine.transport.send(message)
+
+    def receive(self, replica: int) -> list[FromEngine]:
+        """What one replica has sent since the last call, as the frontend is to see it; never waits."""
+        return [seen for message in self.engines[replica].transport.receive() for seen in self._seen(replica, message)]
+
+    def named(self, replica: int, said: str) -> str:
+        """``said`` of a replica, with its number if there are several."""
+        return said if len(self.engines) == 1 else f"Engine {replica} of {len(self.engines)}: {said}"
+
+    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int, int], None]) -> None:
+        """Call ``on_message`` when there may be messages, ``on_exit`` with a replica and its status when it exits."""
+        for replica, engine in enumerate(self.engines):
+            engine.watch(on_message, partial(on_exit, replica))
+
+    async def stop(self, now: bool) -> None:
+        """Drain all engines, and kill those that take too long; ``now``: kill them at once."""
+        await asyncio.gather(*(engine.stop(now) for engine in self.engines))
+
+    def _seen(self, replica: int, message: FromEngine) -> list[FromEngine]:
+        match message:
+            case Delta():
+                self.router.handle(message)
+                if message.stats is not None:
+                    message.stats.engine = replica
+            case Report():
+                message.engine = replica
+            case Progress():
+                self._progress[replica] = message
+                return [together(list(self._progress.values()), message.current)]
+            case Ready():
+                message.engine = replica
+                self._ready[replica] = message
+                return self._all_ready() if len(self._ready) == len(self.engines) else []
+            case Died():
+                message.error.message = self.named(replica, message.error.message)
+        return [message]
+
+    def _all_ready(self) -> list[FromEngine]:
+        """The record of each replica, then Ready within the limits that all have; Died if they do not agree."""
+        ready = [self._ready[replica] for replica in range(len(self.engines))]
+        if error := disagreement(ready):
+            return [Died(WireError.of(error))]
+        self.router.open(ready[0].block_size, [each.num_blocks if self._caches else 0 for each in ready])
+        prompts = [each.max_prompt_len for each in ready if each.max_prompt_len is not None]
+        blocked = (self.named(each.engine, each.blocked_reason) for each in ready if each.blocked_reason)
+        joint = msgspec.structs.replace(
+            ready[0],
+            max_model_len=min(each.max_model_len for each in ready),
+            max_prompt_len=min(prompts, default=None),
+            num_blocks=min(each.num_blocks for each in ready),
+            seconds=max(each.seconds for each in ready),
+            blocked_reason="; ".join(blocked),
+        )
+        return [*(Report(each.record, each.engine) for each in ready[1:]), joint]
+
+
+def together(progress: list[Progress], current: str) -> Progress:
+    """The progress of several engines that start; the slowest decides when they are ready."""
+    times = [each.eta_s for each in progress]
+    left = None if None in times else max(time for time in times if time is not None)
+    return Progress(sum(each.done for each in progress), sum(each.total for each in progress), current, left)
+
+
+def disagreement(ready: list[Ready]) -> PreheatError | None:
+    """Why answers would depend on which of these engines gives them; names two that differ."""
+    first, *others = ready
+    for other in others:
+        mine, theirs = _facts(first), _facts(other)
+        if different := [name for name, value in mine.items() if theirs[name] != value]:
+            said = "; ".join(
+                f"{name}: {mine[name]} on engine {first.engine}, {theirs[name]} on engine {other.engine}"
+                for name in different
+            )
+            return PreheatError(
+                f"The engines do not agree, so no request is taken: {said}. Give all of them equal devices, or lower "
+                "--data-parallel-size"
+            )
+    return None
+
+
+def _facts(ready: Ready) -> dict[str, object]:
+    """What all replicas must have in common."""
+    record = Record.from_json(ready.record)
+    return {
+        "platform": record.platform, "dtype": record.dtype, "mode": record.mode, "digest": ready.digest,
+        "block size": ready.block_size,
+    }  # fmt: skip
+
+
+def visible_devices(settings: Settings, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which a replica sees its own GPUs: as many as it has ranks, in the order of those that are
+    visible here. Empty where there is one engine, or it runs on a CPU. Raises SettingsError for too few.
+    """
+    size, ranks, given = settings.data_parallel_size, settings.tensor_parallel_size, environment.get(VISIBLE)
+    if size == 1 or settings.device not in ("auto", "cuda") or given == "":
+        return {}
+    listed = [str(number) for number in range(size * ranks)] if given is None else given.split(",")
+    if len(listed) < size * ranks:
+        raise SettingsError(
+            f"{size} replicas of {ranks} ranks need {size * ranks} GPUs, {VISIBLE} names {len(listed)}: lower "
+            "--data-parallel-size or --tensor-parallel-size, or name more",
+            param="data_parallel_size",
+        )
+    return {VISIBLE: ",".join(listed[replica * ranks : (replica + 1) * ranks])}
