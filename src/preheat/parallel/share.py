@@ -16,7 +16,7 @@ from preheat.execution.executor import Executor
 from preheat.model.shard import sums_leaves
 from preheat.ops.leaves import leaves_of
 from preheat.parallel.leader import ParallelExecutor, build_parallel
-from preheat.parallel.ranks import Ranks
+from preheat.parallel.ranks import Ranks, Start, start_child
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
@@ -40,7 +40,7 @@ class Share:
             return cls(None, None, build)
         if world == 1:
             return cls(backend.sharing.join(Path(), 0, 1, lambda: None), None, build)
-        ranks = Ranks(settings, cache_root(settings))
+        ranks = Ranks(settings, cache_root(settings), _starter(settings, backend))
         collective = backend.sharing.join(ranks.folder, 0, world, ranks.board.check)
         ranks.on_end(collective.abort)
         shares_draws = collective if backend.facts.asynchronous else None
@@ -63,6 +63,15 @@ class Share:
     def cold_sources(self, executor: Executor) -> Mapping[str, Counted]:
         """What the other ranks notice from now on."""
         return executor.cold_sources() if isinstance(executor, ParallelExecutor) else {}
+
+
+def _starter(settings: Settings, backend: Backend) -> Start:
+    """What starts ranks 1 and up, by ``--distributed-executor-backend``."""
+    if settings.distributed_executor_backend == "mp":
+        return start_child
+    from preheat.parallel.ray_actors import RankActors
+
+    return RankActors(settings.tensor_parallel_size, "CPU" if backend.facts.on_host else "GPU").start
 
 
 def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
