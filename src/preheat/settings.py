@@ -450,6 +450,11 @@ class Settings:
         "Sum layers that devices share in an order that is the same on 1, 2 and 4 of them.",
         default_text="with more than one device",
     )
+    distributed_executor_backend: str = _spread(
+        "mp",
+        "What runs the ranks beside the engine: processes of its own, or actors of Ray on its node.",
+        choices=("mp", "ray"),
+    )
 
     data_parallel_size: int = _spread(
         1, "Replicas of the engine behind one server, with devices of their own.", low=1, high=64
@@ -562,6 +567,12 @@ class Settings:
                 "tp_invariant is the only order in which several devices add: leave it out, or set "
                 "tensor_parallel_size to 1",
                 param="tp_invariant",
+            )
+        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
+            raise SettingsError(
+                "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "
+                "tensor_parallel_size to 2, 4 or 8",
+                param="distributed_executor_backend",
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl_keyfile and ssl_certfile belong together: give both or none")

@@ -47,6 +47,7 @@ RULE = {
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
     "__init__": "llm frontend reference execution",
+    "serve_ray": "cli server",
     "__main__": "cli",
 }
 

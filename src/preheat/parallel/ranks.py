@@ -20,7 +20,7 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -35,35 +35,75 @@ _WATCH_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 3.0
 
 
-class Ranks:
-    """The ranks 1 to ``settings.tensor_parallel_size`` - 1. ``cache`` is the folder of stores."""
+class RankProcess(Protocol):
+    """A rank's process as the leader sees it. ``reason``: why it ended, as far as that is known, else empty."""
 
-    def __init__(self, settings: Settings, cache: Path | None) -> None:
+    @property
+    def reason(self) -> str: ...
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+
+    def kill(self) -> None: ...
+
+    def leave(self) -> None:
+        """Kill it and give back what it held."""
+
+
+class Child(subprocess.Popen[bytes]):
+    """A process of this machine."""
+
+    @property
+    def reason(self) -> str:
+        return ": it was killed, perhaps because the machine ran out of memory" * (self.returncode == -signal.SIGKILL)
+
+    def leave(self) -> None:
+        self.kill()
+        self.wait()
+        if self.stdin is not None:
+            self.stdin.close()
+
+
+Start = Callable[[Path, int, Settings, Path | None], tuple[RankProcess, Connection]]
+"""Starts a rank: the leader's folder, the rank's number, the settings, the folder of stores. Returns the process and
+what it answers by.
+"""
+
+
+def start_child(folder: Path, rank: int, settings: Settings, cache: Path | None) -> tuple[RankProcess, Connection]:
+    """A rank that is a child of this process."""
+    ours, theirs = Pipe(duplex=False)
+    command = [sys.executable, "-m", "preheat.parallel.worker", str(folder), str(rank), str(theirs.fileno())]
+    child = Child(
+        command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True
+    )  # Ctrl-C does not reach it
+    theirs.close()
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has exited already, as the watch will see
+        child.stdin.write(msgspec.json.encode((settings, None if cache is None else str(cache))) + b"\n")
+        child.stdin.flush()
+    return child, ours
+
+
+class Ranks:
+    """The ranks 1 to ``settings.tensor_parallel_size`` - 1, each begun by ``start``. ``cache`` is the folder of
+    stores.
+    """
+
+    def __init__(self, settings: Settings, cache: Path | None, start: Start = start_child) -> None:
         self.world = settings.tensor_parallel_size
         self.folder = shared_folder()
         self.board = Board(self.folder, 0, self.world)
         self._sender = Sender(self.folder, self.board)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
         self._pipes: list[Connection] = []
         self._watch = _Watch(self.board, self.folder, self._processes, settings.engine_heartbeat_timeout_s)
         self.close = weakref.finalize(self, _end, self._watch, self._processes, self.folder)
         for rank in range(1, self.world):
-            self._start(rank, settings, cache)
+            process, pipe = start(self.folder, rank, settings, cache)
+            self._processes.append(process)
+            self._pipes.append(pipe)
         self._watch.start()
-
-    def _start(self, rank: int, settings: Settings, cache: Path | None) -> None:
-        ours, theirs = Pipe(duplex=False)
-        command = [sys.executable, "-m", "preheat.parallel.worker", str(self.folder), str(rank), str(theirs.fileno())]
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True
-        )  # Ctrl-C does not reach it
-        theirs.close()
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has exited already, as the watch will see
-            child.stdin.write(msgspec.json.encode((settings, None if cache is None else str(cache))) + b"\n")
-            child.stdin.flush()
-        self._processes.append(child)
-        self._pipes.append(ours)
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
         """``report`` is called, in a thread, when a rank has died."""
@@ -115,7 +155,7 @@ class Ranks:
 class _Watch:
     """The thread that notices when a rank dies. It does not know the :class:`Ranks`, so that those can be collected."""
 
-    def __init__(self, board: Board, folder: Path, processes: list[subprocess.Popen[bytes]], limit: float) -> None:
+    def __init__(self, board: Board, folder: Path, processes: list[RankProcess], limit: float) -> None:
         self._board, self._folder, self._processes, self._limit = board, folder, processes, limit
         self.report: Callable[[PreheatError], None] = lambda error: None
         self.abort: Callable[[], None] = lambda: None
@@ -147,7 +187,7 @@ class _Watch:
                 if beats != heard[rank][0]:
                     heard[rank] = beats, now
                 if (code := process.poll()) is not None:
-                    self.end(f"Rank {rank} ended with status {code}{_why(self._board, rank, code)}")
+                    self.end(f"Rank {rank} ended with status {code}{_why(self._board, rank, process)}")
                 elif beats and now - heard[rank][1] > self._limit:
                     self.end(
                         f"Rank {rank} has sent no heartbeat for {self._limit:g} s (--engine-heartbeat-timeout-s): its "
@@ -155,17 +195,12 @@ class _Watch:
                     )
 
 
-def _why(board: Board, rank: int, code: int) -> str:
-    if said := board.failure(rank):
-        return f": {said}"
-    return ": it was killed, perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
+def _why(board: Board, rank: int, process: RankProcess) -> str:
+    return f": {said}" if (said := board.failure(rank)) else process.reason
 
 
-def _end(watch: _Watch, processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _end(watch: _Watch, processes: list[RankProcess], folder: Path) -> None:
     watch.stopped.set()
     for process in processes:
-        process.kill()
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        process.leave()
     remove_folder(folder)

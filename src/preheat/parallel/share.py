@@ -17,7 +17,7 @@ from preheat.execution.executor import Executor
 from preheat.model.shard import sums_leaves
 from preheat.ops.leaves import leaves_of
 from preheat.parallel.leader import ParallelExecutor, build_parallel
-from preheat.parallel.ranks import Ranks
+from preheat.parallel.ranks import Ranks, Start, start_child
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
@@ -41,7 +41,7 @@ class Share:
             return cls(None, None, build)
         if world == 1:
             return cls(backend.sharing.join(Path(), 0, 1, lambda: None), None, build)
-        ranks = Ranks(settings, cache_root(settings))
+        ranks = Ranks(settings, cache_root(settings), _starter(settings, backend))
         collective = backend.sharing.join(ranks.folder, 0, world, ranks.board.check)
         ranks.on_end(collective.abort)
         shares_draws = collective if backend.facts.asynchronous else None
@@ -76,11 +76,26 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
         raise SettingsError(
             "data_parallel_size: replicas on Gaudi have not been tried: run one engine", param="data_parallel_size"
         )
+    if settings.distributed_executor_backend == "ray":
+        raise SettingsError(
+            "data_parallel_size: replicas whose ranks are actors have not been tried: let Ray Serve run the replicas, "
+            "or drop distributed_executor_backend",
+            param="data_parallel_size",
+        )
     if not facts.on_host or settings.num_threads:
         return settings
     ranks = leaves_of(settings.tensor_parallel_size) if sums_leaves(settings) else 1
     threads = (os.cpu_count() or 1) // (settings.data_parallel_size * ranks)
     return replace(settings, num_threads=max(threads, 1))
+
+
+def _starter(settings: Settings, backend: Backend) -> Start:
+    """What starts ranks 1 and up, by ``--distributed-executor-backend``."""
+    if settings.distributed_executor_backend == "mp":
+        return start_child
+    from preheat.parallel.ray_actors import RankActors
+
+    return RankActors(settings.tensor_parallel_size, "CPU" if backend.facts.on_host else "GPU").start
 
 
 def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:

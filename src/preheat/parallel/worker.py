@@ -150,12 +150,17 @@ def main() -> None:
     with open(_STDIN, "rb", buffering=0, closefd=False) as pipe:
         settings, cache = msgspec.json.decode(pipe.readline(), type=tuple[Settings, str | None])
     threading.Thread(target=_exit_with_leader, args=[folder], daemon=True, name="leader-exit").start()
+    run(settings, None if cache is None else Path(cache), folder, rank, Connection(descriptor, readable=False))
+
+
+def run(settings: Settings, cache: Path | None, folder: Path, rank: int, answers: Connection) -> None:
+    """Be ``rank`` until this process ends: in the leader's ``folder``, answering by ``answers``."""
     set_up_logging(settings.log_level)
-    board, answers = Board(folder, rank, settings.tensor_parallel_size), Connection(descriptor, readable=False)
+    board = Board(folder, rank, settings.tensor_parallel_size)
     receiver = Receiver(folder, board)
     Heartbeat(board.beat, lambda: True)
     try:
-        worker = Worker(settings, None if cache is None else Path(cache), board, folder)
+        worker = Worker(settings, cache, board, folder)
         answers.send_bytes(pickle.dumps(worker.memory))
         serve(worker, receiver, answers)
     except PreheatError as error:

@@ -1,0 +1,183 @@
+"""Ray Serve: replicas that are hot, and that compute the same bits, before they get a request.
+
+``serve run preheat.serve_ray:app model=Qwen/Qwen3-0.6B device=cuda`` builds it; docs/ray.md says more. A replica
+is a server without its port: Ray's proxies pass requests on to the same ASGI application. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import preheat
+from preheat.cli import served
+from preheat.core import FromEngine, Ready
+from preheat.errors import EngineDead, PreheatError, SettingsError
+from preheat.server import operations
+from preheat.server.app import build_app
+from preheat.server.frontend_warmup import warm_up_server
+from preheat.server.replicas import Replicas
+from preheat.server.service import Service
+from preheat.server.supervisor import Supervisor
+from preheat.settings import OPTIONS, Settings
+from preheat.utils.gc import settle
+
+DEPLOYMENT = "preheat"
+LISTENING = (
+    "host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "max_header_bytes", "timeout_headers",
+    "timeout_keep_alive",
+)  # fmt: skip
+"""Options of a port, which Ray's proxies open."""
+
+_HEALTH_SECONDS = 2.0  # between checks; Ray replaces a replica after three that fail
+_LEAVE_SECONDS = 10.0  # for the engine to end, after the last request
+
+
+def app(args: Mapping[str, Any]) -> serve.Application:
+    """The application of ``args``: the settings of ``preheat serve`` by name, as values or as text, and under
+    ``deployment`` options of Ray Serve's deployment. What is not given comes from the environment of whoever calls
+    this, as in ``preheat serve``. Raises SettingsError.
+    """
+    given = {name: value for name, value in args.items() if name != "deployment"}
+    settings = served(Settings.load(given))
+    operations.check_settings(settings)
+    if listening := [name for name in LISTENING if getattr(settings, name) != OPTIONS[name].default]:
+        raise SettingsError(f"{listening[0]} is for a port, which Ray Serve opens: set it in its http_options instead")
+    if settings.device == "auto":
+        raise SettingsError("device: Ray must know what to reserve for a replica: name it, cpu or cuda", param="device")
+    if settings.boot_check == "off":
+        raise SettingsError("replicas are compared by the digest of the check at boot: leave boot_check on")
+    if settings.skip_warmup:
+        raise SettingsError("a replica is ready when it is warm: drop skip_warmup", param="skip_warmup")
+    if settings.data_parallel_size > 1:
+        raise SettingsError(
+            "data_parallel_size: Ray Serve runs the replicas: say how many in deployment", param="data_parallel_size"
+        )
+    if settings.distributed_executor_backend == "ray":
+        raise SettingsError(
+            "distributed_executor_backend: a replica has reserved what its ranks need, and runs them: leave it out",
+            param="distributed_executor_backend",
+        )
+    options = deployment_options(settings) | dict(args.get("deployment") or {})
+    if "num_replicas" in options:
+        options.pop("autoscaling_config")
+    replicas = serve.deployment(Replica).options(name=DEPLOYMENT, **options)
+    return replicas.bind(settings, serve.deployment(Digests).options(ray_actor_options={"num_cpus": 0}).bind())
+
+
+def deployment_options(settings: Settings) -> dict[str, Any]:
+    """The options of the deployment, where ``args`` give no others: one to four replicas, as many as the running
+    requests fill; a replica that stops has the time to finish them.
+    """
+    rows = settings.max_num_seqs or (64 if settings.device == "cpu" else 256)
+    world = settings.tensor_parallel_size
+    return {
+        "autoscaling_config": {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": rows},
+        "max_ongoing_requests": settings.max_concurrent_requests,
+        "ray_actor_options": {"num_cpus": world} if settings.device == "cpu" else {"num_gpus": world},
+        "health_check_period_s": _HEALTH_SECONDS,
+        "graceful_shutdown_timeout_s": settings.shutdown_timeout + _LEAVE_SECONDS,
+    }
+
+
+def numerics_key(settings: Settings) -> str:
+    """Names what replicas must have in common to compute the same bits: all settings but those of the server."""
+    kept = {name: value for name, value in dataclasses.asdict(settings).items() if OPTIONS[name].group != "Server"}
+    data = msgspec.json.encode({"preheat": preheat.__version__} | kept, order="deterministic")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class Digests:
+    """Keeps the digest of the first replica of each :func:`numerics_key`, while the application runs."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def admit(self, key: str, digest: str) -> str:
+        """The digest that replicas of ``key`` must have."""
+        return self._first.setdefault(key, digest)
+
+
+@serve.ingress()
+class Replica:
+    """An engine and the application in front of it. The constructor ends when the engine is warm and its digest is
+    that of the other replicas; it raises what kept it from that.
+    """
+
+    async def __init__(self, settings: Settings, digests: DeploymentHandle) -> None:  # type: ignore[misc]
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        loop = asyncio.get_running_loop()
+        replicas = Replicas(settings)
+        self._service = Service(settings, replicas.send)
+        self._hot: asyncio.Future[None] = loop.create_future()
+        self._supervisor = Supervisor(self._service, replicas, on_message=self._heard, on_dead=self._died)
+        warm_up = partial(warm_up_server, settings, build_app, loop)
+        self._supervising = loop.create_task(self._supervisor.run(warm_up))
+        try:
+            await self._hot
+            await self._compare(numerics_key(settings), digests)
+        except BaseException:
+            await self._stop(now=True)
+            raise
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return _with_lifespan(build_app(self._service))
+
+    async def check_health(self) -> None:
+        """Asked by Ray. Raises EngineDead or StepTimeout."""
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        if not self._supervising.done():  # the constructor has not stopped it
+            await self._stop(now=False)
+
+    async def _compare(self, key: str, digests: DeploymentHandle) -> None:
+        if not (mine := self._service.live.record(0).proof.digest):
+            raise PreheatError("The check at boot gave no digest, so this replica cannot be compared with others")
+        first = await digests.admit.remote(key, mine)
+        if mine != first:
+            raise PreheatError(
+                f"This replica computes other bits than the first one: its digest is {mine}, the first one's {first}, "
+                "so it gets no requests. Replicas need the same weights, versions and kind of device; if weights were "
+                "replaced on purpose, delete the application and run it again"
+            )
+
+    def _heard(self, message: FromEngine) -> None:
+        if isinstance(message, Ready) and not self._hot.done():
+            settle()
+            if message.blocked_reason:
+                self._hot.set_exception(PreheatError(message.blocked_reason))
+            else:
+                self._hot.set_result(None)
+
+    def _died(self) -> None:
+        if not self._hot.done():
+            self._hot.set_exception(self._supervisor.boot_error or EngineDead(self._service.dead or ""))
+
+    async def _stop(self, now: bool) -> None:
+        self._supervising.cancel()
+        await asyncio.wait([self._supervising])
+        await self._supervisor.stop(now)
+
+
+def _with_lifespan(inner: ASGIApp) -> ASGIApp:
+    """``inner``, which starts and stops by other means, for a server that insists on ASGI's lifespan messages."""
+
+    async def outer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await inner(scope, receive, send)
+            return
+        for _ in ("startup", "shutdown"):
+            await send({"type": f"{(await receive())['type']}.complete"})
+
+    return outer
