@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import preheat
+from preheat.backends.registry import facts_of
 from preheat.cli import served
 from preheat.core import FromEngine, Ready
 from preheat.errors import EngineDead, PreheatError, SettingsError
@@ -79,12 +80,12 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     """The options of the deployment, where ``args`` give no others: one to four replicas, as many as the running
     requests fill; a replica that stops has the time to finish them.
     """
-    rows = settings.max_num_seqs or (64 if settings.device == "cpu" else 256)
-    world = settings.tensor_parallel_size
+    facts, world = facts_of(settings.device), settings.tensor_parallel_size
+    rows = settings.max_num_seqs or facts.max_num_seqs
     return {
         "autoscaling_config": {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": rows},
         "max_ongoing_requests": settings.max_concurrent_requests,
-        "ray_actor_options": {"num_cpus": world} if settings.device == "cpu" else {"num_gpus": world},
+        "ray_actor_options": {"num_cpus" if facts.on_host else "num_gpus": world},
         "health_check_period_s": _HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + _LEAVE_SECONDS,
     }

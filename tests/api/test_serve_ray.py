@@ -130,6 +130,19 @@ def test_a_replica_with_another_digest_is_refused(cluster: None, tmp_path: Path)
     assert {post()["choices"][0]["text"] for _ in range(8)} == {text}
 
 
+def test_a_replica_that_stops_finishes_its_requests(cluster: None) -> None:
+    """It is told to stop in the middle of a request."""
+    run("bundled", 1)
+    tokens = 200
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, max_tokens=tokens, ignore_eos=True)
+        time.sleep(0.1)
+        assert not answer.done()
+        serve.delete("default")
+        assert answer.result()["usage"]["completion_tokens"] == tokens
+    until(lambda: engines() == [])
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

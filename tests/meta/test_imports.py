@@ -47,7 +47,7 @@ RULE = {
     "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
     "backends.base",
     "__init__": "llm frontend reference execution",
-    "serve_ray": "cli server",
+    "serve_ray": "backends cli server",
     "__main__": "cli",
 }
 
@@ -180,7 +180,7 @@ def test_imported_packages_are_declared_and_nothing_else():
 
 
 # Imported where they are needed, with an error that says so; Triton comes with torch's CUDA build.
-OPTIONAL = {"transformers", "opentelemetry", "shtab", "triton", "xgrammar"}
+OPTIONAL = {"transformers", "ray", "opentelemetry", "shtab", "triton", "xgrammar"}
 
 _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_client": "prometheus-client"}
 
