@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
+from preheat.backends.base import HOST_COPIES, AdapterStep, Experts, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
@@ -225,6 +225,13 @@ class CudaAdapters:
         vocab, hidden = table.shape
         factors = Factors(vocab, [hidden], places, max_rank, matrix_dtype(table.dtype, dtype), self._device)
         return AdaptedEmbedding(factors, rows)
+
+    def experts(
+        self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """No kernel adapts them yet: an adapter of experts is refused when it is read."""
+        return
 
 
 def matrix_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
