@@ -23,7 +23,8 @@ from preheat.model.families import read_spec
 from tests.cpu.checkpoints import MODELS, SMALL
 from tests.llava import save_llava
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of PEFT
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
+# of PEFT
 
 MAX_RANK = 16
 
@@ -294,16 +295,66 @@ def test_a_file_written_to_later_changes_nothing(llama, saved, tmp_path):
     assert same(adapter, saved[1])
 
 
-def test_experts_are_refused_by_name(tmp_path):
-    _, spec = model_of("mixtral")
-    module = "model.layers.0.block_sparse_moe.experts.1.w1"
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 1, "target_modules": ["w1"]}))
-    halves = {"lora_A": torch.ones(1, 96), "lora_B": torch.ones(160, 1)}
-    save_file(
-        {f"base_model.model.{module}.{half}.weight": tensor for half, tensor in halves.items()},
-        tmp_path / "adapter_model.safetensors",
-    )
-    with pytest.raises(AdapterError, match="experts are not supported"):
+def stacked(folder, **fields):
+    """An adapter of the stacked experts of a small model; its spec, and what PEFT adds to each parameter."""
+    model, spec = model_of("mixtral")
+    torch.manual_seed(0)
+    made = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "init_lora_weights": False, **fields}))
+    made.save_pretrained(folder)
+    wrappers = [each for each in made.modules() if isinstance(each, peft.tuners.lora.ParamWrapper)]
+    return spec, {
+        (wrapper.parameter_name, layer): wrapper.get_delta_weight("default").detach()
+        for name in ("gate_up_proj", "down_proj")
+        for layer, wrapper in enumerate(each for each in wrappers if each.parameter_name == name)
+    }
+
+
+STACKS = {
+    "both": {"target_modules": [], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},
+    "one layer": {"target_modules": ["q_proj"], "target_parameters": ["model.layers.0.mlp.experts.gate_up_proj"]},
+    "patterns": {
+        "target_modules": [], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+        "rank_pattern": {"experts.down_proj": 7}, "alpha_pattern": {"layers.1.mlp.experts.gate_up_proj": 5},
+    },
+    "old names": {"target_modules": ["w1", "w2", "w3"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_a_stack_of_experts_is_what_peft_adds(case, tmp_path):
+    spec, deltas = stacked(tmp_path, **STACKS[case])
+    factors, checked = read(tmp_path, spec).factors, 0
+    for (parameter, layer), expected in deltas.items():
+        for expert, right in enumerate(expected):
+            names = ("w1", "w3") if parameter == "gate_up_proj" else ("w2",)
+            parts = [factors[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"] for name in names]
+            found = torch.cat([part.b @ part.a * part.scale for part in parts])
+            torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+            checked += len(parts)
+    assert checked == sum("experts" in name for name in factors) > 0
+
+
+def test_stacks_that_do_not_fit_are_refused(tmp_path):
+    spec, _ = stacked(tmp_path, **STACKS["both"])
+    file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    tensors, fields = load_file(file), json.loads(config.read_text())
+    with pytest.raises(AdapterError, match="experts are not served with this device"):
+        read_adapter("tuned", str(tmp_path), spec, MAX_RANK, torch.float32, experts=False)
+    with pytest.raises(AdapterError, match="rank 3, but at most 2 is served"):
+        read(tmp_path, spec, max_rank=2)
+    config.write_text(json.dumps(fields | {"target_parameters": ["experts.down_proj"]}))
+    with pytest.raises(AdapterError, match=r"gate_up_proj has tensors, but .* target_parameters does not name it"):
+        read(tmp_path, spec)
+    config.write_text(json.dumps(fields | {"target_parameters": [*fields["target_parameters"], "router.weight"]}))
+    with pytest.raises(AdapterError, match=r"target_parameters names parameters that have no tensors: router\.weight"):
+        read(tmp_path, spec)
+    config.write_text(json.dumps(fields))
+    save_file({name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}, file)
+    with pytest.raises(AdapterError, match=r"have no tensors: model.layers.1.mlp.experts.down_proj"):
+        read(tmp_path, spec)
+    swapped = {name: tensor.T.contiguous() for name, tensor in tensors.items()}
+    save_file(swapped, file)
+    with pytest.raises(AdapterError, match="but the model makes it"):
         read(tmp_path, spec)
 
 

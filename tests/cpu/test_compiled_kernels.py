@@ -20,7 +20,7 @@ from preheat.backends.cuda import attention_hopper, linear_hopper_few, linear_ho
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
-from preheat.backends.cuda.lora import _shrink
+from preheat.backends.cuda.lora import _gather, _shrink
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
@@ -95,6 +95,13 @@ def test_adapters_shrink_by_the_matrix_unit():
     sizes["beside"] = True
     found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", **integers, **floats}, **sizes)
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+def test_adapters_of_embeddings_compile():
+    integers = dict.fromkeys(("sequences", "last_token", "own", "places", "members", "tiles"), "*i32")
+    types = {"a": "*bf16", "shrunk": "*fp32", "scales": "*fp32", "slots": "i32", "vocab": "i32", **integers}
+    found = compiled(_gather, 1, 1, types, TILES=2, ROWS=16, RANKS=16)
+    assert ".target sm_90a" in found.asm["ptx"] and "st.global" in found.asm["ptx"]
 
 
 @pytest.mark.parametrize("arranged", [False, True])

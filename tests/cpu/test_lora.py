@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from functools import cache
@@ -12,10 +13,11 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from preheat.backends.cpu.lora import AdaptedLinear
 from preheat.core import AdapterReport, Delta, LoadAdapter, SamplingParams, UnloadAdapter
-from preheat.errors import SettingsError
+from preheat.errors import AdapterError, SettingsError
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine, in_groups
@@ -46,6 +48,7 @@ OUTPUTS = 5
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning"),  # but parameters
 ]
 
 
@@ -342,6 +345,86 @@ def test_modules_of_other_families(family, tmp_path):
         tokens = torch.tensor([prompt.tokens])
         expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
     torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)
+
+
+STACKED = ["experts.gate_up_proj", "experts.down_proj"]
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3 moe", {"r": 5, "lora_alpha": 9, "target_modules": ["q_proj"], "target_parameters": STACKED}),
+    "dense": ("qwen3 moe with dense layers", {"r": 18, "target_modules": [], "target_parameters": STACKED}),
+    "down": ("qwen2 moe", {"r": 3, "target_modules": ["o_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+    "mixtral": (
+        "mixtral",
+        {"r": 4, "target_modules": ["k_proj"], "target_parameters": STACKED, "rank_pattern": {"experts.down_proj": 2},
+         "alpha_pattern": {"experts.gate_up_proj": 40}},
+    ),
+    "old names": ("mixtral", {"r": 4, "lora_alpha": 8, "target_modules": ["w1", "w2", "w3"]}),
+}  # fmt: skip
+
+
+def of_experts(case: str, folder: Path) -> Engine:
+    """An engine with the adapter of a case, "own", and one of attention alone, "qv"."""
+    family, config = EXPERTS[case]
+    save_checkpoint(MODELS[family], folder / "base")
+    save_adapter(folder / "base", folder / "own", config, seed=1)
+    save_adapter(folder / "base", folder / "qv", ADAPTERS["qv"], seed=2)
+    return engine(folder, ["own", "qv"])
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_adapters_of_experts_have_the_logits_of_peft(case, tmp_path):
+    own = of_experts(case, tmp_path)
+    (prompt,) = prompts("own")
+    with own.keeping_logits() as kept:
+        own.run([prompt])
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt.tokens])
+        expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
+        plain = reference(tmp_path / "base", None)(tokens).logits[0, -1]
+    torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)
+    assert (expected - plain).abs().max() > 0.01
+
+
+def test_rows_of_adapted_experts_are_what_they_are_alone_and_others_those_of_an_engine_without(tmp_path):
+    own = of_experts("qwen3", tmp_path)
+    asked = prompts("own", "", "qv", "own", "", "own")
+    seen = alone(own, asked)
+    assert own.run(asked) == seen
+    own.forget_prefixes()
+    assert own.run(asked, in_groups([3, 1, 2])) == seen
+    plain = [replace(prompt, lora_name="") for prompt in asked]
+    expected = engine(tmp_path, [], enable_lora=False, max_loras=1, max_lora_rank=16).run(plain)
+    assert seen[1] == expected[1] and seen[4] == expected[4] and seen[0] != expected[0]
+    other = engine(tmp_path, ["qv", "own"], max_loras=1, max_lora_rank=70)
+    assert other.run(asked) == seen
+
+
+def test_experts_one_by_one_have_the_bits_of_a_stack(tmp_path):
+    """As PEFT saved them while transformers had a module for each."""
+    own = of_experts("qwen3", tmp_path)
+    (tmp_path / "each").mkdir()
+    config = json.loads((tmp_path / "own" / "adapter_config.json").read_text())
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    changed = config | {"target_parameters": None, "target_modules": names}
+    (tmp_path / "each" / "adapter_config.json").write_text(json.dumps(changed))
+    tensors = load_file(tmp_path / "own" / "adapter_model.safetensors")
+    for name in [name for name in tensors if ".experts." in name and "lora_A" in name]:
+        a, b = tensors.pop(name), tensors.pop(name.replace("lora_A", "lora_B"))
+        at, gated = name.partition(".experts.")[0] + ".experts", ".base_layer." in name
+        parts = ("gate_proj", "up_proj") if gated else ("down_proj",)
+        for expert in range(7):
+            rows = b.unflatten(1, (-1, 7))[:, :, expert].chunk(len(parts))
+            for part, up in zip(parts, rows, strict=True):
+                tensors[f"{at}.{expert}.{part}.lora_A.weight"] = a.chunk(7)[expert].clone()
+                tensors[f"{at}.{expert}.{part}.lora_B.weight"] = up.contiguous()
+    save_file(tensors, tmp_path / "each" / "adapter_model.safetensors")
+    assert engine(tmp_path, ["each"]).run(prompts("each")) == own.run(prompts("own"))
+
+
+def test_adapters_of_experts_without_kernels_for_them_are_refused_by_name(tmp_path):
+    of_experts("qwen3", tmp_path)
+    with pytest.raises(AdapterError, match="is of an expert: adapters of experts are not served"):
+        engine(tmp_path, ["own"], quantization="fp8")
+    engine(tmp_path, ["qv"], quantization="fp8").run(prompts("qv"))
 
 
 def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tmp_path):

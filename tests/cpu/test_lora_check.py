@@ -173,3 +173,45 @@ def test_verify_sees_a_place_that_keeps_what_it_had(monkeypatch, small):
     monkeypatch.setattr(AdapterPlaces, "take_loads", only_the_first)
     found = {path for path, result in verified(small).items() if result.first is not None}
     assert found and found <= set(PATHS)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A model whose feed-forward blocks are experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    save_checkpoint(MODELS["qwen3 moe"], folder)
+    return {**SETTINGS, "model": str(folder), "boot_check": "off"}
+
+
+def down_by_company(patch):
+    """A row's adapter of down is a little off where another adapter's rows visit the same expert."""
+    right = lora.add_parts
+
+    def add_parts(y, x, parts, place, rows):
+        right(y, x, parts, place, rows)
+        if len(parts) == 1 and place and len(rows) < len(x):
+            y[rows] *= 1 + 2**-20
+
+    patch.setattr(lora, "add_parts", add_parts)
+
+
+def test_the_check_adapts_experts_and_sees_what_they_get_wrong(experts, monkeypatch):
+    checked = {name: value for name, value in experts.items() if name != "boot_check"}
+    loop = boot_engine(Settings.load(checked, {}), InlineTransport())
+    modules = loop.executor.adapters.modules
+    assert sum(".experts." in name for name in modules) == 3 * 3 * 7
+    assert loop.executor.adapters.bytes > sum(24 * 4 * 2 * sum(shape) for shape in modules.values())
+    record = Record.of(loop.packer.plan, model="experts", platform="cpu", dtype="float32", mode="eager")
+    runner = CheckRunner(loop.scheduler.pool, loop.packer, loop.executor)
+    check = BootCheck(runner, record, loop.executor.backend.facts, loop.grammars)
+    check.run("adapters")
+    down_by_company(monkeypatch)
+    with pytest.raises(NotInvariant, match="adapters: a context has other logits"):
+        check.run("adapters")
+
+
+def test_verify_takes_paths_with_adapters_of_experts(experts, monkeypatch):
+    assert all(result.first is None for result in verified(experts).values())
+    down_by_company(monkeypatch)
+    found = {path for path, result in verified(experts).items() if result.first is not None}
+    assert found and found <= set(PATHS)

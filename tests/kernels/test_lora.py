@@ -264,6 +264,9 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     torch.testing.assert_close(out[adapted], right[adapted], atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
     others = [not each for each in adapted]
     assert torch.equal(out[others], before[others])
+    zeros = torch.full_like(before, -0.0)
+    made.add(tokens, slots, last, zeros)
+    assert torch.signbit(zeros[others]).all()
     alone = table[ids[:1]].clone()
     rows.describe(0, "tokens", np.array([1], np.int32))
     made.add(tokens[:1], slots[:1], last, alone)

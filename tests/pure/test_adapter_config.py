@@ -62,7 +62,7 @@ REFUSED = {
     "use_bdlora": {"nblocks": 2},
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [5],
-    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "target_parameters": "mlp.experts.gate_up_proj",
     "arrow_config": {"top_k": 2},
     "kasa_config": {"beta": 1e-4},
     "monteclora_config": {"num_samples": 8},

@@ -211,6 +211,10 @@ class AdaptedEmbedding(Adapted, Protocol):
         """
 
 
+class AdaptedExperts(Adapted, Experts, Protocol):
+    """Routed experts with places for adapters: parts 3 * e and the next two are gate, up and down of expert e."""
+
+
 class AdapterOps(Protocol):
     """The operations of adapters."""
 
@@ -239,6 +243,11 @@ class AdapterOps(Protocol):
         self, table: Tensor, rows: Any, *, places: int, max_rank: int, dtype: torch.dtype
     ) -> AdaptedEmbedding:
         """What goes with a ``table`` [vocab, hidden]."""
+
+    def experts(
+        self, experts: Experts, size: ExpertsSize, rows: Any, *, places: int, max_rank: int, dtype: torch.dtype
+    ) -> AdaptedExperts | None:
+        """``experts`` with places; None: there are no kernels for adapters of these."""
 
 
 class LinearSize(Protocol):

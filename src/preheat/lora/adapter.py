@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from preheat.errors import AdapterError
 from preheat.lora.config import AdapterConfig
+from preheat.lora.experts import Stack, alike, stacks_of
 from preheat.model.specs import TIED_HEAD, LinearSpec, ModelSpec, MoeSpec, leaves
 from preheat.ops.lora import LowRank
 from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
@@ -54,8 +55,11 @@ class Adapter:
     digest: str
 
 
-def read_adapter(name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> Adapter:
+def read_adapter(
+    name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype, *, experts: bool = True
+) -> Adapter:
     """The adapter in the folder ``path``, in ``dtype``, for the model of ``spec``. ``max_rank``: ``--max-lora-rank``.
+    ``experts``: whether experts have places for adapters.
 
     No tensor is read before all names and shapes are known to fit. Raises AdapterError.
     """
@@ -63,10 +67,15 @@ def read_adapter(name: str, path: str, spec: ModelSpec, max_rank: int, dtype: to
         config = AdapterConfig.read(Path(path))
         with _opened(Path(path)) as file:
             found = _checked(file, config, spec, max_rank)
+            if not experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
+                raise AdapterError(
+                    f"module {of_experts[0]} is of an expert: adapters of experts are not served with this device and "
+                    "quantization, only those of attention, routers and shared experts: train without experts"
+                )
             factors, digest = _read(file, config, found, spec, dtype)
     except (AdapterError, OSError, SafetensorError) as error:
         raise AdapterError(f"adapter {name!r} in {path}: {error}", param="lora_path") from error
-    return Adapter(name, path, max(map(config.rank_of, found.values())), factors, digest)
+    return Adapter(name, path, max(len(each.a) for each in factors.values()), factors, digest)
 
 
 def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -80,6 +89,17 @@ def adapted_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
+def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """The same of every routed expert."""
+    found = dict[str, tuple[int, int]]()
+    for layer in spec.layers:
+        if isinstance(layer.mlp, MoeSpec):
+            own = layer.mlp.experts
+            shapes = ((own.inner, own.hidden), (own.inner, own.hidden), (own.hidden, own.inner))
+            found |= {name: shapes[at % len(shapes)] for at, name in enumerate(own.modules)}
+    return found
+
+
 def _opened(folder: Path) -> Any:
     """The file of tensors. Raises AdapterError if there is none."""
     if (folder / TENSORS).is_file():
@@ -89,22 +109,27 @@ def _opened(folder: Path) -> Any:
     raise AdapterError(f"the folder holds no {TENSORS}")
 
 
-def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> dict[str, str]:
-    """The modules as the adapter names them, by their names in the checkpoint, if names, shapes and dtypes of all
-    tensors are those that ``config`` and ``spec`` ask for.
+def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> dict[str, str | Stack]:
+    """The modules as the adapter names them, by their names in the checkpoint, and stacks of experts, by the adapter's
+    names, if names, shapes and dtypes of all tensors are those that ``config`` and ``spec`` ask for.
     """
-    table = spec.embedding
-    expected = adapted_modules(spec) | {table.name: (table.size, table.vocab_size)}
-    raws, found = _modules(file, spec), dict[str, str]()
-    for raw in raws:
+    table, experts = spec.embedding, expert_modules(spec)
+    expected = adapted_modules(spec) | experts | {table.name: (table.size, table.vocab_size)}
+    found = dict[str, str | Stack]()
+    for raw in _modules(file, spec):
         module = _stored_name(raw, spec)
+        if stacks := stacks_of(raw, spec):
+            found[raw] = _checked_stack(file, raw, stacks, config, max_rank)
+            continue
         if module not in expected:
             raise AdapterError(f"module {raw} {_why_not(module, spec, expected)}")
         if module in found:
             raise AdapterError(f"{raw} and {found[module]} are the same module")
         if not config.names(raw):
             raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
-        _check_shapes(file, raw, config.rank_of(raw), expected[module], max_rank, _halves(module, spec))
+        (outputs, inputs), rank = expected[module], config.rank_of(raw)
+        _check_rank(raw, rank, max_rank)
+        _check_shapes(file, _tensors(raw, _halves(module, spec)), rank, ([rank, inputs], [outputs, rank]))
         found[module] = raw
     if not found:
         raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
@@ -113,10 +138,56 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
             "ensure_weight_tying is set: what adapts the table of embeddings would adapt the output head, too; that is "
             "not supported: train both, or one, without it"
         )
-    missing = sorted(module for module in expected.keys() - found if config.names(module) and not config.all_linear)
+    _check_complete(
+        found, config, spec, expected.keys() if found.keys() & experts.keys() else expected.keys() - experts
+    )
+    return found
+
+
+def _checked_stack(file: Any, raw: str, stacks: list[Stack], config: AdapterConfig, max_rank: int) -> Stack:
+    """That of ``stacks``, the parameters of one module, whose adapter ``raw`` is, if it fits."""
+    a, b = (file.get_slice(name).get_shape() for name in _tensors(raw, _LINEAR))
+    fitting = [each for each in stacks if [each.inputs, each.outputs] == [a[-1], b[0]]]
+    if not fitting:
+        shapes = " or ".join(f"[., {each.inputs}] and [{each.outputs}, .]" for each in stacks)
+        raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model makes it {shapes}")
+    stack = fitting[0]
+    if not config.names_parameter(stack.parameter):
+        raise AdapterError(f"{stack.parameter} has tensors, but the config's target_parameters does not name it")
+    rank = config.rank_of(stack.parameter)
+    _check_rank(stack.parameter, rank, max_rank)
+    _check_shapes(file, _tensors(raw, _LINEAR), rank, stack.shapes(rank))
+    return stack
+
+
+def _check_complete(
+    found: Mapping[str, str | Stack], config: AdapterConfig, spec: ModelSpec, expected: Set[str]
+) -> None:
+    """Raise AdapterError for a module twice, and for one that ``config`` names and that has no tensors. Names like
+    gate_proj are no experts' if no expert has tensors of its own: PEFT sees them stacked.
+    """
+    adapted, stacks = _adapted(found), [each for each in found.values() if isinstance(each, Stack)]
+    if len(adapted) > len(set(adapted)):
+        raise AdapterError("experts are adapted twice: one by one, or in two stacks of the same parameter")
+    missing = sorted(module for module in expected - found.keys() if config.names(module) and not config.all_linear)
     if missing:
         raise AdapterError(f"target_modules names modules that have no tensors: {some(missing)}")
-    return found
+    there = {stack.parameter for stack in stacks}
+    lacking = {name for stack in stacks for name in alike(stack, spec) if config.names_parameter(name)} - there
+    unused = {name for name in config.parameters if not any(f".{each}".endswith(f".{name}") for each in there)}
+    if lacking | unused:
+        raise AdapterError(f"target_parameters names parameters that have no tensors: {some(sorted(lacking | unused))}")
+
+
+def _adapted(found: Mapping[str, str | Stack]) -> list[str]:
+    """The names in the checkpoint of all modules that were ``found``."""
+    names = list[str]()
+    for module, each in found.items():
+        if isinstance(each, Stack):
+            names += [name.format(expert) for expert in range(each.experts) for name in each.modules]
+        else:
+            names.append(module)
+    return names
 
 
 def _modules(file: Any, spec: ModelSpec) -> list[str]:
@@ -163,9 +234,6 @@ def _stored_name(module: str, spec: ModelSpec) -> str:
 
 def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> str:
     """Why ``module`` cannot be adapted."""
-    experts = (layer.mlp.experts for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
-    if any(module in each.modules for each in experts):
-        return "is of an expert: adapters of experts are not supported"
     tower = (leaf for _, leaf in leaves(spec.vision) if isinstance(leaf, LinearSpec)) if spec.vision else ()
     if any(module == name for linear in tower for name, _ in linear.parts):
         return "is of the vision tower: adapters of what reads images are not supported"
@@ -173,14 +241,14 @@ def _why_not(module: str, spec: ModelSpec, expected: Mapping[str, object]) -> st
     return f"is not one that can be adapted in this model, whose are {', '.join(ends)} of its layers"
 
 
-def _check_shapes(  # noqa: PLR0917 - what is known of one module
-    file: Any, module: str, rank: int, weight: tuple[int, int], max_rank: int, halves: tuple[str, str]
-) -> None:
-    """Raise AdapterError unless both tensors fit the config's ``rank`` and the shape of the ``weight``."""
-    outputs, inputs = weight
+def _check_rank(module: str, rank: int, max_rank: int) -> None:
     if rank > max_rank:
         raise AdapterError(f"module {module} has rank {rank}, but at most {max_rank} is served (--max-lora-rank)")
-    for name, wanted in zip(_tensors(module, halves), ([rank, inputs], [outputs, rank]), strict=True):
+
+
+def _check_shapes(file: Any, tensors: Iterable[str], rank: int, shapes: Iterable[list[int]]) -> None:
+    """Raise AdapterError unless the ``tensors`` have the ``shapes`` that the config's ``rank`` makes them."""
+    for name, wanted in zip(tensors, shapes, strict=True):
         stored = file.get_slice(name)
         shape, dtype = list(stored.get_shape()), stored.get_dtype()
         if shape != wanted:
@@ -196,22 +264,26 @@ def _tensors(module: str, halves: tuple[str, str]) -> Iterator[str]:
 
 
 def _read(
-    file: Any, config: AdapterConfig, found: Mapping[str, str], spec: ModelSpec, dtype: torch.dtype
+    file: Any, config: AdapterConfig, found: Mapping[str, str | Stack], spec: ModelSpec, dtype: torch.dtype
 ) -> tuple[dict[str, LowRank], str]:
     """The factors of the modules that were ``found``, and their digest."""
     digest, factors = hashlib.sha256(), dict[str, LowRank]()
-    for module, raw in sorted(found.items()):
-        scale = config.scale_of(raw)
-        digest.update(f"{module} {scale.hex()}".encode())
-        halves = []
-        for name in _tensors(raw, _halves(module, spec)):
-            # A copy: the file is mapped, and may be written to while the adapter is served.
-            stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
-            digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
-            digest.update(stored.view(torch.uint8).numpy().data)
-            halves.append(_finite(stored.to(dtype), name))
-        factors[module] = LowRank(halves[0], halves[1], scale)
+    for module, each in sorted(found.items(), key=lambda item: item[0]):
+        scale = config.scale_of(each.parameter if isinstance(each, Stack) else each)
+        digest.update(f"{each.parameter if isinstance(each, Stack) else module} {scale.hex()}".encode())
+        raw, halves = (module, _LINEAR) if isinstance(each, Stack) else (each, _halves(module, spec))
+        a, b = (_matrix(file, name, dtype, digest) for name in _tensors(raw, halves))
+        factors |= dict(each.split(a, b, scale)) if isinstance(each, Stack) else {module: LowRank(a, b, scale)}
     return factors, digest.hexdigest()
+
+
+def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> Tensor:
+    """The tensor ``name`` in ``dtype``, whose numbers go into ``digest``."""
+    # A copy: the file is mapped, and may be written to while the adapter is served.
+    stored = file.get_tensor(name).clone(memory_format=torch.contiguous_format)
+    digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
+    digest.update(stored.view(torch.uint8).numpy().data)
+    return _finite(stored.to(dtype), name)
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:

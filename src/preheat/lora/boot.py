@@ -42,7 +42,7 @@ def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
         return NO_ADAPTERS
 
     def read(name: str, path: str) -> PackedAdapter:
-        adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype)
+        adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype, experts=seats.adapts_experts)
         return PackedAdapter(name, adapter.digest, seats.pack(adapter.factors))
 
     adapters = Adapters(read, settings.max_cpu_loras or settings.max_loras)

@@ -28,7 +28,6 @@ _REFUSED = {
     "use_bdlora": "BD-LoRA, whose matrices are blocks",
     "modules_to_save": "whole modules in place of the base model's",
     "trainable_token_indices": "rows of the embedding in place of the base model's",
-    "target_parameters": "adapters of parameters, such as stacked experts",
     "arrow_config": "Arrow, which mixes adapters",
     "kasa_config": "KaSA, which changes the base model's weights",
     "monteclora_config": "MonteCLoRA",
@@ -40,6 +39,7 @@ _REFUSED = {
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "peft_type", "ensure_weight_tying",
+    "target_parameters",
 }  # fmt: skip
 _HARMLESS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -70,6 +70,7 @@ class AdapterConfig:
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
     ties: bool
+    parameters: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -87,7 +88,10 @@ class AdapterConfig:
         _check_supported(fields)
         rank, alpha = _rank("r", fields.get("r")), _number("lora_alpha", fields.get("lora_alpha"))
         targets = fields.get("target_modules")
-        if targets in _UNSET:
+        parameters = fields.get("target_parameters") or []
+        if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+            raise AdapterError(f"{CONFIG}: target_parameters must be a list of names, got {parameters!r}")
+        if targets in _UNSET and not parameters:
             raise AdapterError(f"{CONFIG}: target_modules must say which modules are adapted")
         layers = fields.get("layers_to_transform")
         return cls(
@@ -96,11 +100,12 @@ class AdapterConfig:
             rslora=bool(fields.get("use_rslora")),
             ranks=tuple((key, _rank("rank_pattern", value)) for key, value in _patterns("rank_pattern", fields)),
             alphas=tuple((key, _number("alpha_pattern", value)) for key, value in _patterns("alpha_pattern", fields)),
-            targets=_names("target_modules", targets),
+            targets=_names("target_modules", targets or ()),
             excluded=_names("exclude_modules", fields.get("exclude_modules") or ()),
             layers=_layers([layers] if type(layers) is int else layers or []),
             layers_pattern=_listed(_names("layers_pattern", fields.get("layers_pattern") or ())),
             ties=bool(fields.get("ensure_weight_tying")),
+            parameters=tuple(parameters),
         )
 
     def rank_of(self, module: str) -> int:
@@ -126,6 +131,10 @@ class AdapterConfig:
         if isinstance(self.targets, str) or module in self.targets:
             return _matches(self.targets, module)
         return _matches(self.targets, module) and (not self.layers or self._layer(module) in self.layers)
+
+    def names_parameter(self, parameter: str) -> bool:
+        """The same of a stacked parameter: target_parameters are its name or the end of it."""
+        return _matches(self.parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
         """The first number in ``module``'s name, behind the list of layers if it has a name."""

@@ -9,10 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Adapted, AdaptedEmbedding, AdapterOps, AdapterStep, Backend, Linear, StepInputs
+from preheat.backends.base import (
+    Adapted,
+    AdaptedEmbedding,
+    AdapterOps,
+    AdapterStep,
+    Backend,
+    Experts,
+    ExpertsSize,
+    Linear,
+    StepInputs,
+)
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.shard import sums_leaves
-from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec
+from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec, MoeSpec
 from preheat.ops.embedding import rounded
 from preheat.ops.lora import LowRank
 from preheat.settings import Settings
@@ -44,6 +54,8 @@ class AdapterSeats:
         self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
         self._layers: list[Adapted] = []
         self._embedding: AdaptedEmbedding | None = None
+        self.adapts_experts = True
+        """Whether all experts have places."""
 
     @property
     def bytes(self) -> int:
@@ -76,6 +88,22 @@ class AdapterSeats:
         scale = 1.0 if spec.scale is None else rounded(spec.scale, table.dtype)
         self._seats[spec.name] = Seat(len(self._layers), 0, None, spec.vocab_size, spec.size, scale)
         self._layers.append(self._embedding)
+
+    def experts(self, spec: MoeSpec, experts: Experts) -> Experts:
+        """``experts``, those of ``spec``, with places if there are kernels for them."""
+        own = spec.experts
+        layer = self._ops.experts(
+            experts, ExpertsSize(own.num_experts, own.hidden, own.inner, spec.top_k, own.scheme), self._rows,
+            places=self.places, max_rank=self.max_rank, dtype=self.dtype,
+        )  # fmt: skip
+        if layer is None:
+            self.adapts_experts = False
+            return experts
+        shapes = ((own.hidden, own.inner), (own.hidden, own.inner), (own.inner, own.hidden))
+        for part, name in enumerate(own.modules):
+            self._seats[name] = Seat(len(self._layers), part, None, *shapes[part % len(shapes)])
+        self._layers.append(layer)
+        return layer
 
     def embed(self, inputs: StepInputs, last_token: Tensor, out: Tensor) -> None:
         """Add to the embeddings ``out`` [tokens, hidden] what adapters have for their tokens."""

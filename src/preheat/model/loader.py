@@ -375,6 +375,7 @@ class WeightLoader:
         shared = self.shared(spec.shared) if spec.shared else None
         if self._collective is None:
             experts = self.backend.experts(gate_up, down, routing)
+            experts = experts if self._seats is None else self._seats.experts(spec, experts)
         else:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # others are refused by shard
             experts = self.sharing.leaf_experts(gate_up, down, routing, spec.experts.leaves, self._collective)

@@ -13,6 +13,10 @@ even zero, which would turn -0.0 into 0.0. To any other row ``(x A^T * scale) B^
 The table of embeddings gives a token its row; an adapter's first matrix gives it a row, too, which is multiplied by the
 scale and expanded in the same way. So ``x A^T`` is no product there. Rows that are no tokens are left alone.
 
+An expert's three matrices are adapted like layers of their own, for the rows that visit it: what is added to gate and
+up reads the expert's input and comes before the activation; what is added to down reads what the activation gave,
+rounded to the dtype, and comes before the row is weighted. Each of the three sums is rounded once.
+
 So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
 adapter, on the place that it has on the device, or on the largest rank that there is room for.
 """

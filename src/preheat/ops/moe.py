@@ -63,7 +63,7 @@ def routed(
     rows)`` gives one's rows [n, hidden]. The host waits for the choice.
     """
     rows = x.new_empty(chosen.numel(), x.shape[1])
-    for number, mine in _visits(chosen, num_experts):
+    for number, mine in visits(chosen, num_experts):
         rows[mine] = expert(number, x[mine // chosen.shape[1]])
     return combine(rows.view(len(x), chosen.shape[1], -1), weights)
 
@@ -75,7 +75,7 @@ def routed_leaves(
     over a token's experts, fp32 [tokens, hidden]. See :mod:`preheat.ops.leaves`.
     """
     leaves: list[Tensor] = []
-    for number, mine in _visits(chosen, num_experts):
+    for number, mine in visits(chosen, num_experts):
         parts = expert(number, x[mine // chosen.shape[1]])
         if not leaves:
             leaves = [x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32) for _ in parts]
@@ -84,7 +84,7 @@ def routed_leaves(
     return [combine(rows.view(len(x), chosen.shape[1], -1), weights) for rows in leaves]
 
 
-def _visits(chosen: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
+def visits(chosen: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
     """Each expert that is ``chosen`` [tokens, top_k], and the places, tokens * top_k, that chose it."""
     slots = chosen.view(-1)
     counts = torch.bincount(slots, minlength=num_experts).tolist()

@@ -17,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, Linear
+from preheat.backends.base import AdapterStep, Experts, ExpertsSize, Linear
 from preheat.backends.cpu.linear import finished
+from preheat.backends.cpu.moe import CpuExperts, padded
 from preheat.errors import NotInvariant
+from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE, LowRank, add_delta
+from preheat.ops.moe import combine, route, visits
 from preheat.ops.proof import noise, signed_pairs
 
 ROWS = 8
@@ -86,6 +89,12 @@ class CpuAdapters:
     ) -> AdaptedEmbedding:
         return AdaptedEmbedding(table, rows, places, max_rank)
 
+    def experts(
+        self, experts: Experts, size: ExpertsSize, rows: CpuAdapterRows, *, places: int, max_rank: int,
+        dtype: torch.dtype,
+    ) -> AdaptedExperts | None:  # fmt: skip
+        return AdaptedExperts(experts, size, rows, places, max_rank) if isinstance(experts, CpuExperts) else None
+
 
 class AdaptedEmbedding:
     """See :class:`preheat.backends.base.AdaptedEmbedding`. The first matrix has the ranks of a token together."""
@@ -131,23 +140,11 @@ class AdaptedEmbedding:
         return functools.reduce(Tensor.add_, itertools.islice(deltas, self._tiles[place]))
 
 
-class AdaptedLinear:
-    """``linear``, then what the adapters of its rows add to each of its ``parts``, then its activation."""
+class Places:
+    """What the adapters in all places have for several ``parts``."""
 
-    def __init__(
-        self,
-        linear: Linear,
-        parts: Sequence[Factors],
-        rows: CpuAdapterRows,
-        activation: Activation | None,
-        clip: float | None,
-    ) -> None:
-        self.inner, self._parts, self._rows = linear, parts, rows
-        self._finished = finished(self._adapted, activation, clip)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
-        return self._finished(x)
+    def __init__(self, parts: Sequence[Factors], rows: CpuAdapterRows) -> None:
+        self._parts, self._rows = parts, rows
 
     def pack(self, parts: Mapping[int, LowRank]) -> list[Packed | None]:
         return [part.pack(parts[number]) if number in parts else None for number, part in enumerate(self._parts)]
@@ -167,6 +164,26 @@ class AdaptedLinear:
     def bytes(self) -> int:
         return sum(part.bytes for part in self._parts)
 
+
+class AdaptedLinear(Places):
+    """``linear``, then what the adapters of its rows add to each of its ``parts``, then its activation."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        parts: Sequence[Factors],
+        rows: CpuAdapterRows,
+        activation: Activation | None,
+        clip: float | None,
+    ) -> None:
+        super().__init__(parts, rows)
+        self.inner = linear
+        self._finished = finished(self._adapted, activation, clip)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs] -> [rows, outputs], a new tensor."""
+        return self._finished(x)
+
     def _adapted(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         y = self.inner(x)
         for place, rows in self._rows.groups:
@@ -174,12 +191,57 @@ class AdaptedLinear:
         return y
 
     def _add(self, y: Tensor, x: Tensor, place: int, rows: Tensor) -> None:
-        mine, first = x.index_select(0, rows).float(), 0
-        for part in self._parts:
-            last = first + part.outputs
-            if (more := part.delta(mine, place)) is not None:
-                y[rows, first:last] = add_delta(y[rows, first:last], more)
-            first = last
+        add_parts(y, x, self._parts, place, rows)
+
+
+def add_parts(y: Tensor, x: Tensor, parts: Sequence[Factors], place: int, rows: Tensor) -> None:
+    """Add to ``rows`` of ``y`` [all rows, outputs of all parts], in place, what the adapter in ``place`` makes of
+    theirs of ``x`` [all rows, inputs].
+    """
+    mine, first = x.index_select(0, rows).float(), 0
+    for part in parts:
+        last = first + part.outputs
+        if (more := part.delta(mine, place)) is not None:
+            y[rows, first:last] = add_delta(y[rows, first:last], more)
+        first = last
+
+
+class AdaptedExperts(Places):
+    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
+
+    def __init__(self, inner: CpuExperts, size: ExpertsSize, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
+        shapes = ((size.hidden, size.inner), (size.hidden, size.inner), (size.inner, size.hidden))
+        super().__init__([Factors(*shape, places, max_rank) for _ in range(size.num_experts) for shape in shapes], rows)
+        self.inner, self._count = inner, size.num_experts
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], a new tensor."""
+        if not self._rows.groups:
+            return self.inner(x, logits)
+        chosen, weights = route(logits, self.inner.routing)
+        owners = torch.zeros(len(x), 1, dtype=torch.int64)  # 0: no adapter, as rows that fill up have none
+        for place, rows in self._rows.groups:
+            owners[rows] = place + 1
+        given = x.new_empty(chosen.numel(), x.shape[1])
+        for number, mine in visits(chosen, self._count):
+            tokens = mine // chosen.shape[1]
+            parts = zip(padded(x[tokens]), padded(owners[tokens]), strict=True)
+            given[mine] = torch.cat([self._block(number, *part) for part in parts])[: len(mine)]
+        return combine(given.view(len(x), chosen.shape[1], -1), weights)
+
+    def _block(self, number: int, x: Tensor, owners: Tensor) -> Tensor:
+        """Expert ``number`` of rows whose places, and one more, are ``owners`` [rows, 1]; 0 stands for none."""
+        groups = [Group(place, torch.nonzero(owners[:, 0] == place + 1)[:, 0]) for place, _ in self._rows.groups]
+        groups = [group for group in groups if len(group.rows)]
+        gate, up, down = self._parts[3 * number : 3 * number + 3]
+        y = self.inner.gate_up(number, x)
+        for place, rows in groups:
+            add_parts(y, x, (gate, up), place, rows)
+        inner_rows = silu_and_mul(y)
+        z = self.inner.down(number, inner_rows)
+        for place, rows in groups:
+            add_parts(z, inner_rows, (down,), place, rows)
+        return z
 
 
 class Factors:

@@ -32,14 +32,23 @@ class CpuExperts:
             [torch.ops.mkldnn._reorder_linear_weight.default(weight) for weight in weights]
             for weights in (gate_up, down)
         )
-        self._inner, self._routing = down.shape[2], routing
+        self._inner, self.routing = down.shape[2], routing
+        self._hidden = down.shape[1]
         for size in SIZES:
             for weights in (gate_up, down):
                 proven_size(size, *weights.shape[1:], weights.dtype, torch.get_num_threads())
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], a new tensor."""
-        return _experts(x, logits, self._gate_up, self._down, self._inner, *self._routing)
+        return _experts(x, logits, self._gate_up, self._down, self._inner, *self.routing)
+
+    def gate_up(self, number: int, rows: Tensor) -> Tensor:
+        """What expert ``number`` gives for ``rows`` [one of the sizes, hidden] before its activation."""
+        return packed_linear(rows, self._gate_up[number], None, 2 * self._inner)
+
+    def down(self, number: int, rows: Tensor) -> Tensor:
+        """The same of its last product, for ``rows`` [one of the sizes, inner]."""
+        return packed_linear(rows, self._down[number], None, self._hidden)
 
 
 def padded(rows: Tensor) -> Sequence[Tensor]:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, AdapterStep, Linear
+from preheat.backends.base import HOST_COPIES, AdapterStep, Experts, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
@@ -45,10 +45,12 @@ MOST_PARTS = 3
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _gather(
-    tokens, sequences, last_token, a, shrunk, places, members, tiles, scales, rows, slots, vocab, TILES: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
+    tokens, sequences, last_token, a, shrunk, own, places, members, tiles, scales, rows, slots, vocab,
+    TILES: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of one block shrink to, scaled: columns of ``a``; zeros for what is no token."""
+    """What the tokens of one block shrink to, scaled: columns of ``a``. Its members in ``own`` are those that
+    are tokens.
+    """
     block, lane, rank = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, RANKS)
     place = tl.load(places + block)
     row = tl.load(members + block * ROWS + lane)
@@ -57,6 +59,7 @@ def _gather(
         token = tl.load(tokens + row, mask=(row >= 0) & (row < rows), other=-2)
         sequence = tl.load(sequences + row, mask=token == -1, other=0)
         token = tl.where(token == -1, tl.load(last_token + sequence, mask=token == -1, other=0), token)
+        tl.store(own + block * ROWS + lane, tl.where(token >= 0, row, -1))
         scale = tl.load(scales + place * PLACE_IN_TABLE)
         for tile in range(tl.load(tiles + place * PLACE_IN_TABLE)):
             column = a + ((place * TILES + tile) * RANKS + rank).to(tl.int64)[None, :] * vocab + token[:, None]
@@ -226,6 +229,13 @@ class CudaAdapters:
         factors = Factors(vocab, [hidden], places, max_rank, matrix_dtype(table.dtype, dtype), self._device)
         return AdaptedEmbedding(factors, rows)
 
+    def experts(
+        self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """No kernel adapts them yet: an adapter of experts is refused when it is read."""
+        return
+
 
 def matrix_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
     """In which matrices of adapters are held: what the matrix unit multiplies, if that is what all of them are."""
@@ -293,10 +303,7 @@ class AdaptedLinear:
 
 
 class AdaptedEmbedding:
-    """See :class:`preheat.backends.base.AdaptedEmbedding`. What a token shrinks to is a column of the first matrix.
-
-    Rows that are no tokens get zeros added where their sequence has an adapter.
-    """
+    """See :class:`preheat.backends.base.AdaptedEmbedding`. What a token shrinks to is a column of the first matrix."""
 
     def __init__(self, factors: Factors, rows: CudaAdapterRows) -> None:
         self._factors, self._rows = factors, rows
@@ -389,11 +396,10 @@ class Factors:
         """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
         count = most_blocks(len(tokens), self._places)
         shrunk = self._a.new_empty(1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        members = torch.empty_like(blocks.members[: count * BLOCK])
         _gather[(count,)](
-            tokens, slots, last_token, self._a, shrunk, blocks.places, blocks.members, self._tiles, self._scales,
-            len(tokens), count * BLOCK, self._inputs, TILES=self._tiles_each, ROWS=BLOCK, RANKS=TILE,
+            tokens, slots, last_token, self._a, shrunk, members, blocks.places, blocks.members, self._tiles,
+            self._scales, len(tokens), count * BLOCK, self._inputs, TILES=self._tiles_each, ROWS=BLOCK, RANKS=TILE,
             **options(num_warps=1, num_stages=1),
         )  # fmt: skip
-        return Expansion(
-            shrunk, shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds
-        )
+        return Expansion(shrunk, shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds)

@@ -1,0 +1,79 @@
+"""Adapters of all experts of a layer at once, as PEFT saves them for stacked parameters (``target_parameters``).
+
+transformers has the experts of a layer in two parameters: gates above ups [experts, 2 * inner, hidden] and downs
+[experts, hidden, inner]. PEFT saves one pair of matrices for each: lora_A [experts * rank, inputs], one expert's ranks
+after the other's, and lora_B [outputs, rank * experts], in which the experts of a rank are together. It names them by
+the module, and the one that it wrapped first with ``.base_layer``, so their shapes tell them apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from preheat.model.specs import ModelSpec, MoeSpec
+from preheat.ops.lora import LowRank
+
+
+class Stack(NamedTuple):
+    """A stacked ``parameter`` by its name in the model's code: of ``experts`` a matrix [outputs, inputs] each, whose
+    rows are those of ``modules`` of the checkpoint, with {} for the expert's number, evenly.
+    """
+
+    parameter: str
+    modules: tuple[str, ...]
+    experts: int
+    outputs: int
+    inputs: int
+
+    def shapes(self, rank: int) -> tuple[list[int], list[int]]:
+        """Of lora_A and lora_B."""
+        return [self.experts * rank, self.inputs], [self.outputs, rank * self.experts]
+
+    def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRank]]:
+        """The matrices of each module of each expert."""
+        rank, rows = len(a) // self.experts, self.outputs // len(self.modules)
+        downs, ups = a.view(self.experts, rank, self.inputs), b.view(self.outputs, rank, self.experts)
+        for expert in range(self.experts):
+            for part, name in enumerate(self.modules):
+                own = ups[part * rows : (part + 1) * rows, :, expert].contiguous()
+                yield name.format(expert), LowRank(downs[expert], own, scale)
+
+
+def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
+    """The parameters of the module that an adapter calls ``raw``; none if it is no layer's experts."""
+    module, found = raw.removesuffix(".base_layer"), list[Stack]()
+    for layer in spec.layers:
+        if isinstance(layer.mlp, MoeSpec):
+            own = layer.mlp.experts
+            for parts, size in (((own.gate, own.up), own.matrices[0]), ((own.down,), own.matrices[1])):
+                name = _parameter(module, parts, spec)
+                found += [Stack(name, parts, own.num_experts, *size)] if name else []
+    return found
+
+
+def alike(stack: Stack, spec: ModelSpec) -> Iterator[str]:
+    """The same parameter of every layer that has experts."""
+    for layer in spec.layers:
+        if isinstance(layer.mlp, MoeSpec):
+            number, own = _number(layer.mlp.experts.gate), _number(stack.modules[0])
+            yield stack.parameter.replace(f".{own}.", f".{number}.", 1)
+
+
+def _number(module: str) -> str:
+    match = re.search(r"\.(\d+)\.", module)
+    assert match is not None, "experts are in layers"
+    return match[1]
+
+
+def _parameter(module: str, parts: tuple[str, ...], spec: ModelSpec) -> str | None:
+    """The parameter of ``module`` that the family's checkpoints store stacked as these ``parts``."""
+    for name in ("gate_up_proj", "down_proj"):
+        for rename in spec.renames:
+            match = re.fullmatch(rename.stored, f"{module}.{name}")
+            if match and tuple(match.expand(each) for each in rename.names) == tuple(f"{p}.weight" for p in parts):
+                return f"{module}.{name}"
+    return None
