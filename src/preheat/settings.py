@@ -681,7 +681,6 @@ def _check_replicas(settings: Settings) -> None:
             kv_events_config(settings.kv_events_config).publishes,
             "all replicas would publish at one endpoint",
         ),
-        "device": (settings.device == "hpu", "replicas on Gaudi have not been tried"),
     }
     for name, (given, why) in refused.items():
         if settings.data_parallel_size > 1 and given:

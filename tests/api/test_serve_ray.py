@@ -57,7 +57,7 @@ def replicas() -> Any:
     return serve.status().applications["default"].deployments["preheat"]
 
 
-def until(happens: Callable[[], bool], seconds: float = 60) -> None:
+def until(happens: Callable[[], bool], seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < end, replicas()
@@ -133,6 +133,7 @@ def test_a_replica_with_another_digest_is_refused(cluster: None, tmp_path: Path)
 def test_a_replica_that_stops_finishes_its_requests(cluster: None) -> None:
     """It is told to stop in the middle of a request."""
     run("bundled", 1)
+    until(lambda: replicas().replica_states == {"RUNNING": 1})
     tokens = 200
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, max_tokens=tokens, ignore_eos=True)

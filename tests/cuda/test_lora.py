@@ -251,6 +251,41 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
             assert torch.equal(found[-1], right)
 
 
+def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -> None:
+    """In a graph, in which the launch that expands may begin before the one that gathers has ended."""
+    CudaBackend().prepare(Settings(), None)
+    device, count = torch.device("cuda"), 40
+    rows = CudaAdapters(device).rows(64, PLACES)
+    table = noise(500, 256, seed=1).to(device, torch.bfloat16)
+    made = CudaAdapters(device).embedding(table, rows, places=PLACES, max_rank=16, dtype=torch.bfloat16)
+    for place in range(PLACES):
+        a, b = noise(8, 500, seed=place).bfloat16(), noise(256, 8, seed=9 + place).bfloat16()
+        made.write(place, made.pack({0: LowRank(a, b, 0.5)}))
+    tokens = torch.arange(7, 7 + count, dtype=torch.int32, device=device)
+    slots, last = torch.zeros_like(tokens), torch.zeros(1, dtype=torch.int32, device=device)
+    out, ids = torch.empty(count, 256, dtype=torch.bfloat16, device=device), tokens.long()
+
+    def work() -> None:
+        torch.index_select(table, 0, ids, out=out)
+        made.add(tokens, slots, last, out)
+
+    rows.describe(0, "tokens", np.zeros(count, np.int32))
+    rows.use("tokens")
+    work()  # compiles, which is not for a graph
+    graph = capture(work)
+    for turn in range(30):
+        places = [(row * (turn + 3) + turn) % (PLACES + 1) - 1 for row in range(count)]
+        rows.describe(turn % 2, "tokens", np.array(places, np.int32))
+        graph.replay()
+        found = out.clone()
+        for row in range(0, count, 7):
+            one = table[ids[row : row + 1]].clone()
+            rows.describe(turn % 2, "tokens", np.array(places[row : row + 1], np.int32))
+            torch.cuda.synchronize()
+            made.add(tokens[row : row + 1], slots[:1], last, one)
+            assert torch.equal(found[row], one[0])
+
+
 @DTYPES
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
     made, rows = layer(dtype)

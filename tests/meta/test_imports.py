@@ -39,7 +39,7 @@ RULE = {
     " verify elastic",
     "doctor": "backends warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
-    "server": "startup schedule engine frontend transport warmup",
+    "server": "startup schedule engine frontend transport warmup backends",
     "llm": "startup engine frontend transport warmup",
     "client": "",
     "reference": "model execution ops backends backends.base",

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.backends.visible import visible_devices
 from preheat.core import Delta, Finish, Image, Progress, Ready, Request, SamplingParams, Segment
 from preheat.errors import SettingsError
-from preheat.server.replicas import disagreement, together, visible_devices
+from preheat.server.replicas import disagreement, together
 from preheat.server.routing import AHEAD, Router
 from preheat.settings import Settings
 from tests import records
@@ -188,7 +189,7 @@ def test_each_replica_sees_its_own_gpus() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"server_dev_mode": True}, {"enable_sleep_mode": True}, {"device": "hpu"},
+        {"server_dev_mode": True}, {"enable_sleep_mode": True},
         {"enable_lora": True, "allow_runtime_lora_updating": True},
         {"kv_events_config": {"enable_kv_cache_events": True}},
     ],

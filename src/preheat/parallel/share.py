@@ -10,7 +10,6 @@ from pathlib import Path
 
 from preheat.backends.base import Backend, Collective, Facts, Mode
 from preheat.backends.cold import Counted
-from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.errors import SettingsError
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
@@ -72,10 +71,6 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
     """
     if settings.data_parallel_size == 1:
         return settings
-    if facts.name == HPU.name:
-        raise SettingsError(
-            "data_parallel_size: replicas on Gaudi have not been tried: run one engine", param="data_parallel_size"
-        )
     if settings.distributed_executor_backend == "ray":
         raise SettingsError(
             "data_parallel_size: replicas whose ranks are actors have not been tried: let Ray Serve run the replicas, "

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
+from preheat.backends.visible import visible_devices
 from preheat.core import Cancel, Delta, Died, FromEngine, Progress, Ready, Report, Request, ResetPrefixCache, ToEngine
-from preheat.errors import PreheatError, SettingsError, WireError
+from preheat.errors import PreheatError, WireError
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.routing import Router
 from preheat.settings import Settings
 from preheat.warmup.record import Record
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Replicas:
@@ -139,20 +138,3 @@ def _facts(ready: Ready) -> dict[str, object]:
         "platform": record.platform, "dtype": record.dtype, "mode": record.mode, "digest": ready.digest,
         "block size": ready.block_size,
     }  # fmt: skip
-
-
-def visible_devices(settings: Settings, replica: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which a replica sees its own GPUs: as many as it has ranks, in the order of those that are
-    visible here. Empty where there is one engine, or it runs on a CPU. Raises SettingsError for too few.
-    """
-    size, ranks, given = settings.data_parallel_size, settings.tensor_parallel_size, environment.get(VISIBLE)
-    if size == 1 or settings.device not in ("auto", "cuda") or given == "":
-        return {}
-    listed = [str(number) for number in range(size * ranks)] if given is None else given.split(",")
-    if len(listed) < size * ranks:
-        raise SettingsError(
-            f"{size} replicas of {ranks} ranks need {size * ranks} GPUs, {VISIBLE} names {len(listed)}: lower "
-            "--data-parallel-size or --tensor-parallel-size, or name more",
-            param="data_parallel_size",
-        )
-    return {VISIBLE: ",".join(listed[replica * ranks : (replica + 1) * ranks])}

@@ -312,7 +312,7 @@ class AdaptedEmbedding:
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
         blocks = self._rows.blocks
         if blocks is not None:
-            expand(out, self._factors.gather(tokens, slots, last_token, blocks), self._factors.bounds, gated=False)
+            expand(out, self._factors.gather(tokens, slots, last_token, blocks), self._factors.bounds, chosen=True)
 
 
 class Factors:

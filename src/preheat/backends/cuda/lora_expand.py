@@ -94,19 +94,21 @@ def _expanded(
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
     y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
     y, which z then is. Behind the blocks that have ``slots``, if ``gated``, come rows without an adapter. What no
     kernel writes is read before the kernel ahead has ended.
 
-    ``WHOLE``: 16 divides all bounds.
+    ``WHOLE``: 16 divides all bounds. ``chosen``: the kernel ahead wrote the members of blocks, too.
     """
     block, part = tl.program_id(1), tl.program_id(2)
     slot = block * ROWS + tl.arange(0, ROWS)
     adapted = block * ROWS < slots
     place = tl.load(adapters.places + block, mask=adapted, other=-1)
-    row = tl.load(adapters.members + slot, mask=adapted & (slot >= 0), other=-1)
+    row = slot
+    if not chosen:
+        row = tl.load(adapters.members + slot, mask=adapted & (slot >= 0), other=-1)
     if gated:
         own = slot - slots
         free = tl.load(adapters.slots + own, mask=(own >= 0) & (own < rows), other=0) < 0
@@ -128,6 +130,8 @@ def _expand(
     if gated:
         ws_up = _tile_of(of + columns, place, 0, adapters, height, TILES, RANKS, count_up > 0)
     begin(overlap)
+    if chosen:
+        row = tl.load(adapters.members + slot)
     there = (row >= 0) & (row < rows)
     if (gated or count > 0) and tl.max(there.to(tl.int32)) > 0:
         stored = (out < end)[:, None] & there[None, :]
@@ -144,9 +148,17 @@ def _expand(
         tl.store(z + token * columns + out[:, None], result, mask=stored)
 
 
-def expand(y: Tensor, adapters: Expansion, bounds: Sequence[int], *, gated: bool, out: Tensor | None = None) -> Tensor:
+def expand(
+    y: Tensor,
+    adapters: Expansion,
+    bounds: Sequence[int],
+    *,
+    gated: bool = False,
+    chosen: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """``y`` [rows, outputs] with what ``adapters`` add: in place, or, ``gated``, silu of its first half times the other
-    in ``out`` or a new tensor. ``bounds`` are those of ``adapters``.
+    in ``out`` or a new tensor. ``bounds`` are those of ``adapters``. ``chosen``: a kernel wrote which rows are members.
     """
     rows, outputs = y.shape
     columns = outputs // 2 if gated else outputs
@@ -157,7 +169,7 @@ def expand(y: Tensor, adapters: Expansion, bounds: Sequence[int], *, gated: bool
     blocks = slots // BLOCK + (triton.cdiv(rows, BLOCK) if gated else 0)
     _expand[triton.cdiv(across, WIDTH), blocks, parts](
         y, z, adapters, rows, columns, slots, TILES=tiles, RANKS=TILE, COLUMNS=WIDTH, ROWS=BLOCK,
-        WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated,
+        WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return z

@@ -33,6 +33,7 @@ FACTS = Facts(
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
         "enable_lora": "it has no kernels for adapters yet",
+        "data_parallel_size": "nobody has tried several engines there",
         "enable_sleep_mode": "not yet on Gaudi: graphs know the addresses of weights and cache, which must stay",
         "kv_offloading_size": "not yet on Gaudi: nobody has tried the copies",
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
