@@ -71,6 +71,8 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
     """
     if settings.data_parallel_size == 1:
         return settings
+    if facts.cannot_replicate:
+        raise SettingsError(f"data_parallel_size: {facts.cannot_replicate}: run one engine", param="data_parallel_size")
     if settings.distributed_executor_backend == "ray":
         raise SettingsError(
             "data_parallel_size: replicas whose ranks are actors have not been tried: let Ray Serve run the replicas, "

@@ -29,11 +29,11 @@ FACTS = Facts(
     block_size=128,
     quantized=DEQUANTIZED,
     cannot_pool="nobody has tried to read the hidden states of a step there",
+    cannot_replicate="replicas on Gaudi have not been tried",
     fixed_weights="the bridge may have folded them into its recipes",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     rejected={
         "enable_lora": "it has no kernels for adapters yet",
-        "data_parallel_size": "nobody has tried several engines there",
         "enable_sleep_mode": "not yet on Gaudi: graphs know the addresses of weights and cache, which must stay",
         "kv_offloading_size": "not yet on Gaudi: nobody has tried the copies",
         "async_scheduling": "a step has ended when its tokens are on the host, so there is nothing to work ahead of",
