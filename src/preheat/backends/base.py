@@ -89,8 +89,9 @@ class Facts:
     ``own_graph_memory``: a graph shares its working memory with no other. ``simulated``: it is a fake, which every
     result says. ``fixed_weights``: why the weights of a loaded model cannot be replaced, if so; ``cannot_pool``: why it
     makes no embeddings; ``cannot_replicate``: why it runs one engine alone. ``block_size``, ``max_num_seqs``,
-    ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set. ``rejected``: options that must stay at their default, with the reason. ``ignored``: options of
-    another platform's software, which have no effect here, as a warning says.
+    ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set. ``rejected``: options
+    that must stay at their default, with the reason. ``ignored``: options of another platform's software, which have no
+    effect here, as a warning says.
     """
 
     name: str
