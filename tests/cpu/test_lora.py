@@ -337,14 +337,20 @@ def test_modules_of_other_families(family, tmp_path):
     """
     save_checkpoint(MODELS[family], tmp_path / "base")
     save_adapter(tmp_path / "base", tmp_path / "own", FAMILIES[family], seed=1)
-    own = engine(tmp_path, ["own"])
+    as_peft_says(engine(tmp_path, ["own"]), tmp_path)
+
+
+def as_peft_says(own: Engine, folder: Path) -> None:
+    """The next token's logits with the adapter "own" are PEFT's, and others than without."""
     (prompt,) = prompts("own")
     with own.keeping_logits() as kept:
         own.run([prompt])
     with torch.inference_mode():
         tokens = torch.tensor([prompt.tokens])
-        expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
+        expected = reference(folder / "base", folder / "own")(tokens).logits[0, -1]
+        plain = reference(folder / "base", None)(tokens).logits[0, -1]
     torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)
+    assert (expected - plain).abs().max() > 0.01
 
 
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
@@ -372,16 +378,7 @@ def of_experts(case: str, folder: Path) -> Engine:
 
 @pytest.mark.parametrize("case", EXPERTS)
 def test_adapters_of_experts_have_the_logits_of_peft(case, tmp_path):
-    own = of_experts(case, tmp_path)
-    (prompt,) = prompts("own")
-    with own.keeping_logits() as kept:
-        own.run([prompt])
-    with torch.inference_mode():
-        tokens = torch.tensor([prompt.tokens])
-        expected = reference(tmp_path / "base", tmp_path / "own")(tokens).logits[0, -1]
-        plain = reference(tmp_path / "base", None)(tokens).logits[0, -1]
-    torch.testing.assert_close(kept[0][0], expected, atol=2e-4, rtol=1e-4)
-    assert (expected - plain).abs().max() > 0.01
+    as_peft_says(of_experts(case, tmp_path), tmp_path)
 
 
 def test_rows_of_adapted_experts_are_what_they_are_alone_and_others_those_of_an_engine_without(tmp_path):

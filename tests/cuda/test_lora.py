@@ -190,8 +190,9 @@ def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int
 
 def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
     """By a launch that waits for everything before it."""
-    given: Expansion = made._factors.expansion(x, rows.blocks)
-    made._factors.shrink(x, rows.blocks, given, beside=False)
+    given: Expansion
+    given, sums = made._factors.room(x, rows.blocks)
+    made._factors.shrink(x, rows.blocks, given, sums, beside=False)
     return given
 
 

@@ -58,8 +58,8 @@ def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | Non
 
 def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
     """``y`` and what the adapters of its rows add to it."""
-    given = factors.expansion(x, blocks)
-    factors.shrink(x, blocks, given, beside=False)
+    given, sums = factors.room(x, blocks)
+    factors.shrink(x, blocks, given, sums, beside=False)
     return expand(y, given, factors.bounds, **{"gated": False, **more})
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +40,39 @@ _OTHERS = {
     "own are served",
 }
 """Why a tensor that is no factor is refused, by a part of its name."""
+
+
+class Single(NamedTuple):
+    """The adapter of one module: its names in the model's code, ``raw``, and in the checkpoint, and what PEFT calls
+    both matrices.
+    """
+
+    raw: str
+    module: str
+    halves: tuple[str, str]
+
+    @property
+    def parameter(self) -> str:
+        """What the config's patterns match."""
+        return self.raw
+
+    @property
+    def key(self) -> str:
+        """What tells it from others."""
+        return self.module
+
+    @property
+    def names(self) -> list[str]:
+        """Of its modules in the checkpoint."""
+        return [self.module]
+
+    def split(self, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[str, LowRank]]:
+        """The matrices of each module."""
+        yield self.module, LowRank(a, b, scale)
+
+
+Found = Mapping[str, Single | Stack]
+"""Single modules by their names in the checkpoint, stacks by those that the adapter has for them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +105,7 @@ def read_adapter(
                     f"module {of_experts[0]} is of an expert: adapters of experts are not served with this device and "
                     "quantization, only those of attention, routers and shared experts: train without experts"
                 )
-            factors, digest = _read(file, config, found, spec, dtype)
+            factors, digest = _read(file, config, found, dtype)
     except (AdapterError, OSError, SafetensorError) as error:
         raise AdapterError(f"adapter {name!r} in {path}: {error}", param="lora_path") from error
     return Adapter(name, path, max(len(each.a) for each in factors.values()), factors, digest)
@@ -109,13 +142,13 @@ def _opened(folder: Path) -> Any:
     raise AdapterError(f"the folder holds no {TENSORS}")
 
 
-def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> dict[str, str | Stack]:
-    """The modules as the adapter names them, by their names in the checkpoint, and stacks of experts, by the adapter's
-    names, if names, shapes and dtypes of all tensors are those that ``config`` and ``spec`` ask for.
+def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> Found:
+    """What the adapter adapts, if names, shapes and dtypes of all tensors are those that ``config`` and ``spec`` ask
+    for.
     """
     table, experts = spec.embedding, expert_modules(spec)
     expected = adapted_modules(spec) | experts | {table.name: (table.size, table.vocab_size)}
-    found = dict[str, str | Stack]()
+    found = dict[str, Single | Stack]()
     for raw in _modules(file, spec):
         module = _stored_name(raw, spec)
         if stacks := stacks_of(raw, spec):
@@ -124,13 +157,13 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
         if module not in expected:
             raise AdapterError(f"module {raw} {_why_not(module, spec, expected)}")
         if module in found:
-            raise AdapterError(f"{raw} and {found[module]} are the same module")
+            raise AdapterError(f"{raw} and {found[module].raw} are the same module")
         if not config.names(raw):
             raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
         (outputs, inputs), rank = expected[module], config.rank_of(raw)
+        found[module] = Single(raw, module, _halves(module, spec))
         _check_rank(raw, rank, max_rank)
-        _check_shapes(file, _tensors(raw, _halves(module, spec)), rank, ([rank, inputs], [outputs, rank]))
-        found[module] = raw
+        _check_shapes(file, _tensors(found[module]), rank, ([rank, inputs], [outputs, rank]))
     if not found:
         raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
     if config.ties and spec.tied and found.keys() & {table.name, TIED_HEAD}:
@@ -146,7 +179,7 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
 
 def _checked_stack(file: Any, raw: str, stacks: list[Stack], config: AdapterConfig, max_rank: int) -> Stack:
     """That of ``stacks``, the parameters of one module, whose adapter ``raw`` is, if it fits."""
-    a, b = (file.get_slice(name).get_shape() for name in _tensors(raw, _LINEAR))
+    a, b = (file.get_slice(name).get_shape() for name in _tensors(stacks[0]))
     fitting = [each for each in stacks if [each.inputs, each.outputs] == [a[-1], b[0]]]
     if not fitting:
         shapes = " or ".join(f"[., {each.inputs}] and [{each.outputs}, .]" for each in stacks)
@@ -156,13 +189,11 @@ def _checked_stack(file: Any, raw: str, stacks: list[Stack], config: AdapterConf
         raise AdapterError(f"{stack.parameter} has tensors, but the config's target_parameters does not name it")
     rank = config.rank_of(stack.parameter)
     _check_rank(stack.parameter, rank, max_rank)
-    _check_shapes(file, _tensors(raw, _LINEAR), rank, stack.shapes(rank))
+    _check_shapes(file, _tensors(stack), rank, stack.shapes(rank))
     return stack
 
 
-def _check_complete(
-    found: Mapping[str, str | Stack], config: AdapterConfig, spec: ModelSpec, expected: Set[str]
-) -> None:
+def _check_complete(found: Found, config: AdapterConfig, spec: ModelSpec, expected: Set[str]) -> None:
     """Raise AdapterError for a module twice, and for one that ``config`` names and that has no tensors. Names like
     gate_proj are no experts' if no expert has tensors of its own: PEFT sees them stacked.
     """
@@ -179,15 +210,9 @@ def _check_complete(
         raise AdapterError(f"target_parameters names parameters that have no tensors: {some(sorted(lacking | unused))}")
 
 
-def _adapted(found: Mapping[str, str | Stack]) -> list[str]:
+def _adapted(found: Found) -> list[str]:
     """The names in the checkpoint of all modules that were ``found``."""
-    names = list[str]()
-    for module, each in found.items():
-        if isinstance(each, Stack):
-            names += [name.format(expert) for expert in range(each.experts) for name in each.modules]
-        else:
-            names.append(module)
-    return names
+    return [name for each in found.values() for name in each.names]
 
 
 def _modules(file: Any, spec: ModelSpec) -> list[str]:
@@ -259,21 +284,20 @@ def _check_shapes(file: Any, tensors: Iterable[str], rank: int, shapes: Iterable
             raise AdapterError(f"tensor {name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
 
 
-def _tensors(module: str, halves: tuple[str, str]) -> Iterator[str]:
-    return (f"{_PREFIX}{module}.{half}" for half in halves)
+def _tensors(each: Single | Stack) -> Iterator[str]:
+    """The names of both matrices."""
+    halves = each.halves if isinstance(each, Single) else _LINEAR
+    return (f"{_PREFIX}{each.raw}.{half}" for half in halves)
 
 
-def _read(
-    file: Any, config: AdapterConfig, found: Mapping[str, str | Stack], spec: ModelSpec, dtype: torch.dtype
-) -> tuple[dict[str, LowRank], str]:
+def _read(file: Any, config: AdapterConfig, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRank], str]:
     """The factors of the modules that were ``found``, and their digest."""
     digest, factors = hashlib.sha256(), dict[str, LowRank]()
-    for module, each in sorted(found.items(), key=lambda item: item[0]):
-        scale = config.scale_of(each.parameter if isinstance(each, Stack) else each)
-        digest.update(f"{each.parameter if isinstance(each, Stack) else module} {scale.hex()}".encode())
-        raw, halves = (module, _LINEAR) if isinstance(each, Stack) else (each, _halves(module, spec))
-        a, b = (_matrix(file, name, dtype, digest) for name in _tensors(raw, halves))
-        factors |= dict(each.split(a, b, scale)) if isinstance(each, Stack) else {module: LowRank(a, b, scale)}
+    for _, each in sorted(found.items(), key=lambda item: item[0]):
+        scale = config.scale_of(each.parameter)
+        digest.update(f"{each.key} {scale.hex()}".encode())
+        a, b = (_matrix(file, name, dtype, digest) for name in _tensors(each))
+        factors |= dict(each.split(a, b, scale))
     return factors, digest.hexdigest()
 
 

@@ -20,14 +20,26 @@ from preheat.ops.lora import LowRank
 
 class Stack(NamedTuple):
     """A stacked ``parameter`` by its name in the model's code: of ``experts`` a matrix [outputs, inputs] each, whose
-    rows are those of ``modules`` of the checkpoint, with {} for the expert's number, evenly.
+    rows are those of ``modules`` of the checkpoint, with {} for the expert's number, evenly. ``raw`` is the module that
+    an adapter calls it.
     """
 
+    raw: str
     parameter: str
     modules: tuple[str, ...]
     experts: int
     outputs: int
     inputs: int
+
+    @property
+    def key(self) -> str:
+        """What tells it from others."""
+        return self.parameter
+
+    @property
+    def names(self) -> list[str]:
+        """Of its modules in the checkpoint."""
+        return [name.format(expert) for expert in range(self.experts) for name in self.modules]
 
     def shapes(self, rank: int) -> tuple[list[int], list[int]]:
         """Of lora_A and lora_B."""
@@ -51,7 +63,7 @@ def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
             own = layer.mlp.experts
             for parts, size in (((own.gate, own.up), own.matrices[0]), ((own.down,), own.matrices[1])):
                 name = _parameter(module, parts, spec)
-                found += [Stack(name, parts, own.num_experts, *size)] if name else []
+                found += [Stack(raw, name, parts, own.num_experts, *size)] if name else []
     return found
 
 

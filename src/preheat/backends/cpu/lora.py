@@ -8,8 +8,8 @@ of a few shapes, which depend on the layer alone.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +81,7 @@ class CpuAdapters:
         activation: Activation | None,
         clip: float | None,
     ) -> AdaptedLinear:
-        parts = [Factors(inputs, size, places, max_rank) for size in outputs]
+        parts = [LinearFactors(inputs, size, places, max_rank) for size in outputs]
         return AdaptedLinear(linear, parts, rows, activation, clip)
 
     def embedding(
@@ -94,50 +94,6 @@ class CpuAdapters:
         dtype: torch.dtype,
     ) -> AdaptedExperts | None:  # fmt: skip
         return AdaptedExperts(experts, size, rows, places, max_rank) if isinstance(experts, CpuExperts) else None
-
-
-class AdaptedEmbedding:
-    """See :class:`preheat.backends.base.AdaptedEmbedding`. The first matrix has the ranks of a token together."""
-
-    def __init__(self, table: Tensor, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
-        vocab, hidden = table.shape
-        self._rows, tiles = rows, -(-max_rank // TILE)
-        self._a = torch.zeros(places, tiles, vocab, TILE)
-        self._b = torch.zeros(places, tiles, hidden, TILE)
-        self._scale, self._tiles = [0.0] * places, [0] * places
-        self._expanded = rows_at_once(TILE, hidden, torch.get_num_threads())
-
-    @property
-    def bytes(self) -> int:
-        return self._a.nbytes + self._b.nbytes
-
-    def pack(self, parts: Mapping[int, LowRank]) -> Packed:
-        (a, b, scale), tiles = parts[0], -(-len(parts[0].a) // TILE)
-        a, b = (F.pad(each.float(), (0, tiles * TILE - each.shape[1])) for each in (a.T, b))
-        a, b = (each.view(len(each), tiles, TILE).transpose(0, 1).contiguous() for each in (a, b))
-        return Packed(a, b, scale)
-
-    def write(self, place: int, packed: Packed) -> None:
-        tiles = len(packed.a)
-        self._a[place, :tiles].copy_(packed.a)
-        self._b[place, :tiles].copy_(packed.b)
-        self._scale[place], self._tiles[place] = packed.scale, tiles
-
-    def clear(self, place: int) -> None:
-        self._tiles[place] = 0
-
-    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
-        """Every token is known: a step has ended when the next one begins."""
-        for place, mine in self._rows.groups:
-            rows = mine[tokens.index_select(0, mine) >= 0]
-            if self._tiles[place] and len(rows):
-                out[rows] = add_delta(out[rows], self._delta(place, tokens.index_select(0, rows)))
-
-    def _delta(self, place: int, tokens: Tensor) -> Tensor:
-        """[tokens, hidden]: that of each tile of ranks, added up."""
-        given = zip(self._a[place], self._b[place], strict=True)
-        deltas = (product(a.index_select(0, tokens) * self._scale[place], b, self._expanded) for a, b in given)
-        return functools.reduce(Tensor.add_, itertools.islice(deltas, self._tiles[place]))
 
 
 class Places:
@@ -163,6 +119,21 @@ class Places:
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self._parts)
+
+
+class AdaptedEmbedding(Places):
+    """See :class:`preheat.backends.base.AdaptedEmbedding`."""
+
+    def __init__(self, table: Tensor, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
+        vocab, hidden = table.shape
+        super().__init__([TokenFactors(vocab, hidden, places, max_rank)], rows)
+
+    def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
+        """Every token is known: a step has ended when the next one begins."""
+        for place, mine in self._rows.groups:
+            rows = mine[tokens.index_select(0, mine) >= 0]
+            if len(rows) and (more := self._parts[0].delta(tokens.index_select(0, rows), place)) is not None:
+                out[rows] = add_delta(out[rows], more)
 
 
 class AdaptedLinear(Places):
@@ -211,7 +182,8 @@ class AdaptedExperts(Places):
 
     def __init__(self, inner: CpuExperts, size: ExpertsSize, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
         shapes = ((size.hidden, size.inner), (size.hidden, size.inner), (size.inner, size.hidden))
-        super().__init__([Factors(*shape, places, max_rank) for _ in range(size.num_experts) for shape in shapes], rows)
+        count = range(size.num_experts)
+        super().__init__([LinearFactors(*shape, places, max_rank) for _ in count for shape in shapes], rows)
         self.inner, self._count = inner, size.num_experts
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -244,20 +216,17 @@ class AdaptedExperts(Places):
         return z
 
 
-class Factors:
-    """Both matrices of the adapters in all ``places``, for one part of a layer: fp32, ranks in tiles, inputs in parts,
-    each of which is one piece of memory. ``_tiles`` of them are in use.
+class Factors(ABC):
+    """Both matrices of the adapters in all ``places``, for one part of a module: fp32, the first as a subclass lays it
+    out, tile by tile of the ranks, the second [places, tiles, outputs, TILE]. ``_tiles`` of them are in use.
     """
 
-    def __init__(self, inputs: int, outputs: int, places: int, max_rank: int) -> None:
-        self.outputs, self._width = outputs, min(inputs, PART)
-        tiles, parts = -(-max_rank // TILE), -(-inputs // self._width)
-        self._a = torch.zeros(places, tiles, parts, TILE, self._width)
+    def __init__(self, outputs: int, places: int, max_rank: int, *tile: int) -> None:
+        self.outputs, tiles = outputs, -(-max_rank // TILE)
+        self._a = torch.zeros(places, tiles, *tile)
         self._b = torch.zeros(places, tiles, outputs, TILE)
         self._scale, self._tiles = [0.0] * places, [0] * places
-        threads = torch.get_num_threads()
-        self._shrunk = rows_at_once(self._width, TILE, threads)
-        self._expanded = rows_at_once(TILE, outputs, threads)
+        self._expanded = rows_at_once(TILE, outputs, torch.get_num_threads())
 
     @property
     def bytes(self) -> int:
@@ -265,11 +234,7 @@ class Factors:
 
     def pack(self, given: LowRank) -> Packed:
         """``given`` as a place holds it."""
-        tiles, (_, _, parts, _, width) = -(-len(given.a) // TILE), self._a.shape
-        ranks, inputs = tiles * TILE - len(given.a), parts * width - given.a.shape[1]
-        a = F.pad(given.a.float(), (0, inputs, 0, ranks)).view(tiles, TILE, parts, width).transpose(1, 2)
-        b = F.pad(given.b.float(), (0, ranks)).view(self.outputs, tiles, TILE).transpose(0, 1)
-        return Packed(a.contiguous(), b.contiguous(), given.scale)
+        return Packed(self._first(given.a.float()).contiguous(), _in_tiles(given.b).contiguous(), given.scale)
 
     def write(self, place: int, packed: Packed) -> None:
         """Put what was packed into ``place``."""
@@ -279,21 +244,69 @@ class Factors:
         self._scale[place], self._tiles[place] = packed.scale, tiles
 
     def clear(self, place: int) -> None:
-        """Leave the layer alone for rows of ``place``."""
+        """Leave the part alone for rows of ``place``."""
         self._tiles[place] = 0
 
     def delta(self, x: Tensor, place: int) -> Tensor | None:
-        """What is added to fp32 ``x`` [rows, inputs]; None: nothing is."""
+        """What is added to rows ``x``; None: nothing is."""
         total: Tensor | None = None
-        a, b, scale = self._a[place], self._b[place], self._scale[place]
-        inputs = torch.split(F.pad(x, (0, a.shape[1] * self._width - x.shape[1])), self._width, 1)
-        for tile in range(self._tiles[place]):
-            shrunk = product(inputs[0], a[tile, 0], self._shrunk)
-            for part, more in enumerate(inputs[1:], 1):
-                shrunk += product(more, a[tile, part], self._shrunk)
-            expanded = product(shrunk * scale, b[tile], self._expanded)
+        for tile, shrunk in enumerate(self._shrink(x, self._a[place, : self._tiles[place]])):
+            expanded = product(shrunk * self._scale[place], self._b[place, tile], self._expanded)
             total = expanded if total is None else total.add_(expanded)
         return total
+
+    @abstractmethod
+    def _first(self, a: Tensor) -> Tensor:
+        """Fp32 ``a`` [rank, inputs] in tiles of ranks, those that fill up the last one being zeros."""
+
+    @abstractmethod
+    def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
+        """What rows ``x`` shrink to by each tile of ``a``, [rows, TILE]."""
+
+
+class LinearFactors(Factors):
+    """Of a linear layer, whose rows are fp32 [rows, inputs]: the first matrix [places, tiles, parts of the inputs,
+    TILE, inputs of a part].
+    """
+
+    def __init__(self, inputs: int, outputs: int, places: int, max_rank: int) -> None:
+        self._width = min(inputs, PART)
+        self._count = -(-inputs // self._width)
+        super().__init__(outputs, places, max_rank, self._count, TILE, self._width)
+        self._shrunk = rows_at_once(self._width, TILE, torch.get_num_threads())
+
+    def _first(self, a: Tensor) -> Tensor:
+        more = self._count * self._width - a.shape[1], -len(a) % TILE
+        padded = F.pad(a, (0, more[0], 0, more[1]))
+        return padded.view(-1, TILE, self._count, self._width).transpose(1, 2)
+
+    def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
+        inputs = torch.split(F.pad(x, (0, self._count * self._width - x.shape[1])), self._width, 1)
+        for tile in a:
+            shrunk = product(inputs[0], tile[0], self._shrunk)
+            for part, more in enumerate(inputs[1:], 1):
+                shrunk += product(more, tile[part], self._shrunk)
+            yield shrunk
+
+
+class TokenFactors(Factors):
+    """Of a table of embeddings, whose rows are tokens: the first matrix [places, tiles, vocab, TILE], so that what a
+    token shrinks to lies together.
+    """
+
+    def __init__(self, vocab: int, hidden: int, places: int, max_rank: int) -> None:
+        super().__init__(hidden, places, max_rank, vocab, TILE)
+
+    def _first(self, a: Tensor) -> Tensor:
+        return _in_tiles(a.T)
+
+    def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
+        return (tile.index_select(0, x) for tile in a)
+
+
+def _in_tiles(ranks: Tensor) -> Tensor:
+    """``ranks`` [rows, rank] as fp32 [tiles, rows, TILE], filled up with zeros."""
+    return F.pad(ranks.float(), (0, -ranks.shape[1] % TILE)).view(len(ranks), -1, TILE).transpose(0, 1)
 
 
 def product(x: Tensor, weight: Tensor, most: int) -> Tensor:

@@ -279,13 +279,13 @@ class AdaptedLinear:
         finished = gated or (self._activation is None and self._limit is None)
         rows = x.plain if isinstance(x, QuantizedRows) else x
         assert rows is not None
-        given = self._factors.expansion(rows, blocks)  # before the layer, whose memory for itself is another then
+        given, sums = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
         choice, beside = self._choice(len(x))
         if not beside:
-            self._factors.shrink(rows, blocks, given, beside=False)
+            self._factors.shrink(rows, blocks, given, sums, beside=False)
         y = self.inner.by(choice, x, out if finished and not gated else None)
         if beside:
-            self._factors.shrink(rows, blocks, given, beside=True)
+            self._factors.shrink(rows, blocks, given, sums, beside=True)
         y = expand(y, given, self._factors.bounds, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
@@ -375,18 +375,21 @@ class Factors:
             self._table[place].copy_(self._nothing, non_blocking=True)
             self._cleared[place] = True
 
-    def expansion(self, x: Tensor, blocks: Blocks) -> Expansion:
-        """Room for what ``x`` [rows, inputs] shrinks to, and what it is expanded by."""
+    def room(self, x: Tensor, blocks: Blocks) -> tuple[Expansion, Tensor]:
+        """Room for what ``x`` [rows, inputs] shrinks to, with what that is expanded by; and for the sums of each part
+        of the inputs, fp32 [parts, tiles, parts of the inputs, blocks * BLOCK, TILE].
+        """
         count, parts = most_blocks(len(x), self._places), len(self.bounds) - 1
         sums = x.new_empty(parts, self._tiles_each, self._splits, count * BLOCK, TILE, dtype=torch.float32)
         shrunk = x.new_empty(parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
-        return Expansion(sums, shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
+        given = Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
+        return given, sums
 
-    def shrink(self, x: Tensor, blocks: Blocks, to: Expansion, *, beside: bool) -> None:
+    def shrink(self, x: Tensor, blocks: Blocks, to: Expansion, sums: Tensor, *, beside: bool) -> None:
         """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last."""
         parts, count = len(to.shrunk), to.shrunk.shape[2]
         _shrink[count // BLOCK, self._splits, parts](
-            x, self._a, to.sums, to.shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived,
+            x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived,
             len(x), self._inputs, count, PARTS=parts, TILES=self._tiles_each, SPLITS=self._splits, WIDTH=self._width,
             CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE, EVEN=self._inputs % self._width == 0, beside=beside,
             **options(num_warps=4, num_stages=4),
@@ -402,4 +405,4 @@ class Factors:
             self._scales, len(tokens), count * BLOCK, self._inputs, TILES=self._tiles_each, ROWS=BLOCK, RANKS=TILE,
             **options(num_warps=1, num_stages=1),
         )  # fmt: skip
-        return Expansion(shrunk, shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds)
+        return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds)

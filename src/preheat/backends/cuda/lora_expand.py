@@ -33,14 +33,12 @@ PLACE_IN_TABLE: tl.constexpr = tl.constexpr(2 * TABLE_PARTS)
 
 
 class Expansion(NamedTuple):
-    """What rows of a step are expanded by. ``shrunk`` fp32 [parts, tiles, blocks * BLOCK, TILE], scaled, and ``sums``
-    of each part of the inputs [parts, tiles, parts of inputs, blocks * BLOCK, TILE]; ``b`` [places, tiles, outputs,
-    TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * BLOCK] are the blocks of rows, ``slots`` int32
-    [rows] the place of each among them, -1 for none; ``tiles`` int32 [places, TABLE_PARTS] are in use, where a place's
-    begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts + 1] are outputs.
+    """What rows of a step are expanded by. ``shrunk`` fp32 [parts, tiles, blocks * BLOCK, TILE], scaled; ``b`` [places,
+    tiles, outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * BLOCK] are the blocks of rows,
+    ``slots`` int32 [rows] the place of each among them, -1 for none; ``tiles`` int32 [places, TABLE_PARTS] are in use,
+    where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts + 1] are outputs.
     """
 
-    sums: Tensor
     shrunk: Tensor
     b: Tensor
     places: Tensor
@@ -104,11 +102,10 @@ def _expand(
     """
     block, part = tl.program_id(1), tl.program_id(2)
     slot = block * ROWS + tl.arange(0, ROWS)
-    adapted = block * ROWS < slots
-    place = tl.load(adapters.places + block, mask=adapted, other=-1)
+    place = tl.load(adapters.places + block, mask=block * ROWS < slots, other=-1)
     row = slot
     if not chosen:
-        row = tl.load(adapters.members + slot, mask=adapted & (slot >= 0), other=-1)
+        row = tl.load(adapters.members + slot, mask=slot < slots, other=-1)
     if gated:
         own = slot - slots
         free = tl.load(adapters.slots + own, mask=(own >= 0) & (own < rows), other=0) < 0
