@@ -196,7 +196,7 @@ def _load(
             model = load_model(settings, backend, share.collective)
         draft = load_draft(settings, backend, model)
         others_free = share.loaded()
-        adapters = open_adapters(settings, model)
+        adapters = open_adapters(settings, model, share.reading)
     if draft is not None:  # its cache has the same blocks
         model = replace(model, bytes_per_block=model.bytes_per_block + draft.bytes_per_block)
     return model, draft, adapters, others_free

@@ -309,7 +309,7 @@ def test_prompt_logprobs_are_those_of_the_adapter(shared):
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"fully_sharded_loras": True}, "fully_sharded_loras"),
         ({"execution_mode": "compile"}, "execution_mode"),
     ],
 )

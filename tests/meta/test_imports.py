@@ -32,8 +32,8 @@ RULE = {
     "engine": "plan schedule grammar lora execution backends.base",
     "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
     " transport",
-    "verify": "plan schedule grammar execution model ops backends.base engine frontend warmup transport",
-    "parallel": "plan schedule execution model ops backends backends.base backends.cold warmup",
+    "verify": "plan schedule grammar lora execution model ops backends.base engine frontend warmup transport",
+    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold warmup",
     "elastic": "schedule model execution backends.base engine warmup verify",
     "boot": "plan schedule grammar lora execution model ops backends backends.base parallel engine transport warmup"
     " verify elastic",

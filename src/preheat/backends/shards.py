@@ -35,14 +35,29 @@ class LeafLinear:
     """
 
     def __init__(self, make: Make, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> None:
-        self._leaves = Leaves(make, weight, leaves)
+        self.leaves, self._leaves = leaves, Leaves(make, weight, leaves)
         self.parts = self._leaves.parts
         self._bias, self._collective = None if bias is None else bias.float(), collective
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor of its dtype, the same on all ranks."""
-        total = all_ranks(tree_sum(self._leaves(x)), self._collective)
-        return (total if self._bias is None else total + self._bias).to(x.dtype)
+        return self.finish(all_ranks(self.partial(x), self._collective), x.dtype)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's sum, fp32 [rows, outputs]."""
+        return tree_sum(self._leaves(x))
+
+    def finish(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """The layer's outputs of the sum of all ranks."""
+        return (total if self._bias is None else total + self._bias).to(dtype)
+
+    def with_others(self, x: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The layer's outputs, and of each of the ``others``, fp32, what all ranks have together: in one exchange."""
+        parts = [self.partial(x), *others]
+        found = all_ranks(torch.cat([part.reshape(-1) for part in parts]), self._collective)
+        sums = torch.split(found, [part.numel() for part in parts])
+        total, *rest = (mine.view(part.shape) for mine, part in zip(sums, parts, strict=True))
+        return self.finish(total, x.dtype), rest
 
 
 class Leaves:

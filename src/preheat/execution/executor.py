@@ -204,6 +204,12 @@ class Executor:
             self.adapters.load(place, adapter.packed)
 
     @torch.inference_mode()
+    def clear_adapter(self, place: int) -> None:
+        """Nothing is added to rows of ``place`` any more."""
+        assert self.adapters is not None, "there are no places for adapters"
+        self.adapters.clear(place)
+
+    @torch.inference_mode()
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:
         """Encode ``images``, each for its place. Nothing may be in flight."""
         assert self.encoder is not None, "the model sees no images"

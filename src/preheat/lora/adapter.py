@@ -128,7 +128,8 @@ def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
             own = layer.mlp.experts
-            shapes = ((own.inner, own.hidden), (own.inner, own.hidden), (own.hidden, own.inner))
+            inner = own.stored_inner or own.inner
+            shapes = ((inner, own.hidden), (inner, own.hidden), (own.hidden, inner))
             found |= {name: shapes[at % len(shapes)] for at, name in enumerate(own.modules)}
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from preheat.backends.base import Mode
@@ -24,6 +25,11 @@ class PackedAdapter:
     name: str
     digest: str
     packed: Packed
+    source: int | None = None
+
+
+ReadPacked = Callable[[str, str], PackedAdapter]
+"""``read(name, path)``: see :data:`preheat.lora.service.Read`."""
 
 
 def check_mode(settings: Settings, mode: Mode) -> None:
@@ -35,17 +41,28 @@ def check_mode(settings: Settings, mode: Mode) -> None:
         )
 
 
-def open_adapters(settings: Settings, model: LoadedModel) -> Adapters | str:
-    """The adapters that are served from the start, or why there are none. Raises what reading one raises."""
+def adapter_reader(model: LoadedModel) -> ReadPacked:
+    """What reads adapters for ``model``, or a rank's shard, which has places for them."""
     seats = model.adapters
-    if seats is None:
-        return NO_ADAPTERS
+    assert seats is not None, "there are no places for adapters"
 
     def read(name: str, path: str) -> PackedAdapter:
         adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype, experts=seats.adapts_experts)
         return PackedAdapter(name, adapter.digest, seats.pack(adapter.factors))
 
-    adapters = Adapters(read, settings.max_cpu_loras or settings.max_loras)
+    return read
+
+
+def open_adapters(
+    settings: Settings, model: LoadedModel, share: Callable[[ReadPacked], ReadPacked] = lambda read: read
+) -> Adapters | str:
+    """The adapters that are served from the start, or why there are none. ``share`` has all ranks read what one reads.
+    Raises what reading one raises.
+    """
+    seats = model.adapters
+    if seats is None:
+        return NO_ADAPTERS
+    adapters = Adapters(share(adapter_reader(model)), settings.max_cpu_loras or settings.max_loras)
     for module in lora_modules(settings.lora_modules):
         adapter = adapters.serve(module.name, module.path)
         logger.info("Adapter %s from %s: %s", module.name, module.path, adapter.digest)

@@ -33,7 +33,8 @@ Packed = Sequence[Any]
 
 class Seat(NamedTuple):
     """A module of the checkpoint: the number of the layer that has it, as which part, and in which order it has the
-    rows. Scales of adapters are multiplied by ``scale``.
+    rows, of which a rank may have some; ``columns`` are its inputs, None: all. Scales of adapters are multiplied by
+    ``scale``.
     """
 
     layer: int
@@ -42,6 +43,7 @@ class Seat(NamedTuple):
     inputs: int
     outputs: int
     scale: float = 1.0
+    columns: tuple[int, int] | None = None
 
 
 class AdapterSeats:
@@ -69,14 +71,14 @@ class AdapterSeats:
 
     def linear(self, spec: LinearSpec, linear: Linear) -> Linear:
         """``linear``, the layer of ``spec`` without its activation, with places for adapters and the activation."""
-        outputs = [size for _, size in spec.parts]
+        orders, inputs = _orders(spec), spec.stored_inputs or spec.inputs
+        outputs = [size if rows is None else len(rows) for (_, size), rows in zip(spec.parts, orders, strict=True)]
         layer = self._ops.linear(
             linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
-            dtype=self.dtype, activation=spec.activation, clip=spec.clip,
+            dtype=self.dtype, activation=spec.activation, clip=spec.clip, tiles=spec.tiles,
         )  # fmt: skip
-        orders = _orders(spec)
         for part, (name, size) in enumerate(spec.parts):
-            self._seats[name] = Seat(len(self._layers), part, orders[part], spec.inputs, size)
+            self._seats[name] = Seat(len(self._layers), part, orders[part], inputs, size, columns=spec.columns)
         self._layers.append(layer)
         return layer
 
@@ -118,8 +120,9 @@ class AdapterSeats:
         parts: list[dict[int, LowRank]] = [{} for _ in self._layers]
         for name, each in factors.items():
             seat = self._seats[name]
+            a = each.a if seat.columns is None else each.a[:, slice(*seat.columns)]
             b = each.b if seat.order is None else each.b[seat.order]
-            parts[seat.layer][seat.part] = LowRank(each.a, b, each.scale * seat.scale)
+            parts[seat.layer][seat.part] = LowRank(a, b, each.scale * seat.scale)
         return [layer.pack(each) if each else None for layer, each in zip(self._layers, parts, strict=True)]
 
     def load(self, place: int, packed: Packed) -> None:
@@ -158,17 +161,18 @@ class AdapterSeats:
 
 
 def _orders(spec: LinearSpec) -> list[Tensor | None]:
-    """For each part the order in which the layer has its rows; None: as they are stored."""
+    """For each part the order in which the layer has its rows, or those of its rows that a rank has; None: as they are
+    stored.
+    """
     if not spec.order:
         return [None] * len(spec.parts)
-    rows, found, first = torch.cat([torch.arange(*span) for span in spec.order]), list[Tensor | None](), 0
-    for name, size in spec.parts:
-        mine = rows[first : first + size] - first
-        if len(mine) != size or mine.min() < 0 or mine.max() >= size:
+    found: dict[str, list[Tensor]] = {}
+    names = [name for name, _ in spec.parts]
+    for name, rows in spec.pieces():
+        found.setdefault(name, []).append(torch.arange(*rows))
+        if name != names[len(found) - 1]:
             raise SettingsError(f"enable_lora: rows of {name} are among those of another module", param="enable_lora")
-        found.append(mine)
-        first += size
-    return found
+    return [torch.cat(found[name]) for name in names]
 
 
 def check_adapters(settings: Settings, spec: ModelSpec) -> None:
@@ -176,7 +180,6 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
     if not settings.enable_lora:
         return
     reasons: Iterable[tuple[bool, str, str]] = (
-        (sums_leaves(settings), "tensor_parallel_size", "layers that several devices share have no places for them"),
         (settings.quantization == "inc", "quantization", "layers of INC's files have no places for them"),
         (spec.head is None, "runner", "an engine that pools has not tried them"),
     )  # fmt: skip
@@ -194,6 +197,12 @@ def make_seats(settings: Settings, spec: ModelSpec, backend: Backend, dtype: tor
         return None
     if backend.adapters is None:
         raise SettingsError(f"enable_lora: {backend.facts.name} has no kernels for adapters yet", param="enable_lora")
+    if sums_leaves(settings) and not backend.adapters.on_ranks:
+        raise SettingsError(
+            f"enable_lora does not go with tensor_parallel_size or tp_invariant on {backend.facts.name} yet: no kernel "
+            "shrinks in leaves there: leave one of them out",
+            param="tensor_parallel_size",
+        )
     facts = backend.facts
     tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)

@@ -328,7 +328,8 @@ class WeightLoader:
             head = self.linear(spec.head)
         else:
             rows = slice(spec.head.order[0][0], spec.head.order[-1][1])
-            head = self.sharing.row_linear(embedding[rows].clone(), None, spec.head.tiles)
+            own = replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),))
+            head = self.layer_of(own, embedding[rows].clone(), None)
         if self._collective is None:
             return head
         width = head_tile(spec.vocab_size, self._collective.world) * len(spec.head.tiles)
@@ -338,7 +339,10 @@ class WeightLoader:
         """The layer of ``spec``, or of a shard, with these plain weights."""
         if spec.leaves:
             assert self._collective is not None
-            return self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
+            layer = self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
+            return layer if self._seats is None else self._seats.linear(spec, layer)
+        if spec.tiles and self._seats is not None:
+            return self._seats.linear(spec, self.sharing.row_linear(weight, bias, spec.tiles))
         if spec.tiles:
             return self.sharing.row_linear(weight, bias, spec.tiles, activation=spec.activation, clip=spec.clip)
         return self.whole_layer(spec, weight, bias)
@@ -375,10 +379,11 @@ class WeightLoader:
         shared = self.shared(spec.shared) if spec.shared else None
         if self._collective is None:
             experts = self.backend.experts(gate_up, down, routing)
-            experts = experts if self._seats is None else self._seats.experts(spec, experts)
         else:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # others are refused by shard
             experts = self.sharing.leaf_experts(gate_up, down, routing, spec.experts.leaves, self._collective)
+        if self._seats is not None:
+            experts = self._seats.experts(spec, experts)
         return MoeMlp(self.linear(spec.router), experts, shared)
 
     def dense(self, spec: DenseSpec) -> DenseMlp:

@@ -10,6 +10,12 @@ even zero, which would turn -0.0 into 0.0. To any other row ``(x A^T * scale) B^
 3. The layer's own output is rounded to the dtype first, as without adapters; the sum of that and of what is expanded is
    rounded once. Then comes the layer's activation.
 
+Where layers are summed in leaves (:mod:`preheat.ops.leaves`), those that take their inputs by columns shrink in the
+same leaves: the parts are those of a leaf, from its first input on, and what the leaves have is added in the tree. So a
+rank has the columns of ``A`` that belong to its inputs, and sends what its rows shrink to beside the layer's own sums;
+the scale is applied to the root. ``B`` is whole there. Layers that are divided by rows have ``A`` whole, and those rows
+of ``B`` that are theirs.
+
 The table of embeddings gives a token its row; an adapter's first matrix gives it a row, too, which is multiplied by the
 scale and expanded in the same way. So ``x A^T`` is no product there. Rows that are no tokens are left alone.
 
@@ -18,7 +24,8 @@ up reads the expert's input and comes before the activation; what is added to do
 rounded to the dtype, and comes before the row is weighted. Each of the three sums is rounded once.
 
 So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
-adapter, on the place that it has on the device, or on the largest rank that there is room for.
+adapter, on the place that it has on the device, on the largest rank that there is room for, or on the number of ranks
+that share the layers.
 """
 
 from __future__ import annotations
@@ -30,6 +37,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from preheat.ops.leaves import tree_sum
 
 PART = 512
 """Inputs whose products are one sum."""
@@ -49,17 +58,22 @@ class LowRank(NamedTuple):
     scale: float
 
 
-def delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def delta(x: Tensor, a: Tensor, b: Tensor, scale: float, leaves: int = 1) -> Tensor:
     """What is added to rows ``x`` [rows, inputs] of one adapter, ``a`` [rank, inputs] and ``b`` [outputs, rank]: fp32
-    [rows, outputs], a new tensor.
+    [rows, outputs], a new tensor. The inputs are cut into so many ``leaves``.
     """
     more = -len(a) % TILE
     downs, ups = F.pad(a.float(), (0, 0, 0, more)), F.pad(b.float(), (0, more))
-    inputs, expanded = torch.split(x.float(), PART, 1), list[Tensor]()
+    inputs, expanded = x.float().chunk(leaves, 1), list[Tensor]()
     for down, up in zip(torch.split(downs, TILE), torch.split(ups, TILE, 1), strict=True):
-        shrunk = reduce(add, (one @ other.T for one, other in zip(inputs, torch.split(down, PART, 1), strict=True)))
+        shrunk = tree_sum([_in_parts(*each) for each in zip(inputs, down.chunk(leaves, 1), strict=True)])
         expanded.append((shrunk * scale) @ up.T)
     return reduce(add, expanded)
+
+
+def _in_parts(x: Tensor, a: Tensor) -> Tensor:
+    parts = zip(torch.split(x, PART, 1), torch.split(a, PART, 1), strict=True)
+    return reduce(add, (one @ other.T for one, other in parts))
 
 
 def add_delta(y: Tensor, more: Tensor) -> Tensor:

@@ -51,14 +51,19 @@ class _Ring:
 
 
 class Sender(_Ring):
-    """The leader's end."""
+    """The leader's end. Any thread may send; messages of one arrive in its order."""
+
+    def __init__(self, folder: Path, board: Board) -> None:
+        super().__init__(folder, board)
+        self._turn = threading.Lock()
 
     def send(self, message: Any) -> int:
         """Returns the message's number: that of its last slot."""
         data = np.frombuffer(pickle.dumps(message, protocol=5), np.uint8)
-        for start in range(0, len(data), SLOT_BYTES):
-            self._put(data[start : start + SLOT_BYTES], more=start + SLOT_BYTES < len(data))
-        return self._next - 1
+        with self._turn:
+            for start in range(0, len(data), SLOT_BYTES):
+                self._put(data[start : start + SLOT_BYTES], more=start + SLOT_BYTES < len(data))
+            return self._next - 1
 
     def _put(self, data: np.ndarray, more: bool) -> None:
         number = self._next

@@ -27,6 +27,7 @@ from preheat.parallel.ranks import Ranks
 from preheat.parallel.steps import StepWriter
 from preheat.plan.plan import Plan
 from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
+from preheat.schedule.adapters import Loads
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 
@@ -86,6 +87,14 @@ class ParallelExecutor(SharedExecutor):
             logits = super().logits(batch, eager=eager, tap=tap)
         self._seen.add(logits)
         return logits
+
+    def load_adapters(self, loads: Loads) -> None:
+        with self._together("load_adapters", [(place, adapter.source) for place, adapter in loads]):
+            super().load_adapters(loads)
+
+    def clear_adapter(self, place: int) -> None:
+        with self._together("clear_adapter", place):
+            super().clear_adapter(place)
 
     def swap(self, swaps: Swaps) -> None:
         with self._together("swap", swaps):

@@ -13,8 +13,10 @@ from preheat.backends.cold import Counted
 from preheat.errors import SettingsError
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
+from preheat.lora.boot import ReadPacked
 from preheat.model.shard import sums_leaves
 from preheat.ops.leaves import leaves_of
+from preheat.parallel.adapters import SharedReads
 from preheat.parallel.leader import ParallelExecutor, build_parallel
 from preheat.parallel.ranks import Ranks, Start, start_child
 from preheat.plan.plan import Plan
@@ -45,6 +47,10 @@ class Share:
         ranks.on_end(collective.abort)
         shares_draws = collective if backend.facts.asynchronous else None
         return cls(collective, ranks, partial(build_parallel, ranks, shares_draws))
+
+    def reading(self, read: ReadPacked) -> ReadPacked:
+        """As ``read``, on all ranks."""
+        return SharedReads(self.ranks, read) if self.ranks else read
 
     def loaded(self) -> list[int]:
         """Wait until all ranks have loaded their shards: the bytes that each of the others then has free."""

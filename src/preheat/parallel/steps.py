@@ -23,7 +23,7 @@ from preheat.schedule.slots import Slots
 class StepMessage:
     """``words`` are those of the ``pieces`` of the buffers; ``tables`` are rows of the block table, for ``slots``.
     ``same_work``: attention's work is that of the step before. ``prompt_parts`` are the tokens before those whose
-    logprobs are wanted.
+    logprobs are wanted, ``adapters`` the places of rows.
     """
 
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]
@@ -37,6 +37,7 @@ class StepMessage:
     level: Level
     sampled: tuple[np.ndarray, np.ndarray, int]
     prompt_parts: list[PromptPart]
+    adapters: np.ndarray | None
 
 
 class StepWriter:
@@ -66,6 +67,7 @@ class StepWriter:
             level=batch.sampling.level,
             sampled=(batch.sampled_rows, batch.sampled_slots, batch.sampling_size),
             prompt_parts=batch.prompt_parts,
+            adapters=batch.adapters,
         )
 
 
@@ -103,6 +105,7 @@ class StepReader:
             reporting=np.empty(0, np.int64),
             alternatives=np.empty(0, np.int32),
             prompt_parts=message.prompt_parts,
+            adapters=message.adapters,
         )
 
 

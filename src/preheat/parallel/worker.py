@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import threading
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from preheat.limits import Limits
 from preheat.metrics import set_up_logging
 from preheat.model.decoder import Attended
 from preheat.model.loader import LoadedModel, load_model
+from preheat.parallel.adapters import RankAdapters, Source
 from preheat.parallel.channel import Receiver
 from preheat.parallel.executor import SharedExecutor
 from preheat.parallel.leader import LogitDigest, agreed
@@ -46,7 +47,7 @@ class Worker:
     """One rank. Its public methods are what the leader may call; what they return is answered, unless it is None."""
 
     def __init__(self, settings: Settings, cache: Path | None, board: Board, folder: Path) -> None:
-        self._settings, self._cache, self._board = settings, cache, board
+        self._settings, self._cache, self._board, self._folder = settings, cache, board, folder
         self._backend: Backend = pick_backend(settings.device, board.rank)
         self._backend.prepare(settings, cache)
         assert self._backend.sharing is not None  # the leader has checked it
@@ -105,6 +106,15 @@ class Worker:
         tap = (lambda layer, residual: None) if tapped else None
         self._seen.add(self._run.logits(self._reader.batch(message), eager=eager, tap=tap))
 
+    def read_adapter(self, number: int, name: str, path: str, gone: list[int]) -> None:
+        self._read.read(number, name, path, gone)
+
+    def load_adapters(self, loads: list[tuple[int, Source]]) -> None:
+        self._run.load_adapters([(place, self._read.adapter(source)) for place, source in loads])
+
+    def clear_adapter(self, place: int) -> None:
+        self._run.clear_adapter(place)
+
     def swap(self, swaps: Swaps) -> None:
         self._run.swap(swaps)
 
@@ -128,6 +138,10 @@ class Worker:
         self._cold = ColdSources(self._backend)
         self._cold.taken()
         return True
+
+    @cached_property
+    def _read(self) -> RankAdapters:
+        return RankAdapters(self._model, self._folder, self._board.rank)
 
     @property
     def _run(self) -> Executor:

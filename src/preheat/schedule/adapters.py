@@ -16,12 +16,16 @@ BASE = ""
 
 
 class Adapter(Protocol):
-    """An adapter on the host, ``packed`` as a place holds it; equal ``digest``, equal numbers."""
+    """An adapter on the host, ``packed`` as a place holds it; equal ``digest``, equal numbers. ``source`` is what other
+    ranks know it by; None: there are none.
+    """
 
     @property
     def digest(self) -> str: ...
     @property
     def packed(self) -> Any: ...
+    @property
+    def source(self) -> Any: ...
 
 
 Loads = list[tuple[int, Adapter]]

@@ -14,7 +14,7 @@ from preheat.errors import AdapterError, SettingsError
 if TYPE_CHECKING:
     from preheat.settings import Settings
 
-FULLY_SHARDED = "the layers of adapters are not shared by several devices"
+FULLY_SHARDED = "a rank's share of a tile of 16 ranks would be another product, whose bits are not proven equal"
 
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -6,7 +6,6 @@ same at every boot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,39 +13,12 @@ import torch
 from torch import Tensor
 
 from preheat.errors import CheckFailed, NotInvariant
-from preheat.model.adapters import AdapterSeats, Packed
-from preheat.ops.lora import LowRank
+from preheat.lora.random import random_adapter
 from preheat.schedule.slots import NO_ADAPTER
 from preheat.verify.check_runner import CheckRunner, Row
 
 LONGEST = 37
 """Tokens of the context, at most."""
-
-SMALL_RANK = 5
-
-
-@dataclass(frozen=True)
-class RandomAdapter:
-    """See :class:`preheat.schedule.adapters.Adapter`."""
-
-    name: str
-    digest: str
-    packed: Packed
-
-
-def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
-    """Random matrices for every module: those of adapter 0 have the largest rank, others a small one."""
-    generator = torch.Generator().manual_seed(number)
-    rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
-    factors = {
-        name: LowRank(
-            torch.randn(rank, inputs, generator=generator) * inputs**-0.5,
-            torch.randn(outputs, rank, generator=generator) * rank**-0.5,
-            1.0 + number,
-        )
-        for name, (outputs, inputs) in seats.modules.items()
-    }
-    return RandomAdapter(f"random {number}", f"random {number}", seats.pack(factors))
 
 
 class _Beside(NamedTuple):
@@ -79,7 +51,7 @@ class AdapterCheck:
                 self._load(0, number)
                 self._expected.insert(0, self._logits(0))
             self._expected.append(self._logits(NO_ADAPTER))
-            self._seats.clear(0)
+            self._runner.executor.clear_adapter(0)
         return torch.stack(self._expected)
 
     def run(self) -> int:
@@ -96,7 +68,7 @@ class AdapterCheck:
                 count += 1
         finally:
             for place in range(self._seats.places):
-                self._seats.clear(place)
+                self._runner.executor.clear_adapter(place)
         return count
 
     def _ways(self, first: Tensor, second: Tensor, base: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -132,8 +104,7 @@ class AdapterCheck:
                 yield company
 
     def _load(self, place: int, number: int) -> None:
-        with torch.inference_mode():
-            self._seats.load(place, self._adapters[number].packed)
+        self._runner.executor.load_adapters([(place, self._adapters[number])])
 
     def _logits(self, place: int, company: Sequence[_Beside] = (), *, before: bool = False) -> Tensor:
         """Of the context in one step, with the adapter in ``place``."""

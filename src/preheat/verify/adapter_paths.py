@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from preheat.core import SamplingParams
-from preheat.verify.adapter_check import random_adapter
+from preheat.lora.random import random_adapter
 from preheat.verify.compare import PathResult, Seen, compare
 from preheat.verify.drive import Engine, in_groups
 from preheat.verify.prompts import Prompt

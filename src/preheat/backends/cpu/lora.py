@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +20,11 @@ from torch import Tensor
 from preheat.backends.base import AdapterStep, Experts, ExpertsSize, Linear
 from preheat.backends.cpu.linear import finished
 from preheat.backends.cpu.moe import CpuExperts, padded
+from preheat.backends.shards import LeafLinear
 from preheat.errors import NotInvariant
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
+from preheat.ops.leaves import tree_sum
 from preheat.ops.lora import PART, TILE, LowRank, add_delta
 from preheat.ops.moe import combine, route, visits
 from preheat.ops.proof import noise, signed_pairs
@@ -65,6 +67,8 @@ class CpuAdapterRows:
 class CpuAdapters:
     """See :class:`preheat.backends.base.AdapterOps`."""
 
+    on_ranks = True
+
     def rows(self, tokens: int, places: int) -> CpuAdapterRows:
         return CpuAdapterRows()
 
@@ -80,8 +84,15 @@ class CpuAdapters:
         dtype: torch.dtype,
         activation: Activation | None,
         clip: float | None,
-    ) -> AdaptedLinear:
-        parts = [LinearFactors(inputs, size, places, max_rank) for size in outputs]
+        tiles: Sequence[int] = (),
+    ) -> AdaptedLinear | AdaptedLeafLinear:
+        if isinstance(linear, LeafLinear):
+            (size,) = outputs
+            return AdaptedLeafLinear(linear, LinearFactors(inputs, size, places, max_rank, leaves=linear.leaves), rows)
+        cuts = tiles_of(outputs, tiles)
+        parts = [
+            LinearFactors(inputs, size, places, max_rank, tiles=cut) for size, cut in zip(outputs, cuts, strict=True)
+        ]
         return AdaptedLinear(linear, parts, rows, activation, clip)
 
     def embedding(
@@ -165,6 +176,41 @@ class AdaptedLinear(Places):
         add_parts(y, x, self._parts, place, rows)
 
 
+class AdaptedLeafLinear(Places):
+    """``inner``, whose inputs ranks share, then what the adapters of its rows add. What their inputs shrink to on each
+    rank travels with the layer's own sums.
+    """
+
+    def __init__(self, inner: LeafLinear, factors: Factors, rows: CpuAdapterRows) -> None:
+        super().__init__([factors], rows)
+        self.inner, self._factors = inner, factors
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor, the same on all ranks."""
+        factors = self._factors
+        groups = [group for group in self._rows.groups if factors.has(group.place)]
+        if not groups:
+            return self.inner(x)
+        shrunk = [factors.shrink(x.index_select(0, rows).float(), place) for place, rows in groups]
+        y, shrunk = self.inner.with_others(x, shrunk)
+        for (place, rows), each in zip(groups, shrunk, strict=True):
+            y[rows] = add_delta(y[rows], factors.expand(each, place))
+        return y
+
+
+def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]]:
+    """For parts of so many ``outputs`` each, one after the other, those of the ``tiles`` that lie in it; without any,
+    the part itself.
+    """
+    left = list(tiles or outputs)[::-1]
+    for size in outputs:
+        mine = [left.pop()]
+        while sum(mine) < size:
+            mine.append(left.pop())
+        assert sum(mine) == size, "a tile has rows of two parts"
+        yield mine
+
+
 def add_parts(y: Tensor, x: Tensor, parts: Sequence[Factors], place: int, rows: Tensor) -> None:
     """Add to ``rows`` of ``y`` [all rows, outputs of all parts], in place, what the adapter in ``place`` makes of
     theirs of ``x`` [all rows, inputs].
@@ -218,15 +264,16 @@ class AdaptedExperts(Places):
 
 class Factors(ABC):
     """Both matrices of the adapters in all ``places``, for one part of a module: fp32, the first as a subclass lays it
-    out, tile by tile of the ranks, the second [places, tiles, outputs, TILE]. ``_tiles`` of them are in use.
+    out, tile by tile of the ranks, the second [places, tiles, outputs, TILE]. ``_tiles`` of them are in use. The
+    outputs of each size in ``cut`` are one product, by default all of them.
     """
 
-    def __init__(self, outputs: int, places: int, max_rank: int, *tile: int) -> None:
-        self.outputs, tiles = outputs, -(-max_rank // TILE)
+    def __init__(self, outputs: int, places: int, max_rank: int, *tile: int, cut: Sequence[int] = ()) -> None:
+        self.outputs, self._cut, tiles = outputs, list(cut or [outputs]), -(-max_rank // TILE)
         self._a = torch.zeros(places, tiles, *tile)
         self._b = torch.zeros(places, tiles, outputs, TILE)
         self._scale, self._tiles = [0.0] * places, [0] * places
-        self._expanded = rows_at_once(TILE, outputs, torch.get_num_threads())
+        self._expanded = {size: rows_at_once(TILE, size, torch.get_num_threads()) for size in self._cut}
 
     @property
     def bytes(self) -> int:
@@ -247,13 +294,26 @@ class Factors(ABC):
         """Leave the part alone for rows of ``place``."""
         self._tiles[place] = 0
 
+    def has(self, place: int) -> bool:
+        """Whether the adapter in ``place`` adds anything."""
+        return self._tiles[place] > 0
+
     def delta(self, x: Tensor, place: int) -> Tensor | None:
         """What is added to rows ``x``; None: nothing is."""
-        total: Tensor | None = None
-        for tile, shrunk in enumerate(self._shrink(x, self._a[place, : self._tiles[place]])):
-            expanded = product(shrunk * self._scale[place], self._b[place, tile], self._expanded)
-            total = expanded if total is None else total.add_(expanded)
-        return total
+        return self.expand(self.shrink(x, place), place) if self.has(place) else None
+
+    def shrink(self, x: Tensor, place: int) -> Tensor:
+        """What rows ``x`` shrink to: fp32 [tiles in use, rows, TILE], not scaled."""
+        return torch.stack(list(self._shrink(x, self._a[place, : self._tiles[place]])))
+
+    def expand(self, shrunk: Tensor, place: int) -> Tensor:
+        """What is added to rows that ``shrunk`` to this."""
+        given, scale = zip(shrunk, self._b[place], strict=False), self._scale[place]
+        return functools.reduce(Tensor.add_, (self._expand(one * scale, b) for one, b in given))
+
+    def _expand(self, shrunk: Tensor, b: Tensor) -> Tensor:
+        tiles = [product(shrunk, each, self._expanded[len(each)]) for each in torch.split(b, self._cut)]
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
 
     @abstractmethod
     def _first(self, a: Tensor) -> Tensor:
@@ -266,27 +326,39 @@ class Factors(ABC):
 
 class LinearFactors(Factors):
     """Of a linear layer, whose rows are fp32 [rows, inputs]: the first matrix [places, tiles, parts of the inputs,
-    TILE, inputs of a part].
+    TILE, inputs of a part]. Inputs are in ``leaves``, by default one; each leaf has the same number of parts.
     """
 
-    def __init__(self, inputs: int, outputs: int, places: int, max_rank: int) -> None:
-        self._width = min(inputs, PART)
-        self._count = -(-inputs // self._width)
-        super().__init__(outputs, places, max_rank, self._count, TILE, self._width)
+    def __init__(
+        self, inputs: int, outputs: int, places: int, max_rank: int, *, leaves: int = 1, tiles: Sequence[int] = ()
+    ) -> None:
+        self._leaf = inputs // leaves
+        self._width = min(self._leaf, PART)
+        self._parts = -(-self._leaf // self._width)
+        self._leaves = range(0, leaves * self._parts, self._parts)
+        super().__init__(outputs, places, max_rank, leaves * self._parts, TILE, self._width, cut=tiles)
         self._shrunk = rows_at_once(self._width, TILE, torch.get_num_threads())
 
     def _first(self, a: Tensor) -> Tensor:
-        more = self._count * self._width - a.shape[1], -len(a) % TILE
-        padded = F.pad(a, (0, more[0], 0, more[1]))
-        return padded.view(-1, TILE, self._count, self._width).transpose(1, 2)
+        parts = torch.stack(self._inputs(F.pad(a, (0, 0, 0, -len(a) % TILE))), 1)
+        return parts.view(-1, TILE, parts.shape[1], self._width).transpose(1, 2)
 
     def _shrink(self, x: Tensor, a: Tensor) -> Iterable[Tensor]:
-        inputs = torch.split(F.pad(x, (0, self._count * self._width - x.shape[1])), self._width, 1)
-        for tile in a:
-            shrunk = product(inputs[0], tile[0], self._shrunk)
-            for part, more in enumerate(inputs[1:], 1):
-                shrunk += product(more, tile[part], self._shrunk)
-            yield shrunk
+        inputs = self._inputs(x)
+        return (tree_sum([self._leaf_sum(inputs, tile, first) for first in self._leaves]) for tile in a)
+
+    def _leaf_sum(self, inputs: Sequence[Tensor], a: Tensor, first: int) -> Tensor:
+        """The sum of the parts of a leaf, of which ``first`` is the first."""
+        leaf = product(inputs[first], a[first], self._shrunk)
+        for part in range(first + 1, first + self._parts):
+            leaf += product(inputs[part], a[part], self._shrunk)
+        return leaf
+
+    def _inputs(self, x: Tensor) -> list[Tensor]:
+        """The columns of each part, filled up with zeros."""
+        more = self._parts * self._width - self._leaf
+        leaves = (F.pad(leaf, (0, more)) for leaf in torch.split(x, self._leaf, 1))
+        return [part for leaf in leaves for part in torch.split(leaf, self._width, 1)]
 
 
 class TokenFactors(Factors):

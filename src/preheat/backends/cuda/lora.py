@@ -198,6 +198,8 @@ class CudaAdapterRows:
 class CudaAdapters:
     """See :class:`preheat.backends.base.AdapterOps`."""
 
+    on_ranks = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -216,6 +218,7 @@ class CudaAdapters:
         dtype: torch.dtype,
         activation: Activation | None,
         clip: float | None,
+        tiles: Sequence[int] = (),
     ) -> AdaptedLinear:
         assert isinstance(linear, CudaLinear)
         assert len(outputs) <= MOST_PARTS

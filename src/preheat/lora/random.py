@@ -1,0 +1,44 @@
+"""Random adapters, the same at every boot and on every rank: what checks and ``preheat verify`` need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from preheat.model.adapters import AdapterSeats, Packed
+from preheat.ops.lora import LowRank
+
+SMALL_RANK = 5
+
+
+class RandomSource(NamedTuple):
+    """What other ranks make a random adapter of."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RandomAdapter:
+    """See :class:`preheat.schedule.adapters.Adapter`."""
+
+    name: str
+    digest: str
+    packed: Packed
+    source: RandomSource
+
+
+def random_adapter(seats: AdapterSeats, number: int) -> RandomAdapter:
+    """Random matrices for every module: those of adapter 0 have the largest rank, others a small one."""
+    generator = torch.Generator().manual_seed(number)
+    rank = seats.max_rank if number == 0 else min(SMALL_RANK + number, seats.max_rank)
+    factors = {
+        name: LowRank(
+            torch.randn(rank, inputs, generator=generator) * inputs**-0.5,
+            torch.randn(outputs, rank, generator=generator) * rank**-0.5,
+            1.0 + number,
+        )
+        for name, (outputs, inputs) in seats.modules.items()
+    }
+    return RandomAdapter(f"random {number}", f"random {number}", seats.pack(factors), RandomSource(number))

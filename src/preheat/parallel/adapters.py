@@ -1,0 +1,120 @@
+"""Adapters on all ranks. Each reads an adapter's files itself and packs its own part, in a thread beside its steps.
+
+The leader numbers what it reads, and tells the others to read it as well. It takes an adapter for read when all of them
+have, and have the same digest. Whatever is put into a place is told between two steps, in their order, by that number;
+what the leader has forgotten, the others forget with the next message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from preheat.errors import AdapterError, PreheatError, WireError
+from preheat.lora.boot import PackedAdapter, adapter_reader
+from preheat.lora.random import RandomSource, random_adapter
+from preheat.model.adapters import AdapterSeats
+from preheat.model.loader import LoadedModel
+from preheat.parallel.channel import wait
+from preheat.parallel.ranks import Ranks
+from preheat.schedule.adapters import Adapter
+
+Source = int | RandomSource
+"""What the ranks know an adapter by: the number of its reading, or how it is made."""
+
+
+class SharedReads:
+    """As ``read``, on all of the ``ranks``."""
+
+    def __init__(self, ranks: Ranks, read: Callable[[str, str], PackedAdapter]) -> None:
+        self._ranks, self._read, self._numbers = ranks, read, itertools.count(1)
+        self._gone: list[int] = []
+
+    def __call__(self, name: str, path: str) -> PackedAdapter:
+        number, gone = next(self._numbers), list[int]()
+        while self._gone:
+            gone.append(self._gone.pop())
+        self._ranks.tell("read_adapter", number, name, path, gone)
+        mine = _outcome(lambda: self._read(name, path))
+        theirs = [self._answer(number, rank) for rank in range(1, self._ranks.world)]
+        try:
+            return self._agreed(number, mine, theirs, f"adapter {name!r} in {path}")
+        except PreheatError:
+            self._gone.append(number)
+            raise
+
+    def _agreed(
+        self, number: int, mine: PackedAdapter | PreheatError, theirs: list[str | PreheatError], what: str
+    ) -> PackedAdapter:
+        if isinstance(mine, PreheatError):
+            raise mine
+        for rank, digest in enumerate(theirs, 1):
+            if isinstance(digest, PreheatError):
+                raise AdapterError(f"rank {rank}: {digest}", param="lora_path")
+            if digest != mine.digest:
+                why = "it was written to while the ranks read it: load it again"
+                raise AdapterError(f"{what}: {why}", param="lora_path")
+        shared = replace(mine, source=number)
+        weakref.finalize(shared, self._gone.append, number).atexit = False
+        return shared
+
+    def _answer(self, number: int, rank: int) -> str | PreheatError:
+        path = answer_path(self._ranks.folder, number, rank)
+        wait(path.exists, self._ranks.board.check)
+        answer: str | WireError = pickle.loads(path.read_bytes())
+        path.unlink()
+        return answer.restore() if isinstance(answer, WireError) else answer
+
+
+class RankAdapters:
+    """What another ``rank`` than the leader has read for its ``model``; it answers in the leader's ``folder``."""
+
+    def __init__(self, model: LoadedModel, folder: Path, rank: int) -> None:
+        assert model.adapters is not None, "there are no places for adapters"
+        self._seats: AdapterSeats = model.adapters
+        self._read, self._folder, self._rank = adapter_reader(model), folder, rank
+        self._threads = ThreadPoolExecutor(1, "adapters")
+        self._known: dict[Source, Future[PackedAdapter | PreheatError]] = {}
+
+    def read(self, number: int, name: str, path: str, gone: list[int]) -> None:
+        """Begin to read; forget what is ``gone``."""
+        for each in gone:
+            del self._known[each]
+        self._known[number] = self._threads.submit(self._answer, number, name, path)
+
+    def adapter(self, source: Source) -> Adapter:
+        """What the leader puts into a place."""
+        if isinstance(source, RandomSource):
+            return random_adapter(self._seats, source.number)
+        found = self._known[source].result()
+        assert not isinstance(found, PreheatError), "the leader takes what all ranks have read"
+        return found
+
+    def _answer(self, number: int, name: str, path: str) -> PackedAdapter | PreheatError:
+        found = _outcome(lambda: self._read(name, path))
+        answer = WireError.of(found) if isinstance(found, PreheatError) else found.digest
+        place = answer_path(self._folder, number, self._rank)
+        unseen = place.with_suffix(".part")
+        unseen.write_bytes(pickle.dumps(answer))
+        os.replace(unseen, place)
+        return found
+
+
+def answer_path(folder: Path, number: int, rank: int) -> Path:
+    """Where ``rank`` says what became of a reading."""
+    return folder / f"adapter-{number}-{rank}"
+
+
+def _outcome(read: Callable[[], PackedAdapter]) -> PackedAdapter | PreheatError:
+    try:
+        return read()
+    except PreheatError as error:
+        return error
+    except Exception as error:
+        return PreheatError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,200 @@
+"""Adapters on ranks that share the layers: one, two and four have the same bits, and they are PEFT's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.common.adapter import write_adapter
+from preheat.backends.base import Collective
+from preheat.backends.cpu import lora
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.linear import OneDnnLinear
+from preheat.backends.cpu.lora import CpuAdapters, LinearFactors
+from preheat.backends.shards import LeafLinear
+from preheat.core import LoadAdapter, UnloadAdapter
+from preheat.errors import SettingsError
+from preheat.lora.adapter import expert_modules, read_adapter
+from preheat.model.adapters import AdapterSeats
+from preheat.model.decoder import Decoder
+from preheat.model.families import read_spec
+from preheat.model.files import read_config
+from preheat.model.loader import load_weights
+from preheat.model.shard import shard
+from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.proof import noise
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.test_lora import ADAPTERS, ALL, alone, engine, prompts, reference, save_adapter, send
+from tests.cpu.test_model_families import logits_of, random_tokens
+from tests.cpu.test_tensor_parallel import on_ranks, same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+]
+TOKENS = 24
+MIXED = np.array([0, 1, -1] * (TOKENS // 3), np.int32)
+TARGETS: dict[str, list[str]] = {
+    "llama": [*ALL, "lm_head"],
+    "llama with biases": ALL,
+    "llama tied": ALL,
+    "phi3": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"],
+    "qwen2 moe": ["q_proj", "o_proj", "shared_expert.down_proj"],
+}
+
+
+def logits_on(collective: Collective, model: Path, adapters: list[Path], places: np.ndarray) -> Tensor:
+    """With rows of all ``adapters`` and of none."""
+    spec = read_spec(read_config(model))
+    mine = shard(spec, collective.rank, collective.world)
+    seats = AdapterSeats(CpuAdapters(), len(adapters), 24, torch.float32, TOKENS)
+    weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, seats=seats)
+    for place, folder in enumerate(adapters):
+        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, 24, torch.float32).factors))
+    seats.describe(0, "tokens", places)
+    seats.use("tokens")
+    return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
+
+
+def on_sizes(model: Path, adapters: list[Path], folder: Path, places: np.ndarray) -> list[Tensor]:
+    found = []
+    for world in (1, 2, 4):
+        ranks = on_ranks(world, folder / str(world), lambda c: logits_on(c, model, adapters, places))
+        assert same(ranks)
+        found.append(ranks[0])
+    return found
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def saved(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    save_checkpoint(MODELS[request.param], folder / "base")
+    for number, rank in enumerate((5, 21)):
+        config = {"r": rank, "lora_alpha": 9, "target_modules": TARGETS[request.param]}
+        save_adapter(folder / "base", folder / str(number), config, seed=number)
+    return folder
+
+
+def test_bits_do_not_depend_on_the_number_of_ranks(saved, tmp_path):
+    adapters = [saved / "0", saved / "1"]
+    mixed = on_sizes(saved / "base", adapters, tmp_path / "mixed", MIXED)
+    assert same(mixed)
+    none = on_sizes(saved / "base", adapters, tmp_path / "none", np.full(TOKENS, -1, np.int32))
+    assert same(none) and not torch.equal(none[0], mixed[0])
+
+
+def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
+    whose = np.zeros(TOKENS, np.int32)
+    found = on_ranks(2, tmp_path / "ranks", lambda c: logits_on(c, saved / "base", [saved / "1"], whose))
+    with torch.inference_mode():
+        expected = reference(saved / "base", saved / "1")(random_tokens(TOKENS)[None]).logits[0]
+    torch.testing.assert_close(found[0], expected, atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"tp_invariant": True}])
+def test_a_backend_without_kernels_for_ranks_refuses(folder, size, monkeypatch):
+    monkeypatch.setattr(CpuAdapters, "on_ranks", False)
+    with pytest.raises(SettingsError, match="no kernel shrinks in leaves there"):
+        engine(folder, [], **size)
+
+
+def test_adapters_of_experts_are_refused_when_they_are_read(tmp_path):
+    save_checkpoint(MODELS["mixtral"], tmp_path / "base")
+    spec = read_spec(read_config(tmp_path / "base"))
+    expert, shape = next(iter(expert_modules(spec).items()))
+    write_adapter(tmp_path / "own", {expert: shape}, rank=4, seed=0)
+    own = engine(tmp_path, [], tp_invariant=True)
+    (report,) = send(own, LoadAdapter("own", str(tmp_path / "own")))
+    assert report.error and "adapters of experts are not served" in report.error.message
+
+
+INPUTS, OUTPUTS, ROWS = 4 * 1100, 40, 19
+
+
+def added(collective: Collective) -> Tensor:
+    """What a layer with leaves of several parts gives, of one adapter."""
+    part = INPUTS // collective.world
+    mine = slice(collective.rank * part, (collective.rank + 1) * part)
+    weight, bias, a = noise(OUTPUTS, INPUTS) / 60, noise(OUTPUTS, seed=4), noise(23, INPUTS, seed=1) / 60
+    base = LeafLinear(OneDnnLinear, weight[:, mine].contiguous(), bias, 4 // collective.world, collective)
+    rows = CpuAdapters().rows(32, 2)
+    layer = CpuAdapters().linear(
+        base, part, [OUTPUTS], rows, places=2, max_rank=40, dtype=torch.float32, activation=None, clip=None
+    )
+    layer.write(1, layer.pack({0: LowRank(a[:, mine], noise(OUTPUTS, 23, seed=2), 0.37)}))
+    rows.describe(0, "tokens", np.array([1, -1] * ROWS, np.int32)[:ROWS])
+    rows.use("tokens")
+    return layer(noise(ROWS, INPUTS, seed=5)[:, mine].contiguous())
+
+
+def on_worlds(folder: Path) -> list[Tensor]:
+    return [on_ranks(world, folder / str(world), added)[0] for world in (1, 2, 4)]
+
+
+def test_what_is_added_is_the_references(tmp_path):
+    found = on_worlds(tmp_path)
+    assert same(found)
+    x, weight = noise(ROWS, INPUTS, seed=5), noise(OUTPUTS, INPUTS) / 60
+    a, b = noise(23, INPUTS, seed=1) / 60, noise(OUTPUTS, 23, seed=2)
+    base = x @ weight.T + noise(OUTPUTS, seed=4)
+    torch.testing.assert_close(found[0][::2], add_delta(base, delta(x, a, b, 0.37, 4))[::2], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found[0][1::2], base[1::2], atol=1e-4, rtol=1e-5)
+
+
+def in_a_row(patch):
+    """A rank adds its leaves from the first to the last."""
+    patch.setattr(lora, "tree_sum", lambda sums: sum(sums[1:], sums[0]))
+
+
+def parts_of_the_rank(patch):
+    """Parts are cut from a rank's first input on, not from each leaf's."""
+    right = LinearFactors.__init__
+
+    def made(self: LinearFactors, *sizes: int, **more: Any) -> None:
+        right(self, *sizes, **{**more, "leaves": 1})
+
+    patch.setattr(LinearFactors, "__init__", made)
+
+
+@pytest.mark.parametrize("plant", [in_a_row, parts_of_the_rank])
+def test_controls(plant, tmp_path, monkeypatch):
+    plant(monkeypatch)
+    assert not same(on_worlds(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("lora")
+    save_checkpoint(MODELS["llama with biases"], made / "base")
+    for number, name in enumerate(("all", "qv")):
+        save_adapter(made / "base", made / name, ADAPTERS[name], seed=number)
+    return made
+
+
+def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
+    """Two adapters take turns in one place; digests are of random ones in all modules."""
+    asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
+    for size in (1, 2, 4):
+        own = engine(
+            folder, ["all"], max_loras=1, max_cpu_loras=1, tensor_parallel_size=size, tp_invariant=True, num_threads=1,
+            boot_check="quick", skip_warmup=False, max_num_seqs=4, max_num_batched_tokens=64,
+            determinism_warmup_iterations=0,
+        )  # fmt: skip
+        try:
+            (missing,) = send(own, LoadAdapter("x", str(folder / "nothing")))
+            assert missing.error and missing.error.name == "AdapterError"
+            assert send(own, LoadAdapter("qv", str(folder / "qv")))[0].error is None
+            seen.append(alone(own, asked))
+            assert own.run(asked) == seen[-1]
+            assert send(own, UnloadAdapter("qv"))[0].error is None
+            digests.append(own.loop.listener.record.proof.digest)
+        finally:
+            if size > 1:
+                own.loop.executor.ranks.close()
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(digests)) == 1
