@@ -18,7 +18,6 @@ from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.backends.cpu.lora import CpuAdapters, LinearFactors
 from preheat.backends.shards import LeafLinear
 from preheat.core import LoadAdapter, UnloadAdapter
-from preheat.errors import SettingsError
 from preheat.lora.adapter import expert_modules, read_adapter
 from preheat.model.adapters import AdapterSeats
 from preheat.model.decoder import Decoder
@@ -94,13 +93,6 @@ def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
     with torch.inference_mode():
         expected = reference(saved / "base", saved / "1")(random_tokens(TOKENS)[None]).logits[0]
     torch.testing.assert_close(found[0], expected, atol=5e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"tp_invariant": True}])
-def test_a_backend_without_kernels_for_ranks_refuses(folder, size, monkeypatch):
-    monkeypatch.setattr(CpuAdapters, "on_ranks", False)
-    with pytest.raises(SettingsError, match="no kernel shrinks in leaves there"):
-        engine(folder, [], **size)
 
 
 def test_adapters_of_experts_are_refused_when_they_are_read(tmp_path):

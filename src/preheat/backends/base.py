@@ -218,9 +218,7 @@ class AdaptedExperts(Adapted, Experts, Protocol):
 
 
 class AdapterOps(Protocol):
-    """The operations of adapters. ``on_ranks``: :meth:`linear` takes the layers of :class:`Sharing`, too."""
-
-    on_ranks: bool
+    """The operations of adapters."""
 
     def rows(self, tokens: int, places: int) -> AdapterRows:
         """For steps of at most so many tokens, and adapters in so many places."""

@@ -21,7 +21,6 @@ from preheat.backends.base import (
     StepInputs,
 )
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.model.shard import sums_leaves
 from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec, MoeSpec
 from preheat.ops.embedding import rounded
 from preheat.ops.lora import LowRank
@@ -197,12 +196,6 @@ def make_seats(settings: Settings, spec: ModelSpec, backend: Backend, dtype: tor
         return None
     if backend.adapters is None:
         raise SettingsError(f"enable_lora: {backend.facts.name} has no kernels for adapters yet", param="enable_lora")
-    if sums_leaves(settings) and not backend.adapters.on_ranks:
-        raise SettingsError(
-            f"enable_lora does not go with tensor_parallel_size or tp_invariant on {backend.facts.name} yet: no kernel "
-            "shrinks in leaves there: leave one of them out",
-            param="tensor_parallel_size",
-        )
     facts = backend.facts
     tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)

@@ -67,8 +67,6 @@ class CpuAdapterRows:
 class CpuAdapters:
     """See :class:`preheat.backends.base.AdapterOps`."""
 
-    on_ranks = True
-
     def rows(self, tokens: int, places: int) -> CpuAdapterRows:
         return CpuAdapterRows()
 
