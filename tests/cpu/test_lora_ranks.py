@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
 ]
-TOKENS = 24
+TOKENS, MAX_RANK = 24, 70  # five tiles of ranks
 MIXED = np.array([0, 1, -1] * (TOKENS // 3), np.int32)
 TARGETS: dict[str, list[str]] = {
     "llama": [*ALL, "lm_head"],
@@ -47,14 +47,17 @@ TARGETS: dict[str, list[str]] = {
 }
 
 
-def logits_on(collective: Collective, model: Path, adapters: list[Path], places: np.ndarray) -> Tensor:
-    """With rows of all ``adapters`` and of none."""
+def logits_on(
+    collective: Collective, model: Path, adapters: list[Path], places: np.ndarray, divided: bool = False
+) -> Tensor:
+    """With rows of all ``adapters`` and of none, whose first matrices are all ``divided`` or only those of columns."""
     spec = read_spec(read_config(model))
     mine = shard(spec, collective.rank, collective.world)
-    seats = AdapterSeats(CpuAdapters(), len(adapters), 24, torch.float32, TOKENS)
+    among = collective if divided else None
+    seats = AdapterSeats(CpuAdapters(), len(adapters), MAX_RANK, torch.float32, TOKENS, among=among)
     weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, seats=seats)
     for place, folder in enumerate(adapters):
-        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, 24, torch.float32).factors))
+        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors))
     seats.describe(0, "tokens", places)
     seats.use("tokens")
     return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
@@ -73,7 +76,7 @@ def on_sizes(model: Path, adapters: list[Path], folder: Path, places: np.ndarray
 def saved(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     save_checkpoint(MODELS[request.param], folder / "base")
-    for number, rank in enumerate((5, 21)):
+    for number, rank in enumerate((5, 69)):
         config = {"r": rank, "lora_alpha": 9, "target_modules": TARGETS[request.param]}
         save_adapter(folder / "base", folder / str(number), config, seed=number)
     return folder
@@ -85,6 +88,34 @@ def test_bits_do_not_depend_on_the_number_of_ranks(saved, tmp_path):
     assert same(mixed)
     none = on_sizes(saved / "base", adapters, tmp_path / "none", np.full(TOKENS, -1, np.int32))
     assert same(none) and not torch.equal(none[0], mixed[0])
+    assert same([mixed[0], *fully_sharded(saved, tmp_path)])
+
+
+def fully_sharded(saved: Path, folder: Path) -> list[Tensor]:
+    adapters, found = [saved / "0", saved / "1"], []
+    for world in (2, 4):
+        own = folder / f"fully {world}"
+        found += on_ranks(world, own, lambda c: logits_on(c, saved / "base", adapters, MIXED, divided=True))
+    return found
+
+
+def test_tiles_in_the_order_of_ranks_have_other_bits(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(lora, "in_order", lambda shrunk: shrunk.flatten(0, 1))
+    (one,) = on_ranks(1, tmp_path / "1", lambda c: logits_on(c, saved / "base", [saved / "0", saved / "1"], MIXED))
+    assert not any(torch.equal(each, one) for each in fully_sharded(saved, tmp_path))
+
+
+def test_a_rank_holds_its_tiles_of_the_first_matrix_alone(saved, tmp_path):
+    def held(collective: Collective, divided: bool) -> Tensor:
+        spec = read_spec(read_config(saved / "base"))
+        among = collective if divided else None
+        seats = AdapterSeats(CpuAdapters(), 1, 64, torch.float32, TOKENS, among=among)
+        load_weights(spec, saved / "base", torch.float32, CpuBackend(), collective=collective, seats=seats)
+        return torch.tensor(seats.bytes)
+
+    for world in (2, 4):
+        whole, part = (on_ranks(world, tmp_path / f"{world} {d}", lambda c, d=d: held(c, d)) for d in (False, True))
+        assert all(mine < all_of_it for mine, all_of_it in zip(part, whole, strict=True))
 
 
 def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):

@@ -236,11 +236,14 @@ class AdapterOps(Protocol):
         activation: Activation | None,
         clip: float | None,
         tiles: Sequence[int] = (),
+        among: Collective | None = None,
     ) -> AdaptedLinear:
         """``linear``, which has no activation, with ``places`` for adapters of ``max_rank`` at most. Its outputs are
         those of several parts, stacked, to each of which an adapter has matrices of its own, whose numbers are of
         ``dtype`` and stay what they are. ``rows`` is what :meth:`rows` gave. A ``linear`` of :class:`Sharing` has the
         ``tiles`` that :meth:`Sharing.row_linear` was given, or leaves; then the ``inputs`` are those of this rank.
+        The ranks that the layer's outputs are divided ``among`` may divide the first matrices, too: tile t of ranks is
+        on rank t % world.
         """
 
     def embedding(

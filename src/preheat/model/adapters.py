@@ -15,6 +15,7 @@ from preheat.backends.base import (
     AdapterOps,
     AdapterStep,
     Backend,
+    Collective,
     Experts,
     ExpertsSize,
     Linear,
@@ -47,10 +48,21 @@ class Seat(NamedTuple):
 
 class AdapterSeats:
     """All places of a model: ``places`` adapters of rank ``max_rank`` at most, in ``dtype``, for steps of at most so
-    many ``tokens``. The loader asks :meth:`linear` for each layer.
+    many ``tokens``. The loader asks :meth:`linear` for each layer. In layers that ranks divide by rows, the first
+    matrices are divided ``among`` them, too.
     """
 
-    def __init__(self, ops: AdapterOps, places: int, max_rank: int, dtype: torch.dtype, tokens: int) -> None:
+    def __init__(
+        self,
+        ops: AdapterOps,
+        places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        tokens: int,
+        *,
+        among: Collective | None = None,
+    ) -> None:
+        self._among = among
         self._ops, self.places, self.max_rank, self.dtype = ops, places, max_rank, dtype
         self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
         self._layers: list[Adapted] = []
@@ -75,6 +87,7 @@ class AdapterSeats:
         layer = self._ops.linear(
             linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
             dtype=self.dtype, activation=spec.activation, clip=spec.clip, tiles=spec.tiles,
+            among=self._among if spec.tiles else None,
         )  # fmt: skip
         for part, (name, size) in enumerate(spec.parts):
             self._seats[name] = Seat(len(self._layers), part, orders[part], inputs, size, columns=spec.columns)
@@ -187,9 +200,11 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
             raise SettingsError(f"enable_lora does not go with this {name} yet: {reason}", param=name)
 
 
-def make_seats(settings: Settings, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> AdapterSeats | None:
-    """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``; None: adapters are off.
-    Raises SettingsError where they cannot be served.
+def make_seats(
+    settings: Settings, spec: ModelSpec, backend: Backend, dtype: torch.dtype, collective: Collective | None = None
+) -> AdapterSeats | None:
+    """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``, whose layers those of the
+    ``collective`` share; None: adapters are off. Raises SettingsError where they cannot be served.
     """
     check_adapters(settings, spec)
     if not settings.enable_lora:
@@ -200,4 +215,5 @@ def make_seats(settings: Settings, spec: ModelSpec, backend: Backend, dtype: tor
     tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)
     own = dtype if settings.lora_dtype == "auto" else getattr(torch, settings.lora_dtype)
-    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank, own, tokens)
+    among = collective if settings.fully_sharded_loras else None
+    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank, own, tokens, among=among)

@@ -39,11 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.ops.leaves import tree_sum
+from preheat.utils.adapters import LORA_TILE
 
 PART = 512
 """Inputs whose products are one sum."""
 
-TILE = 16
+
+TILE = LORA_TILE
 """Ranks that are expanded at once."""
 
 

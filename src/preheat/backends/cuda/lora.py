@@ -26,12 +26,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, AdapterStep, Experts, ExpertsSize, Linear
+from preheat.backends.base import HOST_COPIES, AdapterStep, Collective, Experts, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
+from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_expand import BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand, most_blocks
+from preheat.backends.cuda.lora_expand import (
+    BLOCK,
+    PLACE_IN_TABLE,
+    TABLE_PARTS,
+    TABLE_ROWS,
+    Expansion,
+    expand,
+    most_blocks,
+)
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
@@ -193,8 +202,8 @@ def write_blocks(words: np.ndarray, count: int, places: np.ndarray) -> None:
 
 
 class Packed(NamedTuple):
-    """What a place holds of an adapter: ``a`` [tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE] and its
-    ``table``. One piece of memory each, so that putting them into a place is three copies.
+    """What a place holds of an adapter: ``a`` [this rank's tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE]
+    and its ``table``. One piece of memory each, so that putting them into a place is three copies.
     """
 
     a: Tensor
@@ -240,11 +249,13 @@ class CudaAdapters:
         activation: Activation | None,
         clip: float | None,
         tiles: Sequence[int] = (),
+        among: Collective | None = None,
     ) -> AdaptedLinear | AdaptedLeafLinear:
         assert isinstance(linear, CudaLinear | CudaLeafLinear)
         assert len(outputs) <= MOST_PARTS
         leaves, held = getattr(linear.shape, "leaves", 1), matrix_dtype(linear.shape.dtype, dtype)
-        factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves)
+        among = among if isinstance(among, RankSums) else RankSums()
+        factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves, among=among)
         if isinstance(linear, CudaLeafLinear):
             return AdaptedLeafLinear(linear, factors, rows)
         return AdaptedLinear(linear, factors, rows, activation, clip)
@@ -313,7 +324,7 @@ class AdaptedLinear:
         y = self.inner.by(choice, x, out if finished and not gated else None)
         if beside:
             self._factors.shrink(rows, blocks, given, sums, beside=True)
-        y = expand(y, given, self._factors.bounds, gated=gated, out=out)
+        y = expand(y, self._factors.gathered(given), self._factors.bounds, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
@@ -344,7 +355,8 @@ class AdaptedEmbedding:
 
 class Factors:
     """Both matrices of the adapters in all ``places``, for all parts of a layer, in tiles of ranks. A table says how
-    many of them each place and part has in use, and the scale, whose bits lie in an integer.
+    many of them each place and part has in use, the scale, whose bits lie in an integer, and how many of the first
+    matrix are on this rank: all, unless ranks divide them ``among`` themselves, of which each has every world-th.
     """
 
     def __init__(
@@ -357,18 +369,21 @@ class Factors:
         device: torch.device,
         *,
         leaves: int = 1,
+        among: RankSums = RankSums(),  # noqa: B008 - it has no state
     ) -> None:
-        parts, self._tiles_each = len(outputs), -(-max_rank // TILE)
+        parts, tiles = len(outputs), -(-max_rank // TILE)
+        self._among, self._tiles_each = among, -(-tiles // among.world)
         self._inputs, self._places, self._leaves, self._leaf = inputs, places, leaves, inputs // leaves
         self.bounds = np.cumsum([0, *outputs]).tolist()
         self._width = min(PART, max(triton.next_power_of_2(self._leaf), TILE))
         self._splits = -(-self._leaf // self._width)
         self._a = torch.zeros(places, self._tiles_each, parts, TILE, inputs, dtype=dtype, device=device)
-        self._b = torch.zeros(places, self._tiles_each, self.bounds[-1], TILE, dtype=dtype, device=device)
-        self._table = torch.zeros(places, 2, TABLE_PARTS, dtype=torch.int32, device=device)
+        self._b = torch.zeros(places, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
+        self._table = torch.zeros(places, TABLE_ROWS, TABLE_PARTS, dtype=torch.int32, device=device)
         self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
+        self._own = self._table[:, 2]
         self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
-        self._nothing, self._cleared = self._host(2, TABLE_PARTS, dtype=torch.int32), [True] * places
+        self._nothing, self._cleared = self._host(TABLE_ROWS, TABLE_PARTS, dtype=torch.int32), [True] * places
         self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     @property
@@ -378,23 +393,24 @@ class Factors:
     def pack(self, given: Mapping[int, LowRank]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
         most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._inputs
-        a = self._host(most, len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
+        rank, world = self._among.rank, self._among.world
+        a = self._host(len(range(rank, most, world)), len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
         b = self._host(most, self.bounds[-1], TILE, dtype=self._b.dtype)
-        table = self._host(2, TABLE_PARTS, dtype=torch.int32)
+        table = self._host(TABLE_ROWS, TABLE_PARTS, dtype=torch.int32)
         for part, (down, up, scale) in given.items():
             tiles = -(-len(down) // TILE)
             more = tiles * TILE - len(down)
-            a[:tiles, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs))
+            own = len(range(rank, tiles, world))
+            a[:own, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs)[rank::world])
             mine = b[:tiles, self.bounds[part] : self.bounds[part + 1]]
             mine.copy_(F.pad(up, (0, more)).view(len(up), tiles, TILE).transpose(0, 1))
-            table[0, part], table[1].view(torch.float32)[part] = tiles, scale
+            table[0, part], table[1].view(torch.float32)[part], table[2, part] = tiles, scale, own
         return Packed(a, b, table)
 
     def write(self, place: int, packed: Packed) -> None:
         """Put what was packed into ``place``. Copies are asked for, not waited for."""
-        tiles = len(packed.a)
-        self._a[place, :tiles].copy_(packed.a, non_blocking=True)
-        self._b[place, :tiles].copy_(packed.b, non_blocking=True)
+        self._a[place, : len(packed.a)].copy_(packed.a, non_blocking=True)
+        self._b[place, : len(packed.b)].copy_(packed.b, non_blocking=True)
         self._table[place].copy_(packed.table, non_blocking=True)
         self._cleared[place] = False
 
@@ -411,7 +427,7 @@ class Factors:
         count, parts = most_blocks(len(x), self._places), len(self.bounds) - 1
         splits = self._leaves * self._splits
         sums = x.new_empty(parts, self._tiles_each, splits, count * BLOCK, TILE, dtype=torch.float32)
-        shrunk = x.new_empty(parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        shrunk = x.new_empty(1, parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
         given = Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
         return given, sums
 
@@ -421,13 +437,19 @@ class Factors:
         """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last. Not ``scaled``: it
         is what a rank has, and no root yet.
         """
-        parts, count = len(to.shrunk), to.shrunk.shape[2]
+        _, parts, _, count, _ = to.shrunk.shape
         _shrink[count // BLOCK, self._leaves * self._splits, parts](
-            x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived,
+            x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._own, self._scales, blocks.arrived,
             len(x), self._inputs, self._leaf, count, PARTS=parts, TILES=self._tiles_each, LEAVES=self._leaves,
             SPLITS=self._splits, WIDTH=self._width, CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE,
             EVEN=self._leaf % self._width == 0, scaled=scaled, beside=beside, **options(num_warps=4, num_stages=4),
         )  # fmt: skip
+
+    def gathered(self, own: Expansion) -> Expansion:
+        """``own`` with what rows shrank to on all ranks that divide the first matrices. Nothing is added."""
+        if self._among.world == 1:
+            return own
+        return own._replace(shrunk=self._among.gather(own.shrunk[0]))
 
     def add_roots(self, parts: Tensor, blocks: Blocks, to: Expansion) -> None:
         """Let ``to`` be the scaled sum of what ranks shrank to: fp32 ``parts`` [ranks, tiles * slots * TILE], those of
@@ -438,7 +460,7 @@ class Factors:
     def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
         """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
         count = most_blocks(len(tokens), self._places)
-        shrunk = self._a.new_empty(1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        shrunk = self._a.new_empty(1, 1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
         members = torch.empty_like(blocks.members[: count * BLOCK])
         _gather[(count,)](
             tokens, slots, last_token, self._a, shrunk, members, blocks.places, blocks.members, self._tiles,

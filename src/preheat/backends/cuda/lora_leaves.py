@@ -42,10 +42,10 @@ def _add_roots(
 
 
 def add_roots(parts: Tensor, shrunk: Tensor, places: Tensor, tiles: Tensor, scales: Tensor) -> None:
-    """Write ``shrunk`` fp32 [1, tiles, slots, TILE], see :class:`Expansion`, of fp32 ``parts`` [ranks, as many], those
-    of each rank contiguous. ``places`` int32 [blocks], ``tiles`` and ``scales`` are those of all places.
+    """Write ``shrunk`` fp32 [1, 1, tiles, slots, TILE], see :class:`Expansion`, of fp32 ``parts`` [ranks, as many],
+    those of each rank contiguous. ``places`` int32 [blocks], ``tiles`` and ``scales`` are those of all places.
     """
-    slots = shrunk.shape[2]
+    slots = shrunk.shape[3]
     _add_roots[(slots // BLOCK,)](
         parts, shrunk, places, tiles, scales, parts.stride(0), slots, WORLD=len(parts), ROWS=BLOCK, RANKS=TILE,
         **options(num_warps=1, num_stages=1),
