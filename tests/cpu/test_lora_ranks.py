@@ -202,11 +202,11 @@ def folder(tmp_path_factory) -> Path:
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
     """Two adapters take turns in one place; digests are of random ones in all modules."""
     asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
-    for size in (1, 2, 4):
+    for size, divided in ((1, False), (2, False), (4, False), (2, True)):
         own = engine(
             folder, ["all"], max_loras=1, max_cpu_loras=1, tensor_parallel_size=size, tp_invariant=True, num_threads=1,
             boot_check="quick", skip_warmup=False, max_num_seqs=4, max_num_batched_tokens=64,
-            determinism_warmup_iterations=0,
+            determinism_warmup_iterations=0, max_lora_rank=32, fully_sharded_loras=divided,
         )  # fmt: skip
         try:
             (missing,) = send(own, LoadAdapter("x", str(folder / "nothing")))
@@ -219,5 +219,5 @@ def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
         finally:
             if size > 1:
                 own.loop.executor.ranks.close()
-    assert seen[0] == seen[1] == seen[2]
+    assert all(each == seen[0] for each in seen)
     assert len(set(digests)) == 1

@@ -134,33 +134,50 @@ def test_ranks_that_are_added_in_another_order_have_other_bits(monkeypatch):
     assert not torch.equal(by_columns(4, 4 * 600, torch.float32)[0], one)
 
 
+def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> list[Tensor]:
+    """Each half of the outputs of a layer whose rows ``world`` ranks share, and what two adapters have for them. The
+    first matrices may be ``divided``, too: five tiles of ranks.
+    """
+    inputs, sizes = 1100, (96, 96)
+    x, weight = noise(ROWS, inputs, seed=5).to(dtype), (noise(sum(sizes), inputs) / 30).to(dtype)
+
+    def layer(ranks: RankSums) -> Tensor:
+        def mine(rows: Tensor) -> Tensor:
+            return rows.chunk(ranks.world)[ranks.rank]
+
+        ops = CudaAdapters(torch.device("cpu"))
+        rows = ops.rows(32, PLACES)
+        made = ops.linear(
+            CudaLinear(torch.cat([mine(part) for part in weight.split(sizes)]), configs=KernelConfigs()), inputs,
+            [size // ranks.world for size in sizes], rows, places=PLACES, max_rank=70, dtype=dtype,
+            activation=activation, clip=None, among=ranks if divided else None,
+        )  # fmt: skip
+        for place, of_parts in enumerate(((69, 7), (21, 7))):
+            given = {
+                part: LowRank((noise(r, inputs, seed=r) / 30).to(dtype), mine(noise(96, r, seed=2).to(dtype)), 0.37)
+                for part, r in enumerate(of_parts)
+            }
+            made.write(place, made.pack(given))
+        rows.describe(0, "tokens", np.array(WHOSE, np.int32))
+        rows.use("tokens")
+        return made(x)
+
+    found = on_ranks(world, layer)
+    return [torch.cat(halves, 1) for halves in zip(*(y.chunk(1 if activation else 2, 1) for y in found), strict=True)]
+
+
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 def test_rows_of_a_layer_on_ranks_have_the_bits_of_one(activation, dtype):
-    """Divided by rows: each half of the outputs, and what an adapter has for it."""
-    inputs, sizes = 1100, (96, 96)
-    x, weight = noise(ROWS, inputs, seed=5).to(dtype), (noise(sum(sizes), inputs) / 30).to(dtype)
-    a, b = noise(21, inputs, seed=1).to(dtype) / 30, noise(sum(sizes), 21, seed=2).to(dtype)
-
-    def mine(rows: Tensor, world: int, rank: int) -> list[Tensor]:
-        return [part.chunk(world)[rank] for part in rows.split(sizes)]
-
-    def layer(world: int, rank: int) -> list[Tensor]:
-        ops = CudaAdapters(torch.device("cpu"))
-        rows = ops.rows(32, PLACES)
-        base = CudaLinear(torch.cat(mine(weight, world, rank)), configs=KernelConfigs())
-        made = ops.linear(
-            base, inputs, [size // world for size in sizes], rows, places=PLACES, max_rank=40, dtype=dtype,
-            activation=activation, clip=None,
-        )  # fmt: skip
-        made.write(1, made.pack({part: LowRank(a, own, 0.37) for part, own in enumerate(mine(b, world, rank))}))
-        rows.describe(0, "tokens", np.array(WHOSE, np.int32))
-        rows.use("tokens")
-        y = made(x)
-        return [y] if activation else list(y.chunk(2, 1))
-
-    one = layer(1, 0)
+    one = by_rows(1, dtype, activation, divided=False)
     for world in (2, 4):
-        ranks = [layer(world, rank) for rank in range(world)]
-        for parts, whole in zip(zip(*ranks, strict=True), one, strict=True):
-            assert torch.equal(torch.cat(parts, 1), whole)
+        for divided in (False, True):
+            found = by_rows(world, dtype, activation, divided)
+            assert all(torch.equal(mine, whole) for mine, whole in zip(found, one, strict=True))
+
+
+def test_tiles_of_ranks_in_another_order_have_other_bits(monkeypatch):
+    one = by_rows(1, torch.float32, None, divided=False)
+    right = Heard.gather
+    monkeypatch.setattr(Heard, "gather", lambda self, x: right(self, x).flip(0))
+    assert not torch.equal(by_rows(2, torch.float32, None, divided=True)[0], one[0])
