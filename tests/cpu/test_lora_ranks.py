@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.backends.cpu.lora import CpuAdapters, LinearFactors
 from preheat.backends.shards import LeafLinear
 from preheat.core import LoadAdapter, UnloadAdapter
+from preheat.errors import SettingsError
 from preheat.lora.adapter import expert_modules, read_adapter
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import AdapterSeats, check_adapters
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -27,6 +29,7 @@ from preheat.model.loader import load_weights
 from preheat.model.shard import shard
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise
+from preheat.settings import Settings
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_lora import ADAPTERS, ALL, alone, engine, prompts, reference, save_adapter, send
 from tests.cpu.test_model_families import logits_of, random_tokens
@@ -197,6 +200,16 @@ def folder(tmp_path_factory) -> Path:
     for number, name in enumerate(("all", "qv")):
         save_adapter(made / "base", made / name, ADAPTERS[name], seed=number)
     return made
+
+
+def test_ranks_that_would_have_no_tile_are_refused_before_anything_is_loaded(folder):
+    own = Settings(
+        model="bundled", enable_lora=True, fully_sharded_loras=True, tensor_parallel_size=4, max_lora_rank=63
+    )
+    spec = read_spec(read_config(folder / "base"))
+    with pytest.raises(SettingsError, match="to 64 or more"):
+        check_adapters(own, spec)
+    check_adapters(replace(own, max_lora_rank=64), spec)
 
 
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):

@@ -24,7 +24,7 @@ from preheat.backends.base import (
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec, MoeSpec
 from preheat.ops.embedding import rounded
-from preheat.ops.lora import LowRank
+from preheat.ops.lora import TILE, LowRank
 from preheat.settings import Settings
 
 Packed = Sequence[Any]
@@ -188,7 +188,7 @@ def _orders(spec: LinearSpec) -> list[Tensor | None]:
 
 
 def check_adapters(settings: Settings, spec: ModelSpec) -> None:
-    """Raise SettingsError, naming the option, for what does not go with ``enable_lora``."""
+    """Raise SettingsError, naming the option, for what does not go with ``enable_lora``, or with ranks."""
     if not settings.enable_lora:
         return
     reasons: Iterable[tuple[bool, str, str]] = (
@@ -198,6 +198,13 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
     for given, name, reason in reasons:
         if given:
             raise SettingsError(f"enable_lora does not go with this {name} yet: {reason}", param=name)
+    least = settings.tensor_parallel_size * TILE
+    if settings.fully_sharded_loras and settings.max_lora_rank < least:
+        raise SettingsError(
+            f"fully_sharded_loras gives each rank whole tiles of {TILE} ranks of an adapter: raise max_lora_rank "
+            f"({settings.max_lora_rank}) to {least} or more, or leave fully_sharded_loras out",
+            param="max_lora_rank",
+        )
 
 
 def make_seats(

@@ -39,13 +39,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.ops.leaves import tree_sum
-from preheat.utils.adapters import LORA_TILE
 
 PART = 512
 """Inputs whose products are one sum."""
 
-
-TILE = LORA_TILE
+TILE = 16
 """Ranks that are expanded at once."""
 
 

@@ -14,9 +14,6 @@ from preheat.errors import AdapterError, SettingsError
 if TYPE_CHECKING:
     from preheat.settings import Settings
 
-LORA_TILE = 16
-"""Ranks of an adapter that are multiplied at once, see :mod:`preheat.ops.lora`."""
-
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """The files that an adapter is read from."""
 
@@ -79,30 +76,17 @@ def check_lora(settings: Settings) -> None:
             "keeps what the device has",
             param="max_cpu_loras",
         )
-    if settings.fully_sharded_loras:
-        _check_divided(settings)
-    host = settings.max_cpu_loras or settings.max_loras
-    if len(settings.lora_modules) > host:
-        raise SettingsError(
-            f"lora_modules names {len(settings.lora_modules)} adapters and the host keeps {host}: raise max_cpu_loras",
-            param="max_cpu_loras",
-        )
-
-
-def _check_divided(settings: Settings) -> None:
-    """Raise SettingsError unless every rank can have a tile of the largest adapter."""
-    ranks = settings.tensor_parallel_size
-    if ranks == 1:
+    if settings.fully_sharded_loras and settings.tensor_parallel_size == 1:
         raise SettingsError(
             "fully_sharded_loras divides adapters among ranks, and there is one: raise tensor_parallel_size, or leave "
             "fully_sharded_loras out",
             param="fully_sharded_loras",
         )
-    if settings.max_lora_rank < (least := ranks * LORA_TILE):
+    host = settings.max_cpu_loras or settings.max_loras
+    if len(settings.lora_modules) > host:
         raise SettingsError(
-            f"fully_sharded_loras gives each rank whole tiles of {LORA_TILE} ranks of an adapter: raise max_lora_rank "
-            f"({settings.max_lora_rank}) to {least} or more, or leave fully_sharded_loras out",
-            param="max_lora_rank",
+            f"lora_modules names {len(settings.lora_modules)} adapters and the host keeps {host}: raise max_cpu_loras",
+            param="max_cpu_loras",
         )
 
 
