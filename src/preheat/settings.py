@@ -14,7 +14,7 @@ from typing import Any
 
 from preheat.backends.names import DEVICES, HOST
 from preheat.errors import SettingsError
-from preheat.utils.adapters import FULLY_SHARDED, check_lora
+from preheat.utils.adapters import check_lora
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.foreign_flags import instead_of
@@ -501,7 +501,9 @@ class Settings:
         "Adapters can be loaded and unloaded while the server runs, by those who have a key; with `enable_lora`.",
         env="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     )
-    fully_sharded_loras: bool = _lora(False, "Share both matrices of adapters between devices.", later=FULLY_SHARDED)
+    fully_sharded_loras: bool = _lora(
+        False, "Ranks divide the first matrix of adapters by tiles of 16 ranks in layers that are divided by rows, too."
+    )
 
     speculative_config: dict[str, Any] | None = _spec(  # noqa: RUF009 - None is not mutable
         None, "What drafts tokens, as vLLM's JSON object: see docs/speculation.md."

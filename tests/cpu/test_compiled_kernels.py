@@ -21,6 +21,7 @@ from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.lora import _gather, _shrink
+from preheat.backends.cuda.lora_leaves import _add_roots
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
@@ -88,13 +89,21 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
 
 
-def test_adapters_shrink_by_the_matrix_unit():
+@pytest.mark.parametrize("leaves", [1, 4])
+def test_adapters_shrink_by_the_matrix_unit(leaves):
     integers = dict.fromkeys(("places", "members", "tiles", "arrived"), "*i32")
     floats = dict.fromkeys(("sums", "shrunk", "scales"), "*fp32")
     sizes = {"PARTS": 3, "TILES": 2, "SPLITS": 8, "WIDTH": 512, "CHUNK": 128, "ROWS": 16, "RANKS": 16, "EVEN": True}
-    sizes["beside"] = True
-    found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", **integers, **floats}, **sizes)
+    sizes |= {"LEAVES": leaves, "scaled": leaves == 1, "beside": True}
+    found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", "size": "i32", **integers, **floats}, **sizes)
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+def test_the_roots_of_what_ranks_shrank_to_compile():
+    types = {"places": "*i32", "tiles": "*i32", "stride": "i32", "slots": "i32"}
+    types |= dict.fromkeys(("parts", "shrunk", "scales"), "*fp32")
+    found = compiled(_add_roots, 1, 1, types, WORLD=4, ROWS=16, RANKS=16)
+    assert ".target sm_90a" in found.asm["ptx"] and "atom" not in found.asm["ptx"]
 
 
 def test_adapters_of_embeddings_compile():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from preheat.backends.shards import LeafLinear
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.lora.adapter import expert_modules, read_adapter
-from preheat.model.adapters import AdapterSeats
+from preheat.model.adapters import AdapterSeats, check_adapters
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -28,6 +29,7 @@ from preheat.model.loader import load_weights
 from preheat.model.shard import shard
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise
+from preheat.settings import Settings
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_lora import ADAPTERS, ALL, alone, engine, prompts, reference, save_adapter, send
 from tests.cpu.test_model_families import logits_of, random_tokens
@@ -37,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
 ]
-TOKENS = 24
+TOKENS, MAX_RANK = 24, 70  # five tiles of ranks
 MIXED = np.array([0, 1, -1] * (TOKENS // 3), np.int32)
 TARGETS: dict[str, list[str]] = {
     "llama": [*ALL, "lm_head"],
@@ -48,14 +50,17 @@ TARGETS: dict[str, list[str]] = {
 }
 
 
-def logits_on(collective: Collective, model: Path, adapters: list[Path], places: np.ndarray) -> Tensor:
-    """With rows of all ``adapters`` and of none."""
+def logits_on(
+    collective: Collective, model: Path, adapters: list[Path], places: np.ndarray, divided: bool = False
+) -> Tensor:
+    """With rows of all ``adapters`` and of none, whose first matrices are all ``divided`` or only those of columns."""
     spec = read_spec(read_config(model))
     mine = shard(spec, collective.rank, collective.world)
-    seats = AdapterSeats(CpuAdapters(), len(adapters), 24, torch.float32, TOKENS)
+    among = collective if divided else None
+    seats = AdapterSeats(CpuAdapters(), len(adapters), MAX_RANK, torch.float32, TOKENS, among=among)
     weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=collective, seats=seats)
     for place, folder in enumerate(adapters):
-        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, 24, torch.float32).factors))
+        seats.load(place, seats.pack(read_adapter("own", str(folder), mine, MAX_RANK, torch.float32).factors))
     seats.describe(0, "tokens", places)
     seats.use("tokens")
     return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))
@@ -74,7 +79,7 @@ def on_sizes(model: Path, adapters: list[Path], folder: Path, places: np.ndarray
 def saved(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     save_checkpoint(MODELS[request.param], folder / "base")
-    for number, rank in enumerate((5, 21)):
+    for number, rank in enumerate((5, 69)):
         config = {"r": rank, "lora_alpha": 9, "target_modules": TARGETS[request.param]}
         save_adapter(folder / "base", folder / str(number), config, seed=number)
     return folder
@@ -86,6 +91,34 @@ def test_bits_do_not_depend_on_the_number_of_ranks(saved, tmp_path):
     assert same(mixed)
     none = on_sizes(saved / "base", adapters, tmp_path / "none", np.full(TOKENS, -1, np.int32))
     assert same(none) and not torch.equal(none[0], mixed[0])
+    assert same([mixed[0], *fully_sharded(saved, tmp_path)])
+
+
+def fully_sharded(saved: Path, folder: Path) -> list[Tensor]:
+    adapters, found = [saved / "0", saved / "1"], []
+    for world in (2, 4):
+        own = folder / f"fully {world}"
+        found += on_ranks(world, own, lambda c: logits_on(c, saved / "base", adapters, MIXED, divided=True))
+    return found
+
+
+def test_tiles_in_the_order_of_ranks_have_other_bits(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(lora, "in_order", lambda shrunk: shrunk.flatten(0, 1))
+    (one,) = on_ranks(1, tmp_path / "1", lambda c: logits_on(c, saved / "base", [saved / "0", saved / "1"], MIXED))
+    assert not any(torch.equal(each, one) for each in fully_sharded(saved, tmp_path))
+
+
+def test_a_rank_holds_its_tiles_of_the_first_matrix_alone(saved, tmp_path):
+    def held(collective: Collective, divided: bool) -> Tensor:
+        spec = read_spec(read_config(saved / "base"))
+        among = collective if divided else None
+        seats = AdapterSeats(CpuAdapters(), 1, 64, torch.float32, TOKENS, among=among)
+        load_weights(spec, saved / "base", torch.float32, CpuBackend(), collective=collective, seats=seats)
+        return torch.tensor(seats.bytes)
+
+    for world in (2, 4):
+        whole, part = (on_ranks(world, tmp_path / f"{world} {d}", lambda c, d=d: held(c, d)) for d in (False, True))
+        assert all(mine < all_of_it for mine, all_of_it in zip(part, whole, strict=True))
 
 
 def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
@@ -94,13 +127,6 @@ def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
     with torch.inference_mode():
         expected = reference(saved / "base", saved / "1")(random_tokens(TOKENS)[None]).logits[0]
     torch.testing.assert_close(found[0], expected, atol=5e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"tp_invariant": True}])
-def test_a_backend_without_kernels_for_ranks_refuses(folder, size, monkeypatch):
-    monkeypatch.setattr(CpuAdapters, "on_ranks", False)
-    with pytest.raises(SettingsError, match="no kernel shrinks in leaves there"):
-        engine(folder, [], **size)
 
 
 def test_adapters_of_experts_are_refused_when_they_are_read(tmp_path):
@@ -176,14 +202,24 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
+def test_ranks_that_would_have_no_tile_are_refused_before_anything_is_loaded(folder):
+    own = Settings(
+        model="bundled", enable_lora=True, fully_sharded_loras=True, tensor_parallel_size=4, max_lora_rank=63
+    )
+    spec = read_spec(read_config(folder / "base"))
+    with pytest.raises(SettingsError, match="to 64 or more"):
+        check_adapters(own, spec)
+    check_adapters(replace(own, max_lora_rank=64), spec)
+
+
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
     """Two adapters take turns in one place; digests are of random ones in all modules."""
     asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
-    for size in (1, 2, 4):
+    for size, divided in ((1, False), (2, False), (4, False), (2, True)):
         own = engine(
             folder, ["all"], max_loras=1, max_cpu_loras=1, tensor_parallel_size=size, tp_invariant=True, num_threads=1,
             boot_check="quick", skip_warmup=False, max_num_seqs=4, max_num_batched_tokens=64,
-            determinism_warmup_iterations=0,
+            determinism_warmup_iterations=0, max_lora_rank=32, fully_sharded_loras=divided,
         )  # fmt: skip
         try:
             (missing,) = send(own, LoadAdapter("x", str(folder / "nothing")))
@@ -196,5 +232,5 @@ def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
         finally:
             if size > 1:
                 own.loop.executor.ranks.close()
-    assert seen[0] == seen[1] == seen[2]
+    assert all(each == seen[0] for each in seen)
     assert len(set(digests)) == 1

@@ -113,13 +113,33 @@ def collective(world: int) -> None:
     stage("collective: done")
 
 
-def engine(model: str, world: int, eager: bool) -> dict[str, Any]:
-    """The digest of an engine on ``world`` GPUs, its answers, and how fast it decodes."""
-    from preheat import LLM, SamplingParams
+def adapters_of(folder: Path) -> list[Path]:
+    """Two adapters of the bundled model, of all modules."""
+    from benchmarks.common.adapter import write_adapter
+    from preheat.lora.adapter import adapted_modules
+    from preheat.model.families import read_spec
+    from preheat.model.files import find_model, read_config
+    from preheat.settings import Settings
+
+    modules = adapted_modules(read_spec(read_config(find_model(Settings(model="bundled")))))
+    return [write_adapter(folder / str(rank), modules, rank=rank, seed=rank) for rank in (8, 40)]
+
+
+def engine(model: str, world: int, eager: bool, adapters: str | None = None) -> dict[str, Any]:
+    """The digest of an engine on ``world`` GPUs, its answers, and how fast it decodes. ``adapters``: requests have
+    some; ``divided``: first matrices are divided in all layers.
+    """
+    from preheat import LLM, LoRARequest, SamplingParams
 
     options = {**OPTIONS, "enforce_eager": eager}
     if model != "bundled":
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    requests: list[LoRARequest | None] | None = None
+    if adapters is not None:
+        paths = adapters_of(Path(tempfile.mkdtemp()))
+        requests = [LoRARequest(f"a{at}", at + 1, str(path)) for at, path in enumerate(paths)] + [None]
+        options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 40}
+        options["fully_sharded_loras"] = adapters == "divided" and world > 1
     began = time.monotonic()
     llm = LLM(model, tensor_parallel_size=world, tp_invariant=True, **options)
     stage(f"ready after {time.monotonic() - began:.1f} s")
@@ -129,11 +149,12 @@ def engine(model: str, world: int, eager: bool) -> dict[str, Any]:
         SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=40, presence_penalty=0.5, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=5, top_k=20, max_tokens=40, logprobs=1, ignore_eos=True),
     ]
-    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    results = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=requests)
     answers = [(r.outputs[0].token_ids, repr(r.outputs[0].logprobs), repr(r.prompt_logprobs)) for r in results]
     stage("answered")
     began = time.monotonic()
-    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+    own = requests and requests[0]
+    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False, lora_request=own)
     each = (time.monotonic() - began) / 200
     stage(f"{each * 1e3:.3f} ms a token, digest {record.proof.digest}, cold {record.cold}")
     return {
@@ -148,6 +169,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--adapters", choices=["whole", "divided"])
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -155,7 +177,7 @@ def main() -> None:
     if args.what == "collective":
         collective(args.world)
         return
-    found = engine(args.model, args.world, args.eager)
+    found = engine(args.model, args.world, args.eager, args.adapters)
     if args.out:
         Path(args.out).write_text(json.dumps(found, default=str))
     stage("engine: done")

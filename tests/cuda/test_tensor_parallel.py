@@ -60,6 +60,19 @@ def test_one_and_two_gpus_have_one_digest(name, mode, tmp_path):
     assert not two["unproved"] and not two["cold"]
 
 
+@pytest.mark.parametrize("how", ["whole", "divided"])
+@pytest.mark.parametrize("mode", [(), ("--eager",)], ids=["graphs", "eager"])
+def test_rows_with_adapters_have_the_bits_of_one_gpu(how, mode, tmp_path):
+    """Two adapters and a row without one; first matrices divided with columns alone, or in all layers."""
+    one, two = (engine("bundled", world, tmp_path, "--adapters", how, *mode) for world in (1, 2))
+    assert len(one["digest"]) == 32 and one["digest"] == two["digest"]
+    assert one["answers"] == two["answers"]
+    assert not two["unproved"] and not two["cold"]
+    (tmp_path / "plain").mkdir()
+    plain = engine("bundled", 1, tmp_path / "plain", *mode)
+    assert one["answers"][0] != plain["answers"][0] and one["answers"][2] == plain["answers"][2]
+
+
 def test_a_killed_rank_ends_every_stream(tmp_path):
     log = tmp_path / "log"
     with serving("bundled", engine=None, log=log, tensor_parallel_size=2, device="cuda", log_level="error") as server:

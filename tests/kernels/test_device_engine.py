@@ -210,10 +210,13 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_adapters_beside_rows_without_one_in_places_that_change(model, tmp_path):
-    """Two places for three adapters: one is put into its place while others decode. Answers are those of the CPU."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_adapters_beside_rows_without_one_in_places_that_change(leaves, model, tmp_path):
+    """Two places for three adapters: one is put into its place while others decode. Answers are those of the CPU. Also
+    with the sums of ranks.
+    """
     options = OPTIONS | {"max_num_seqs": 3, "num_gpu_blocks_override": 9, "enable_lora": True, "max_loras": 2,
-                         "max_cpu_loras": 3, "max_lora_rank": 20}  # fmt: skip
+                         "max_cpu_loras": 3, "max_lora_rank": 20, "tp_invariant": leaves}  # fmt: skip
     modules = dict(adapted_modules(read_spec(CONFIG)))
     whose = [1, 0, 2, 3, 0, 1]
     named = [
@@ -232,7 +235,8 @@ def test_adapters_beside_rows_without_one_in_places_that_change(model, tmp_path)
 
     found = said()
     assert found == said(device="cpu")
-    without = tokens_of(LLM(model, **OPTIONS).generate(prompts, params, use_tqdm=False))
+    plain = LLM(model, **OPTIONS | {"tp_invariant": leaves})
+    without = tokens_of(plain.generate(prompts, params, use_tqdm=False))
     assert [one == other for one, other in zip(found, without, strict=True)] == [not one for one in whose]
 
 

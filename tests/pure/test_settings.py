@@ -263,6 +263,7 @@ def test_adapters_are_named_as_words_or_objects(tmp_path):
         ({"lora_modules": ("bundled=/a",), "enable_lora": True}, "lora_modules"),
         ({"lora_root": "/a"}, "lora_root"),
         ({"fully_sharded_loras": True, "enable_lora": True}, "fully_sharded_loras"),
+        ({"fully_sharded_loras": True, "tensor_parallel_size": 2, "max_lora_rank": 32}, "fully_sharded_loras"),
     ],
 )
 def test_options_of_adapters_that_contradict_each_other(given, param):

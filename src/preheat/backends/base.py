@@ -218,9 +218,7 @@ class AdaptedExperts(Adapted, Experts, Protocol):
 
 
 class AdapterOps(Protocol):
-    """The operations of adapters. ``on_ranks``: :meth:`linear` takes the layers of :class:`Sharing`, too."""
-
-    on_ranks: bool
+    """The operations of adapters."""
 
     def rows(self, tokens: int, places: int) -> AdapterRows:
         """For steps of at most so many tokens, and adapters in so many places."""
@@ -238,11 +236,14 @@ class AdapterOps(Protocol):
         activation: Activation | None,
         clip: float | None,
         tiles: Sequence[int] = (),
+        among: Collective | None = None,
     ) -> AdaptedLinear:
         """``linear``, which has no activation, with ``places`` for adapters of ``max_rank`` at most. Its outputs are
         those of several parts, stacked, to each of which an adapter has matrices of its own, whose numbers are of
         ``dtype`` and stay what they are. ``rows`` is what :meth:`rows` gave. A ``linear`` of :class:`Sharing` has the
         ``tiles`` that :meth:`Sharing.row_linear` was given, or leaves; then the ``inputs`` are those of this rank.
+        The ranks that the layer's outputs are divided ``among`` may divide the first matrices, too: tile t of ranks is
+        on rank t % world.
         """
 
     def embedding(

@@ -15,16 +15,16 @@ from preheat.backends.base import (
     AdapterOps,
     AdapterStep,
     Backend,
+    Collective,
     Experts,
     ExpertsSize,
     Linear,
     StepInputs,
 )
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.model.shard import sums_leaves
 from preheat.model.specs import EmbeddingSpec, LinearSpec, ModelSpec, MoeSpec
 from preheat.ops.embedding import rounded
-from preheat.ops.lora import LowRank
+from preheat.ops.lora import TILE, LowRank
 from preheat.settings import Settings
 
 Packed = Sequence[Any]
@@ -48,10 +48,21 @@ class Seat(NamedTuple):
 
 class AdapterSeats:
     """All places of a model: ``places`` adapters of rank ``max_rank`` at most, in ``dtype``, for steps of at most so
-    many ``tokens``. The loader asks :meth:`linear` for each layer.
+    many ``tokens``. The loader asks :meth:`linear` for each layer. In layers that ranks divide by rows, the first
+    matrices are divided ``among`` them, too.
     """
 
-    def __init__(self, ops: AdapterOps, places: int, max_rank: int, dtype: torch.dtype, tokens: int) -> None:
+    def __init__(
+        self,
+        ops: AdapterOps,
+        places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        tokens: int,
+        *,
+        among: Collective | None = None,
+    ) -> None:
+        self._among = among
         self._ops, self.places, self.max_rank, self.dtype = ops, places, max_rank, dtype
         self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
         self._layers: list[Adapted] = []
@@ -76,6 +87,7 @@ class AdapterSeats:
         layer = self._ops.linear(
             linear, spec.inputs, outputs, self._rows, places=self.places, max_rank=self.max_rank,
             dtype=self.dtype, activation=spec.activation, clip=spec.clip, tiles=spec.tiles,
+            among=self._among if spec.tiles else None,
         )  # fmt: skip
         for part, (name, size) in enumerate(spec.parts):
             self._seats[name] = Seat(len(self._layers), part, orders[part], inputs, size, columns=spec.columns)
@@ -176,7 +188,7 @@ def _orders(spec: LinearSpec) -> list[Tensor | None]:
 
 
 def check_adapters(settings: Settings, spec: ModelSpec) -> None:
-    """Raise SettingsError, naming the option, for what does not go with ``enable_lora``."""
+    """Raise SettingsError, naming the option, for what does not go with ``enable_lora``, or with ranks."""
     if not settings.enable_lora:
         return
     reasons: Iterable[tuple[bool, str, str]] = (
@@ -186,25 +198,29 @@ def check_adapters(settings: Settings, spec: ModelSpec) -> None:
     for given, name, reason in reasons:
         if given:
             raise SettingsError(f"enable_lora does not go with this {name} yet: {reason}", param=name)
+    least = settings.tensor_parallel_size * TILE
+    if settings.fully_sharded_loras and settings.max_lora_rank < least:
+        raise SettingsError(
+            f"fully_sharded_loras gives each rank whole tiles of {TILE} ranks of an adapter: raise max_lora_rank "
+            f"({settings.max_lora_rank}) to {least} or more, or leave fully_sharded_loras out",
+            param="max_lora_rank",
+        )
 
 
-def make_seats(settings: Settings, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> AdapterSeats | None:
-    """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``; None: adapters are off.
-    Raises SettingsError where they cannot be served.
+def make_seats(
+    settings: Settings, spec: ModelSpec, backend: Backend, dtype: torch.dtype, collective: Collective | None = None
+) -> AdapterSeats | None:
+    """Places for the adapters that the settings ask for, none yet, in a model of ``dtype``, whose layers those of the
+    ``collective`` share; None: adapters are off. Raises SettingsError where they cannot be served.
     """
     check_adapters(settings, spec)
     if not settings.enable_lora:
         return None
     if backend.adapters is None:
         raise SettingsError(f"enable_lora: {backend.facts.name} has no kernels for adapters yet", param="enable_lora")
-    if sums_leaves(settings) and not backend.adapters.on_ranks:
-        raise SettingsError(
-            f"enable_lora does not go with tensor_parallel_size or tp_invariant on {backend.facts.name} yet: no kernel "
-            "shrinks in leaves there: leave one of them out",
-            param="tensor_parallel_size",
-        )
     facts = backend.facts
     tokens = settings.max_num_batched_tokens or facts.max_num_batched_tokens
     tokens = max(tokens, settings.max_num_seqs or facts.max_num_seqs, facts.min_tokens)
     own = dtype if settings.lora_dtype == "auto" else getattr(torch, settings.lora_dtype)
-    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank, own, tokens)
+    among = collective if settings.fully_sharded_loras else None
+    return AdapterSeats(backend.adapters, settings.max_loras, settings.max_lora_rank, own, tokens, among=among)

@@ -108,7 +108,7 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
     check_backend(spec, backend.facts)
-    seats = make_seats(settings, spec, backend, dtype)
+    seats = make_seats(settings, spec, backend, dtype, collective)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []

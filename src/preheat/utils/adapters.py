@@ -14,9 +14,6 @@ from preheat.errors import AdapterError, SettingsError
 if TYPE_CHECKING:
     from preheat.settings import Settings
 
-FULLY_SHARDED = "a rank's share of a tile of 16 ranks would be another product, whose bits are not proven equal"
-
-
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """The files that an adapter is read from."""
 
@@ -69,7 +66,7 @@ def check_lora(settings: Settings) -> None:
         if module.name in model_names(settings):
             raise SettingsError(f"lora_modules: {module.name!r} is a name of the model itself", param="lora_modules")
     if not settings.enable_lora:
-        for name in ("lora_modules", "lora_root"):
+        for name in ("lora_modules", "lora_root", "fully_sharded_loras"):
             if getattr(settings, name):
                 raise SettingsError(f"{name} needs enable_lora: set it, or drop {name}", param=name)
         return
@@ -78,6 +75,12 @@ def check_lora(settings: Settings) -> None:
             f"max_cpu_loras ({settings.max_cpu_loras}) must be at least max_loras ({settings.max_loras}): the host "
             "keeps what the device has",
             param="max_cpu_loras",
+        )
+    if settings.fully_sharded_loras and settings.tensor_parallel_size == 1:
+        raise SettingsError(
+            "fully_sharded_loras divides adapters among ranks, and there is one: raise tensor_parallel_size, or leave "
+            "fully_sharded_loras out",
+            param="fully_sharded_loras",
         )
     host = settings.max_cpu_loras or settings.max_loras
     if len(settings.lora_modules) > host:

@@ -8,6 +8,7 @@ of a few shapes, which depend on the layer alone.
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, Experts, ExpertsSize, Linear
+from preheat.backends.base import AdapterStep, Collective, Experts, ExpertsSize, Linear
 from preheat.backends.cpu.linear import finished
 from preheat.backends.cpu.moe import CpuExperts, padded
 from preheat.backends.shards import LeafLinear
@@ -39,6 +40,20 @@ class Group(NamedTuple):
 
     place: int
     rows: Tensor
+
+
+class Share(NamedTuple):
+    """Of the tiles of first matrices a rank has every ``world``-th one, from number ``rank`` on."""
+
+    rank: int
+    world: int
+
+    def of(self, tiles: int) -> int:
+        """How many of so many."""
+        return len(range(self.rank, tiles, self.world))
+
+
+ALL_TILES = Share(0, 1)
 
 
 class Packed(NamedTuple):
@@ -67,8 +82,6 @@ class CpuAdapterRows:
 class CpuAdapters:
     """See :class:`preheat.backends.base.AdapterOps`."""
 
-    on_ranks = True
-
     def rows(self, tokens: int, places: int) -> CpuAdapterRows:
         return CpuAdapterRows()
 
@@ -85,15 +98,18 @@ class CpuAdapters:
         activation: Activation | None,
         clip: float | None,
         tiles: Sequence[int] = (),
+        among: Collective | None = None,
     ) -> AdaptedLinear | AdaptedLeafLinear:
         if isinstance(linear, LeafLinear):
             (size,) = outputs
             return AdaptedLeafLinear(linear, LinearFactors(inputs, size, places, max_rank, leaves=linear.leaves), rows)
         cuts = tiles_of(outputs, tiles)
+        share = Share(among.rank, among.world) if among else ALL_TILES
         parts = [
-            LinearFactors(inputs, size, places, max_rank, tiles=cut) for size, cut in zip(outputs, cuts, strict=True)
+            LinearFactors(inputs, size, places, max_rank, tiles=cut, share=share)
+            for size, cut in zip(outputs, cuts, strict=True)
         ]
-        return AdaptedLinear(linear, parts, rows, activation, clip)
+        return AdaptedLinear(linear, parts, rows, activation, clip, among=among)
 
     def embedding(
         self, table: Tensor, rows: CpuAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
@@ -148,7 +164,9 @@ class AdaptedEmbedding(Places):
 
 
 class AdaptedLinear(Places):
-    """``linear``, then what the adapters of its rows add to each of its ``parts``, then its activation."""
+    """``linear``, then what the adapters of its rows add to each of its ``parts``, then its activation. The ranks
+    whose first matrices are divided ``among`` them gather what rows shrink to.
+    """
 
     def __init__(
         self,
@@ -157,9 +175,11 @@ class AdaptedLinear(Places):
         rows: CpuAdapterRows,
         activation: Activation | None,
         clip: float | None,
+        *,
+        among: Collective | None = None,
     ) -> None:
         super().__init__(parts, rows)
-        self.inner = linear
+        self.inner, self._among = linear, among
         self._finished = finished(self._adapted, activation, clip)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -168,12 +188,28 @@ class AdaptedLinear(Places):
 
     def _adapted(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         y = self.inner(x)
+        if self._among is not None:
+            self._add_gathered(y, x, self._among)
+            return y
         for place, rows in self._rows.groups:
-            self._add(y, x, place, rows)
+            add_parts(y, x, self._parts, place, rows)
         return y
 
-    def _add(self, y: Tensor, x: Tensor, place: int, rows: Tensor) -> None:
-        add_parts(y, x, self._parts, place, rows)
+    def _add_gathered(self, y: Tensor, x: Tensor, among: Collective) -> None:
+        """The same in place, with one exchange for all groups of rows and all parts."""
+        ends = list(itertools.accumulate((part.outputs for part in self._parts), initial=0))
+        parts = list(zip(self._parts, itertools.pairwise(ends), strict=True))
+        wanted = [(*group, *part) for group in self._rows.groups for part in parts if part[0].has(group.place)]
+        mine = [part.shrink(x.index_select(0, rows).float(), place) for place, rows, part, _ in wanted]
+        if not mine:
+            return
+        found = among.gather(torch.cat([each.reshape(-1) for each in mine]))
+        sizes = [each.numel() for each in mine]
+        for (place, rows, part, (first, last)), all_ranks, own in zip(
+            wanted, torch.split(found, sizes, 1), mine, strict=True
+        ):
+            shrunk = in_order(all_ranks.view(-1, *own.shape))
+            y[rows, first:last] = add_delta(y[rows, first:last], part.expand(shrunk, place))
 
 
 class AdaptedLeafLinear(Places):
@@ -196,6 +232,11 @@ class AdaptedLeafLinear(Places):
         for (place, rows), each in zip(groups, shrunk, strict=True):
             y[rows] = add_delta(y[rows], factors.expand(each, place))
         return y
+
+
+def in_order(shrunk: Tensor) -> Tensor:
+    """What rows ``shrunk`` to on each rank, [ranks, tiles of a rank, rows, TILE], by the tiles' numbers."""
+    return shrunk.transpose(0, 1).flatten(0, 1)
 
 
 def tiles_of(outputs: Sequence[int], tiles: Sequence[int]) -> Iterator[list[int]]:
@@ -264,13 +305,22 @@ class AdaptedExperts(Places):
 
 class Factors(ABC):
     """Both matrices of the adapters in all ``places``, for one part of a module: fp32, the first as a subclass lays it
-    out, tile by tile of the ranks, the second [places, tiles, outputs, TILE]. ``_tiles`` of them are in use. The
-    outputs of each size in ``cut`` are one product, by default all of them.
+    out, tile by tile of the ranks, of which it has its ``share``, the second [places, tiles, outputs, TILE]. ``_tiles``
+    of them are in use. The outputs of each size in ``cut`` are one product, by default all of them.
     """
 
-    def __init__(self, outputs: int, places: int, max_rank: int, *tile: int, cut: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        outputs: int,
+        places: int,
+        max_rank: int,
+        *tile: int,
+        cut: Sequence[int] = (),
+        share: Share = ALL_TILES,
+    ) -> None:
         self.outputs, self._cut, tiles = outputs, list(cut or [outputs]), -(-max_rank // TILE)
-        self._a = torch.zeros(places, tiles, *tile)
+        self._share = share
+        self._a = torch.zeros(places, share.of(tiles), *tile)
         self._b = torch.zeros(places, tiles, outputs, TILE)
         self._scale, self._tiles = [0.0] * places, [0] * places
         self._expanded = {size: rows_at_once(TILE, size, torch.get_num_threads()) for size in self._cut}
@@ -281,14 +331,14 @@ class Factors(ABC):
 
     def pack(self, given: LowRank) -> Packed:
         """``given`` as a place holds it."""
-        return Packed(self._first(given.a.float()).contiguous(), _in_tiles(given.b).contiguous(), given.scale)
+        a = self._first(given.a.float())[self._share.rank :: self._share.world]
+        return Packed(a.contiguous(), _in_tiles(given.b).contiguous(), given.scale)
 
     def write(self, place: int, packed: Packed) -> None:
         """Put what was packed into ``place``."""
-        tiles = len(packed.a)
-        self._a[place, :tiles].copy_(packed.a)
-        self._b[place, :tiles].copy_(packed.b)
-        self._scale[place], self._tiles[place] = packed.scale, tiles
+        self._a[place, : len(packed.a)].copy_(packed.a)
+        self._b[place, : len(packed.b)].copy_(packed.b)
+        self._scale[place], self._tiles[place] = packed.scale, len(packed.b)
 
     def clear(self, place: int) -> None:
         """Leave the part alone for rows of ``place``."""
@@ -303,12 +353,18 @@ class Factors(ABC):
         return self.expand(self.shrink(x, place), place) if self.has(place) else None
 
     def shrink(self, x: Tensor, place: int) -> Tensor:
-        """What rows ``x`` shrink to: fp32 [tiles in use, rows, TILE], not scaled."""
-        return torch.stack(list(self._shrink(x, self._a[place, : self._tiles[place]])))
+        """What rows ``x`` shrink to: fp32 [tiles in use, rows, TILE], not scaled. Of a share as many on each rank: one
+        of zeros where others have one more.
+        """
+        used = self._tiles[place]
+        mine = list(self._shrink(x, self._a[place, : self._share.of(used)]))
+        more = -(-used // self._share.world) - len(mine)
+        return torch.stack([*mine, *[torch.zeros(len(x), TILE)] * more])
 
     def expand(self, shrunk: Tensor, place: int) -> Tensor:
         """What is added to rows that ``shrunk`` to this."""
-        given, scale = zip(shrunk, self._b[place], strict=False), self._scale[place]
+        used, scale = self._tiles[place], self._scale[place]
+        given = zip(shrunk[:used], self._b[place, :used], strict=True)
         return functools.reduce(Tensor.add_, (self._expand(one * scale, b) for one, b in given))
 
     def _expand(self, shrunk: Tensor, b: Tensor) -> Tensor:
@@ -330,13 +386,21 @@ class LinearFactors(Factors):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, places: int, max_rank: int, *, leaves: int = 1, tiles: Sequence[int] = ()
+        self,
+        inputs: int,
+        outputs: int,
+        places: int,
+        max_rank: int,
+        *,
+        leaves: int = 1,
+        tiles: Sequence[int] = (),
+        share: Share = ALL_TILES,
     ) -> None:
         self._leaf = inputs // leaves
         self._width = min(self._leaf, PART)
         self._parts = -(-self._leaf // self._width)
         self._leaves = range(0, leaves * self._parts, self._parts)
-        super().__init__(outputs, places, max_rank, leaves * self._parts, TILE, self._width, cut=tiles)
+        super().__init__(outputs, places, max_rank, leaves * self._parts, TILE, self._width, cut=tiles, share=share)
         self._shrunk = rows_at_once(self._width, TILE, torch.get_num_threads())
 
     def _first(self, a: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
+from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
@@ -184,7 +185,7 @@ class CudaBackend:
         layers = [
             (layer, rows)
             for each, rows in layers
-            for layer in (each.linears if isinstance(each, AdaptedLinear) else [each])
+            for layer in (each.linears if isinstance(each, AdaptedLinear | AdaptedLeafLinear) else [each])
         ]
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
         leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]

@@ -29,11 +29,8 @@ def _pair(parts, rank: tl.constexpr, stride, at, inside):
 
 
 @triton.jit
-def _add_ranks(parts, bias, out, size, outputs, WORLD: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr):
-    """``BLOCK`` numbers of out a program, of parts fp32 [WORLD, size]; out are rows of ``outputs``."""
-    begin(overlap)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, stride = at < size, size.to(tl.int64)
+def root_of(parts, stride, at, inside, WORLD: tl.constexpr):
+    """What WORLD ranks have together, in the tree's order: of rank r at ``parts + r * stride + at``."""
     total = _pair(parts, 0, stride, at, inside)
     if WORLD >= 4:
         total += _pair(parts, 2, stride, at, inside)
@@ -41,20 +38,33 @@ def _add_ranks(parts, bias, out, size, outputs, WORLD: tl.constexpr, BLOCK: tl.c
         right = _pair(parts, 4, stride, at, inside)
         right += _pair(parts, 6, stride, at, inside)
         total += right
+    return total
+
+
+@triton.jit
+def _add_ranks(
+    parts, bias, out, size, stride, outputs, WORLD: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr
+):
+    """``BLOCK`` numbers of out a program, of ``size`` from each rank; out are rows of ``outputs``."""
+    begin(overlap)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = root_of(parts, stride.to(tl.int64), at, inside, WORLD)
     if bias is not None:
         total += tl.load(bias + at % outputs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum [rows, outputs] in ``dtype`` of fp32 ``parts`` [ranks, rows, outputs], contiguous, in the tree's order,
-    and of ``bias`` [outputs].
+    """The sum [rows, outputs] in ``dtype`` of fp32 ``parts`` [ranks, rows, outputs], those of each rank contiguous, in
+    the tree's order, and of ``bias`` [outputs].
     """
     world, rows, outputs = parts.shape
     out = parts.new_empty(rows, outputs, dtype=dtype)
     _add_ranks[(triton.cdiv(out.numel(), _BLOCK),)](
-        parts, bias, out, out.numel(), outputs, WORLD=world, BLOCK=_BLOCK, **options(num_warps=4, num_stages=1)
-    )
+        parts, bias, out, out.numel(), parts.stride(0), outputs, WORLD=world, BLOCK=_BLOCK,
+        **options(num_warps=4, num_stages=1),
+    )  # fmt: skip
     return out
 
 

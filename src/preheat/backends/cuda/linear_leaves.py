@@ -144,14 +144,18 @@ class CudaLeafLinear:
     """``weight`` [outputs, inputs of this rank] in ``leaves``, and ``bias`` [outputs]; ``ranks`` add what each has."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, leaves: int, ranks: RankSums, tiles: LeafTiles) -> None:
-        self.weight, self.bias, self._ranks, self.tiles = weight, bias, ranks, tiles
+        self.weight, self.bias, self.ranks, self.tiles = weight, bias, ranks, tiles
         self.shape = LeafShape(len(weight), weight.shape[1], leaves, weight.dtype)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor of its dtype, the same on all ranks."""
-        tile, size = self.tiles(self.shape, len(x)), (len(x), self.shape.outputs)
-        if self._ranks.world == 1:
-            return sum_leaves(tile, x, self.weight, self.bias, self.shape.leaves, x.new_empty(size))
-        mine = x.new_empty(size, dtype=torch.float32)
-        sum_leaves(tile, x, self.weight, None, self.shape.leaves, mine)
-        return self._ranks.sum(mine, self.bias, x.dtype)
+        size = len(x), self.shape.outputs
+        if self.ranks.world == 1:
+            return sum_leaves(
+                self.tiles(self.shape, len(x)), x, self.weight, self.bias, self.shape.leaves, x.new_empty(size)
+            )
+        return self.ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self.bias, x.dtype)
+
+    def partial(self, x: Tensor, y: Tensor) -> Tensor:
+        """``y`` fp32 [rows, outputs], this rank's sum, without the bias."""
+        return sum_leaves(self.tiles(self.shape, len(x)), x, self.weight, None, self.shape.leaves, y)

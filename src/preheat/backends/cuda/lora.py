@@ -5,6 +5,10 @@ block of rows, a part of the inputs and one of the layer's matrices, and writes 
 program that is the last of its block adds them up in order. It runs beside the layer itself, of which it needs nothing.
 Behind both another launch expands, and applies the activation. Rows without an adapter get nothing added.
 
+Layers that take their inputs by columns shrink in leaves, see :mod:`preheat.backends.cuda.lora_leaves`. How many
+outputs a layer has changes no bit of any: a product has 16 rows, 16 ranks and a part of the inputs, or ``WIDTH``
+outputs, whatever else is in its launch. So the rows of ``B`` that a rank has need no tiles.
+
 How many blocks there are at most follows from the number of rows and of places, and so does the grid; programs of
 blocks that a step has not end at once. Every row goes through products of one shape, whatever the number of rows.
 """
@@ -22,11 +26,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, AdapterStep, Experts, ExpertsSize, Linear
+from preheat.backends.base import HOST_COPIES, AdapterStep, Collective, Experts, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
+from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
-from preheat.backends.cuda.lora_expand import BLOCK, PLACE_IN_TABLE, TABLE_PARTS, Expansion, expand, most_blocks
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear
+from preheat.backends.cuda.lora_expand import (
+    BLOCK,
+    PLACE_IN_TABLE,
+    TABLE_PARTS,
+    TABLE_ROWS,
+    Expansion,
+    expand,
+    most_blocks,
+)
+from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
@@ -68,20 +83,32 @@ def _gather(
             tl.store(shrunk + to, found * scale)
 
 
+@triton.jit
+def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
+    """Of a leaf's ``SPLITS`` sums, from the first to the last. ``step`` numbers lie between two of them."""
+    total = tl.load(sums + leaf * SPLITS * step, cache_modifier=".cg")
+    for each in tl.static_range(1, SPLITS):
+        total += tl.load(sums + (leaf * SPLITS + each) * step, cache_modifier=".cg")
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
-    x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, slots,
-    PARTS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
+    x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, size, slots,
+    PARTS: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, scaled: tl.constexpr,
+    beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and part; by the last of a
-    block's splits also what they are together, scaled. A slot is a row's place among all blocks.
+    block's splits also what they are together, in the tree of leaves, ``scaled`` if that is the root. A slot is a
+    row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits.
 
     ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
     waits for its.
     """
     block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, rank, k = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, CHUNK)
+    start, end = split // SPLITS * size + split % SPLITS * WIDTH, (split // SPLITS + 1) * size
     place = tl.load(places + block)
     row = tl.load(members + block * ROWS + lane)
     if beside:
@@ -96,31 +123,36 @@ def _shrink(
             of = a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64)[:, None] * inputs
             acc = tl.zeros([ROWS, RANKS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
-                here = split * WIDTH + first + k[None, :]
+                here = start + first + k[None, :]
                 if EVEN:
                     xs = tl.load(at + here, mask=there, other=0.0)
                     ws = tl.load(of + here)
                 else:
-                    xs = tl.load(at + here, mask=there & (here < inputs), other=0.0)
-                    ws = tl.load(of + here, mask=here < inputs, other=0.0)
+                    xs = tl.load(at + here, mask=there & (here < end), other=0.0)
+                    ws = tl.load(of + here, mask=here < end, other=0.0)
                 acc = tl.dot(xs.to(ws.dtype), ws.T, acc, input_precision="ieee")
-            to = ((part * TILES + tile) * SPLITS + split) * slots + block * ROWS + lane
+            to = ((part * TILES + tile) * LEAVES * SPLITS + split) * slots + block * ROWS + lane
             tl.store(sums + to.to(tl.int64)[:, None] * RANKS + rank[None, :], acc)
         tl.debug_barrier()  # all warps have written before one of them says so
         counter = arrived + block * PARTS + part
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
             tl.debug_barrier()
             scale = tl.load(scales + place * PLACE_IN_TABLE + part)
             for tile in range(count):
                 slot = block * ROWS + lane
-                of = (
-                    sums + ((part * TILES + tile) * SPLITS * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
-                )
-                total = tl.load(of, cache_modifier=".cg")
-                for each in tl.static_range(1, SPLITS):
-                    total += tl.load(of + each * slots * RANKS, cache_modifier=".cg")
+                first = (part * TILES + tile) * LEAVES * SPLITS * slots + slot
+                of, step = sums + first.to(tl.int64)[:, None] * RANKS + rank[None, :], slots * RANKS
+                total = _leaf_sum(of, 0, step, SPLITS)
+                if LEAVES >= 2:
+                    total += _leaf_sum(of, 1, step, SPLITS)
+                if LEAVES == 4:
+                    right = _leaf_sum(of, 2, step, SPLITS)
+                    right += _leaf_sum(of, 3, step, SPLITS)
+                    total += right
+                if scaled:
+                    total *= scale
                 to = ((part * TILES + tile) * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
-                tl.store(shrunk + to, total * scale)
+                tl.store(shrunk + to, total)
             tl.store(counter, 0)
     if beside:
         begin_late(overlap)
@@ -170,8 +202,8 @@ def write_blocks(words: np.ndarray, count: int, places: np.ndarray) -> None:
 
 
 class Packed(NamedTuple):
-    """What a place holds of an adapter: ``a`` [tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE] and its
-    ``table``. One piece of memory each, so that putting them into a place is three copies.
+    """What a place holds of an adapter: ``a`` [this rank's tiles, parts, TILE, inputs], ``b`` [tiles, outputs, TILE]
+    and its ``table``. One piece of memory each, so that putting them into a place is three copies.
     """
 
     a: Tensor
@@ -198,8 +230,6 @@ class CudaAdapterRows:
 class CudaAdapters:
     """See :class:`preheat.backends.base.AdapterOps`."""
 
-    on_ranks = False
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -219,10 +249,15 @@ class CudaAdapters:
         activation: Activation | None,
         clip: float | None,
         tiles: Sequence[int] = (),
-    ) -> AdaptedLinear:
-        assert isinstance(linear, CudaLinear)
+        among: Collective | None = None,
+    ) -> AdaptedLinear | AdaptedLeafLinear:
+        assert isinstance(linear, CudaLinear | CudaLeafLinear)
         assert len(outputs) <= MOST_PARTS
-        factors = Factors(inputs, outputs, places, max_rank, matrix_dtype(linear.shape.dtype, dtype), self._device)
+        leaves, held = getattr(linear.shape, "leaves", 1), matrix_dtype(linear.shape.dtype, dtype)
+        among = among if isinstance(among, RankSums) else RankSums()
+        factors = Factors(inputs, outputs, places, max_rank, held, self._device, leaves=leaves, among=among)
+        if isinstance(linear, CudaLeafLinear):
+            return AdaptedLeafLinear(linear, factors, rows)
         return AdaptedLinear(linear, factors, rows, activation, clip)
 
     def embedding(
@@ -289,7 +324,7 @@ class AdaptedLinear:
         y = self.inner.by(choice, x, out if finished and not gated else None)
         if beside:
             self._factors.shrink(rows, blocks, given, sums, beside=True)
-        y = expand(y, given, self._factors.bounds, gated=gated, out=out)
+        y = expand(y, self._factors.gathered(given), self._factors.bounds, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
@@ -320,7 +355,8 @@ class AdaptedEmbedding:
 
 class Factors:
     """Both matrices of the adapters in all ``places``, for all parts of a layer, in tiles of ranks. A table says how
-    many of them each place and part has in use, and the scale, whose bits lie in an integer.
+    many of them each place and part has in use, the scale, whose bits lie in an integer, and how many of the first
+    matrix are on this rank: all, unless ranks divide them ``among`` themselves, of which each has every world-th.
     """
 
     def __init__(
@@ -331,18 +367,23 @@ class Factors:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        leaves: int = 1,
+        among: RankSums = RankSums(),  # noqa: B008 - it has no state
     ) -> None:
-        parts, self._tiles_each = len(outputs), -(-max_rank // TILE)
-        self._inputs, self._places = inputs, places
+        parts, tiles = len(outputs), -(-max_rank // TILE)
+        self._among, self._tiles_each = among, -(-tiles // among.world)
+        self._inputs, self._places, self._leaves, self._leaf = inputs, places, leaves, inputs // leaves
         self.bounds = np.cumsum([0, *outputs]).tolist()
-        self._width = min(PART, max(triton.next_power_of_2(inputs), TILE))
-        self._splits = -(-inputs // self._width)
+        self._width = min(PART, max(triton.next_power_of_2(self._leaf), TILE))
+        self._splits = -(-self._leaf // self._width)
         self._a = torch.zeros(places, self._tiles_each, parts, TILE, inputs, dtype=dtype, device=device)
-        self._b = torch.zeros(places, self._tiles_each, self.bounds[-1], TILE, dtype=dtype, device=device)
-        self._table = torch.zeros(places, 2, TABLE_PARTS, dtype=torch.int32, device=device)
+        self._b = torch.zeros(places, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
+        self._table = torch.zeros(places, TABLE_ROWS, TABLE_PARTS, dtype=torch.int32, device=device)
         self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
+        self._own = self._table[:, 2]
         self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
-        self._nothing, self._cleared = self._host(2, TABLE_PARTS, dtype=torch.int32), [True] * places
+        self._nothing, self._cleared = self._host(TABLE_ROWS, TABLE_PARTS, dtype=torch.int32), [True] * places
         self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     @property
@@ -352,23 +393,24 @@ class Factors:
     def pack(self, given: Mapping[int, LowRank]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
         most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._inputs
-        a = self._host(most, len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
+        rank, world = self._among.rank, self._among.world
+        a = self._host(len(range(rank, most, world)), len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
         b = self._host(most, self.bounds[-1], TILE, dtype=self._b.dtype)
-        table = self._host(2, TABLE_PARTS, dtype=torch.int32)
+        table = self._host(TABLE_ROWS, TABLE_PARTS, dtype=torch.int32)
         for part, (down, up, scale) in given.items():
             tiles = -(-len(down) // TILE)
             more = tiles * TILE - len(down)
-            a[:tiles, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs))
+            own = len(range(rank, tiles, world))
+            a[:own, part].copy_(F.pad(down, (0, 0, 0, more)).view(tiles, TILE, inputs)[rank::world])
             mine = b[:tiles, self.bounds[part] : self.bounds[part + 1]]
             mine.copy_(F.pad(up, (0, more)).view(len(up), tiles, TILE).transpose(0, 1))
-            table[0, part], table[1].view(torch.float32)[part] = tiles, scale
+            table[0, part], table[1].view(torch.float32)[part], table[2, part] = tiles, scale, own
         return Packed(a, b, table)
 
     def write(self, place: int, packed: Packed) -> None:
         """Put what was packed into ``place``. Copies are asked for, not waited for."""
-        tiles = len(packed.a)
-        self._a[place, :tiles].copy_(packed.a, non_blocking=True)
-        self._b[place, :tiles].copy_(packed.b, non_blocking=True)
+        self._a[place, : len(packed.a)].copy_(packed.a, non_blocking=True)
+        self._b[place, : len(packed.b)].copy_(packed.b, non_blocking=True)
         self._table[place].copy_(packed.table, non_blocking=True)
         self._cleared[place] = False
 
@@ -383,25 +425,42 @@ class Factors:
         of the inputs, fp32 [parts, tiles, parts of the inputs, blocks * BLOCK, TILE].
         """
         count, parts = most_blocks(len(x), self._places), len(self.bounds) - 1
-        sums = x.new_empty(parts, self._tiles_each, self._splits, count * BLOCK, TILE, dtype=torch.float32)
-        shrunk = x.new_empty(parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        splits = self._leaves * self._splits
+        sums = x.new_empty(parts, self._tiles_each, splits, count * BLOCK, TILE, dtype=torch.float32)
+        shrunk = x.new_empty(1, parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
         given = Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
         return given, sums
 
-    def shrink(self, x: Tensor, blocks: Blocks, to: Expansion, sums: Tensor, *, beside: bool) -> None:
-        """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last."""
-        parts, count = len(to.shrunk), to.shrunk.shape[2]
-        _shrink[count // BLOCK, self._splits, parts](
-            x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._tiles, self._scales, blocks.arrived,
-            len(x), self._inputs, count, PARTS=parts, TILES=self._tiles_each, SPLITS=self._splits, WIDTH=self._width,
-            CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE, EVEN=self._inputs % self._width == 0, beside=beside,
-            **options(num_warps=4, num_stages=4),
+    def shrink(
+        self, x: Tensor, blocks: Blocks, to: Expansion, sums: Tensor, *, beside: bool, scaled: bool = True
+    ) -> None:
+        """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last. Not ``scaled``: it
+        is what a rank has, and no root yet.
+        """
+        _, parts, _, count, _ = to.shrunk.shape
+        _shrink[count // BLOCK, self._leaves * self._splits, parts](
+            x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._own, self._scales, blocks.arrived,
+            len(x), self._inputs, self._leaf, count, PARTS=parts, TILES=self._tiles_each, LEAVES=self._leaves,
+            SPLITS=self._splits, WIDTH=self._width, CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE,
+            EVEN=self._leaf % self._width == 0, scaled=scaled, beside=beside, **options(num_warps=4, num_stages=4),
         )  # fmt: skip
+
+    def gathered(self, own: Expansion) -> Expansion:
+        """``own`` with what rows shrank to on all ranks that divide the first matrices. Nothing is added."""
+        if self._among.world == 1:
+            return own
+        return own._replace(shrunk=self._among.gather(own.shrunk[0]))
+
+    def add_roots(self, parts: Tensor, blocks: Blocks, to: Expansion) -> None:
+        """Let ``to`` be the scaled sum of what ranks shrank to: fp32 ``parts`` [ranks, tiles * slots * TILE], those of
+        each rank contiguous.
+        """
+        add_roots(parts, to.shrunk, blocks.places, self._tiles, self._scales)
 
     def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
         """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
         count = most_blocks(len(tokens), self._places)
-        shrunk = self._a.new_empty(1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        shrunk = self._a.new_empty(1, 1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
         members = torch.empty_like(blocks.members[: count * BLOCK])
         _gather[(count,)](
             tokens, slots, last_token, self._a, shrunk, members, blocks.places, blocks.members, self._tiles,

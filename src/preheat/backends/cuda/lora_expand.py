@@ -28,15 +28,19 @@ WIDTH = 128
 TABLE_PARTS = 4
 """Parts that a row of a layer's table has room for: each begins at a multiple of 16 bytes."""
 
-PLACE_IN_TABLE: tl.constexpr = tl.constexpr(2 * TABLE_PARTS)
-"""Numbers in a table for each place: of the tiles in use, and of scales."""
+TABLE_ROWS = 3
+"""For each place: the tiles in use, scales, and those of the tiles that are on this rank."""
+
+PLACE_IN_TABLE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
+"""Numbers in a table for each place."""
 
 
 class Expansion(NamedTuple):
-    """What rows of a step are expanded by. ``shrunk`` fp32 [parts, tiles, blocks * BLOCK, TILE], scaled; ``b`` [places,
-    tiles, outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * BLOCK] are the blocks of rows,
-    ``slots`` int32 [rows] the place of each among them, -1 for none; ``tiles`` int32 [places, TABLE_PARTS] are in use,
-    where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts + 1] are outputs.
+    """What rows of a step are expanded by. ``shrunk`` fp32 [ranks, parts, tiles of a rank, blocks * BLOCK, TILE],
+    scaled: tile t is that of rank t % ranks, of which there is one unless the first matrices are divided; ``b``
+    [places, tiles, outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * BLOCK] are the blocks of
+    rows, ``slots`` int32 [rows] the place of each among them, -1 for none; ``tiles`` int32 [places, TABLE_PARTS] are in
+    use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts + 1] are outputs.
     """
 
     shrunk: Tensor
@@ -76,6 +80,7 @@ def _tile_of(out, place, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.
 @triton.jit
 def _expanded(
     result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """``result`` [outputs, rows] and what the adapter in ``place`` adds to them, whose ``part`` has ``count`` tiles of
     ranks, the first of which is ``ws``. ``height`` are the outputs of all parts.
@@ -84,7 +89,8 @@ def _expanded(
     for tile in tl.range(0, count, num_stages=1):
         if tile > 0:
             ws = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
-        at = (((part * TILES + tile) * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+        own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
+        at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
         acc = _times(ws, tl.load(adapters.shrunk + at).T, acc)
     return tl.where(count > 0, (result.to(tl.float32) + acc).to(result.dtype), result)
 
@@ -92,7 +98,8 @@ def _expanded(
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
     y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
+    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr,
+    chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
     y, which z then is. Behind the blocks that have ``slots``, if ``gated``, come rows without an adapter. What no
@@ -138,9 +145,13 @@ def _expand(
         up = result
         if gated:
             up = tl.load(at + columns, mask=stored, other=0.0)
-        result = _expanded(result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS)
+        result = _expanded(
+            result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS
+        )
         if gated:
-            up = _expanded(up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS)
+            up = _expanded(
+                up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD, PARTS
+            )
             result = silu_mul(result, up)
         tl.store(z + token * columns + out[:, None], result, mask=stored)
 
@@ -162,11 +173,11 @@ def expand(
     z = y if not gated else y.new_empty(rows, columns) if out is None else out
     widest = max(end - start for start, end in pairwise(bounds))
     across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
-    slots, tiles = adapters.shrunk.shape[2], adapters.b.shape[1]
+    world, stacked, _, slots, _ = adapters.shrunk.shape
     blocks = slots // BLOCK + (triton.cdiv(rows, BLOCK) if gated else 0)
     _expand[triton.cdiv(across, WIDTH), blocks, parts](
-        y, z, adapters, rows, columns, slots, TILES=tiles, RANKS=TILE, COLUMNS=WIDTH, ROWS=BLOCK,
-        WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
+        y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=BLOCK,
+        WORLD=world, PARTS=stacked, WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return z

@@ -1,0 +1,183 @@
+"""Adapters of layers that ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits.
+
+Ranks are slices of one layer, called one after the other: first to hear what each sends, then again with what it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from preheat.backends.cuda import lora
+from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.linear import CudaLinear
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
+from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.proof import noise, signed_pairs
+
+ROWS, OUTPUTS, PLACES = 21, 40, 2
+WHOSE = [[1, -1, 0, 1][row % 4] for row in range(ROWS)]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+class Heard(RankSums):
+    """A rank that hears ``theirs``, what all of them said, if that is known."""
+
+    def __init__(self, rank: int, world: int, theirs: list[Tensor] | None) -> None:
+        self.rank, self.world, self.said, self._theirs = rank, world, list[Tensor](), theirs
+
+    def gather(self, x: Tensor) -> Tensor:
+        assert not self.said, "a layer has one exchange"
+        self.said.append(x.clone())
+        return torch.stack(self._theirs or [x] * self.world)
+
+
+def on_ranks(world: int, layer: Callable[[RankSums], Tensor]) -> list[Tensor]:
+    """What ``layer`` gives on each rank."""
+    if world == 1:
+        return [layer(RankSums())]
+    first = [Heard(rank, world, None) for rank in range(world)]
+    for each in first:
+        layer(each)
+    said = [each.said[0] for each in first if each.said]
+    return [layer(Heard(rank, world, said)) for rank in range(world)]
+
+
+def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank]]:
+    """Rows and two adapters, whose products with the rows nearly cancel: each order of addition has bits of its own."""
+    x = signed_pairs(noise(ROWS, inputs, seed=8) * noise(ROWS, inputs, seed=9).exp(), 1.0).to(dtype)
+    found = []
+    for seed, rank in ((10, 5), (20, 21)):
+        a = signed_pairs(noise(rank, inputs, seed=seed) * noise(rank, inputs, seed=seed + 1).exp(), -1.0)
+        found.append(LowRank(a.to(dtype), noise(OUTPUTS, rank, seed=seed + 2).to(dtype), 2.0**16 * 0.37))
+    return x, found
+
+
+def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank]]:
+    x = noise(ROWS, inputs, seed=8).to(dtype)
+    return x, [LowRank((noise(r, inputs, seed=r) / 50).to(dtype), noise(OUTPUTS, r).to(dtype), 0.37) for r in (5, 21)]
+
+
+def by_columns(
+    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers
+) -> list[Tensor]:
+    """Of a layer whose inputs ``world`` ranks share, in so many ``leaves``."""
+    x, given = make(inputs, dtype)
+    weight, bias = (noise(OUTPUTS, inputs) / 50).to(dtype), noise(OUTPUTS, seed=4).to(dtype)
+
+    def layer(ranks: RankSums) -> Tensor:
+        part = inputs // ranks.world
+        mine = slice(ranks.rank * part, (ranks.rank + 1) * part)
+        ops = CudaAdapters(torch.device("cpu"))
+        rows = ops.rows(32, PLACES)
+        base = CudaLeafLinear(weight[:, mine].contiguous(), bias, leaves // ranks.world, ranks, LeafTiles())
+        made = ops.linear(
+            base, part, [OUTPUTS], rows, places=PLACES, max_rank=40, dtype=dtype, activation=None, clip=None
+        )
+        for place, each in enumerate(given):
+            made.write(place, made.pack({0: each._replace(a=each.a[:, mine])}))
+        rows.describe(0, "tokens", np.array(whose, np.int32))
+        rows.use("tokens" if any(place >= 0 for place in whose) else None)
+        return made(x[:, mine].contiguous())
+
+    return on_ranks(world, layer)
+
+
+@DTYPES
+@pytest.mark.parametrize("inputs", [4 * 16, 4 * 600, 4 * 1024])
+def test_what_ranks_add_to_a_layer_divided_by_columns_has_the_bits_of_one(inputs, dtype):
+    (one,) = by_columns(1, inputs, dtype)
+    for world in (2, 4):
+        assert all(torch.equal(each, one) for each in by_columns(world, inputs, dtype))
+    (plain,) = by_columns(1, inputs, dtype, whose=[-1] * ROWS)
+    alike = [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)]
+    assert alike == [place < 0 for place in WHOSE]
+
+
+@DTYPES
+def test_what_is_added_is_the_references(dtype):
+    inputs = 4 * 600
+    x, given = plain_numbers(inputs, dtype)
+    one, plain = (by_columns(1, inputs, dtype, whose=each, make=plain_numbers)[0] for each in (WHOSE, [-1] * ROWS))
+    for place, each in enumerate(given):
+        mine = [row for row in range(ROWS) if WHOSE[row] == place]
+        right = add_delta(plain[mine], delta(x[mine], *each, leaves=4))
+        if dtype == torch.bfloat16:
+            assert (one[mine] != right).float().mean() < 0.01
+        torch.testing.assert_close(one[mine], right, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def test_leaves_that_follow_the_number_of_ranks_have_other_bits():
+    """What the test of bits would see: a rank adds its inputs in one sum."""
+    found = [by_columns(world, 4 * 600, torch.float32, leaves=world)[0] for world in (1, 2, 4)]
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+def test_ranks_that_are_added_in_another_order_have_other_bits(monkeypatch):
+    (one,) = by_columns(1, 4 * 600, torch.float32)
+    right = lora.add_roots
+
+    def in_a_row(parts, shrunk, places, tiles, scales):
+        sums = parts.clone()
+        sums[0] = parts[0] + parts[1] + parts[2] + parts[3]
+        sums[1:] = 0
+        right(sums, shrunk, places, tiles, scales)
+
+    monkeypatch.setattr(lora, "add_roots", in_a_row)
+    assert not torch.equal(by_columns(4, 4 * 600, torch.float32)[0], one)
+
+
+def by_rows(world: int, dtype: torch.dtype, activation: Any, divided: bool) -> list[Tensor]:
+    """Each half of the outputs of a layer whose rows ``world`` ranks share, and what two adapters have for them. The
+    first matrices may be ``divided``, too: five tiles of ranks.
+    """
+    inputs, sizes = 1100, (96, 96)
+    x, weight = noise(ROWS, inputs, seed=5).to(dtype), (noise(sum(sizes), inputs) / 30).to(dtype)
+
+    def layer(ranks: RankSums) -> Tensor:
+        def mine(rows: Tensor) -> Tensor:
+            return rows.chunk(ranks.world)[ranks.rank]
+
+        ops = CudaAdapters(torch.device("cpu"))
+        rows = ops.rows(32, PLACES)
+        made = ops.linear(
+            CudaLinear(torch.cat([mine(part) for part in weight.split(sizes)]), configs=KernelConfigs()), inputs,
+            [size // ranks.world for size in sizes], rows, places=PLACES, max_rank=70, dtype=dtype,
+            activation=activation, clip=None, among=ranks if divided else None,
+        )  # fmt: skip
+        for place, of_parts in enumerate(((69, 7), (21, 7))):
+            given = {
+                part: LowRank((noise(r, inputs, seed=r) / 30).to(dtype), mine(noise(96, r, seed=2).to(dtype)), 0.37)
+                for part, r in enumerate(of_parts)
+            }
+            made.write(place, made.pack(given))
+        rows.describe(0, "tokens", np.array(WHOSE, np.int32))
+        rows.use("tokens")
+        return made(x)
+
+    found = on_ranks(world, layer)
+    return [torch.cat(halves, 1) for halves in zip(*(y.chunk(1 if activation else 2, 1) for y in found), strict=True)]
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_rows_of_a_layer_on_ranks_have_the_bits_of_one(activation, dtype):
+    one = by_rows(1, dtype, activation, divided=False)
+    for world in (2, 4):
+        for divided in (False, True):
+            found = by_rows(world, dtype, activation, divided)
+            assert all(torch.equal(mine, whole) for mine, whole in zip(found, one, strict=True))
+
+
+def test_tiles_of_ranks_in_another_order_have_other_bits(monkeypatch):
+    one = by_rows(1, torch.float32, None, divided=False)
+    right = Heard.gather
+    monkeypatch.setattr(Heard, "gather", lambda self, x: right(self, x).flip(0))
+    assert not torch.equal(by_rows(2, torch.float32, None, divided=True)[0], one[0])
