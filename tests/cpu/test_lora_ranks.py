@@ -17,7 +17,7 @@ from preheat.backends.cpu import lora
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.linear import OneDnnLinear
 from preheat.backends.cpu.lora import CpuAdapters, LinearFactors
-from preheat.backends.shards import LeafLinear
+from preheat.backends.shards import LeafLinear, Leaves
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
 from preheat.lora.adapter import expert_modules, read_adapter
@@ -147,7 +147,8 @@ def added(collective: Collective) -> Tensor:
     part = INPUTS // collective.world
     mine = slice(collective.rank * part, (collective.rank + 1) * part)
     weight, bias, a = noise(OUTPUTS, INPUTS) / 60, noise(OUTPUTS, seed=4), noise(23, INPUTS, seed=1) / 60
-    base = LeafLinear(OneDnnLinear, weight[:, mine].contiguous(), bias, 4 // collective.world, collective)
+    products = Leaves(OneDnnLinear, weight[:, mine].contiguous(), 4 // collective.world)
+    base = LeafLinear(products, bias, collective)
     rows = CpuAdapters().rows(32, 2)
     layer = CpuAdapters().linear(
         base, part, [OUTPUTS], rows, places=2, max_rank=40, dtype=torch.float32, activation=None, clip=None

@@ -24,13 +24,13 @@ from preheat.backends.base import Collective
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
-from preheat.errors import RankDied, SettingsError
+from preheat.errors import ModelError, RankDied, SettingsError
 from preheat.model import shard as shards
 from preheat.model import sources
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
-from preheat.model.files import read_config
-from preheat.model.loader import load_weights
+from preheat.model.files import BUNDLED_PATH, read_config
+from preheat.model.loader import check_shares, load_weights
 from preheat.model.shard import shard
 from preheat.ops.leaves import tree_sum
 from preheat.parallel import channel
@@ -182,15 +182,24 @@ def test_what_ranks_cannot_do_is_refused(sharing, mode, said, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_cache_dtype": "fp8"},
-        {"quantization": "fp8"},
+        {"quantization": "inc", "quant_config": "inc.json"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ],
 )
 def test_what_ranks_do_not_do_yet_is_refused_by_name(options):
-    (name,) = options
+    name = next(iter(options))
     with pytest.raises(SettingsError, match=f"{name} does not work with tensor_parallel_size"):
         for_ranks(Settings(tp_invariant=True, **options), CpuBackend(), "eager")
+
+
+def test_quantized_layers_are_refused_where_ranks_have_no_kernels(monkeypatch):
+    monkeypatch.setattr(CpuSharing, "quantized", False)
+    with pytest.raises(SettingsError, match="quantization does not work with tensor_parallel_size"):
+        for_ranks(Settings(tp_invariant=True, quantization="fp8"), CpuBackend(), "eager")
+    spec = read_spec(read_config(BUNDLED_PATH), "fp8")
+    with pytest.raises(ModelError, match="cannot share quantized layers on cpu yet"):
+        check_shares(spec, CpuBackend())
+    check_shares(read_spec(read_config(BUNDLED_PATH)), CpuBackend())
 
 
 def test_ranks_have_the_same_threads_whatever_their_number():

@@ -581,8 +581,10 @@ class Operations(Protocol):
 
 class Sharing(Protocol):
     """The operations of a model whose layers several ranks share, or one that adds as they do. The bits of each do not
-    depend on how many ranks there are; see :mod:`preheat.ops.leaves`.
+    depend on how many ranks there are; see :mod:`preheat.ops.leaves`. ``quantized``: weights may be.
     """
+
+    quantized: bool
 
     def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
         """Meet the other ranks in ``folder``. ``check``, which raises where a rank has died, is called while one waits
@@ -591,7 +593,7 @@ class Sharing(Protocol):
 
     def row_linear(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
         tiles: Sequence[int],
         *,
@@ -602,13 +604,20 @@ class Sharing(Protocol):
         each. A tile's outputs have the same bits whichever other tiles the rank has.
         """
 
-    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> Linear:
+    def leaf_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, leaves: int, collective: Collective
+    ) -> Linear:
         """The linear layer whose inputs the ranks share: ``weight`` [outputs, inputs of this rank], in so many
         ``leaves``. The result is the same on all ranks.
         """
 
     def leaf_experts(
-        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+        self,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        routing: Routing,
+        leaves: int,
+        collective: Collective,
     ) -> Experts:
         """As :meth:`Operations.experts`, whose inner numbers the ranks share: this one's are so many ``leaves``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,18 @@ from preheat.ops.leaves import tree_sum
 
 Make = Callable[[Tensor, "Tensor | None"], Linear]
 """Makes the backend's layer of a weight [outputs, inputs] and a bias [outputs]."""
+
+
+class Products(Protocol):
+    """The products of a matrix [outputs, inputs of this rank], one for each of so many ``leaves``. ``parts`` are the
+    layers among them, for a backend that prepares those.
+    """
+
+    leaves: int
+    parts: Sequence[Linear]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Of ``x`` [rows, inputs of this rank]: fp32 [rows, outputs] for each leaf."""
 
 
 class TiledLinear:
@@ -30,13 +43,10 @@ class TiledLinear:
 
 
 class LeafLinear:
-    """``weight`` [outputs, inputs of this rank] in ``leaves``. Libraries round what they return to the dtype of their
-    inputs, so products are made in fp32, which holds every product of the dtype's numbers.
-    """
+    """The ``products`` of a matrix [outputs, inputs of this rank] in ``leaves``, and their sum over all ranks."""
 
-    def __init__(self, make: Make, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> None:
-        self.leaves, self._leaves = leaves, Leaves(make, weight, leaves)
-        self.parts = self._leaves.parts
+    def __init__(self, products: Products, bias: Tensor | None, collective: Collective) -> None:
+        self.leaves, self._leaves, self.parts = products.leaves, products, products.parts
         self._bias, self._collective = None if bias is None else bias.float(), collective
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -61,11 +71,16 @@ class LeafLinear:
 
 
 class Leaves:
-    """The products of a matrix [outputs, inputs] that is cut into ``leaves`` of its inputs, each fp32."""
+    """The products of a matrix [outputs, inputs] that is cut into ``leaves`` of its inputs, each fp32. Libraries round
+    what they return to the dtype of their inputs, so products are made in fp32, which holds every product of the
+    dtype's numbers.
+    """
 
     def __init__(self, make: Make, weight: Tensor, leaves: int) -> None:
-        self._size = weight.shape[1] // leaves
-        self.parts = [make(part.float().contiguous(), None) for part in torch.split(weight, self._size, 1)]
+        self.leaves, self._size = leaves, weight.shape[1] // leaves
+        self.parts: Sequence[Linear] = [
+            make(part.float().contiguous(), None) for part in torch.split(weight, self._size, 1)
+        ]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Of ``x`` [rows, inputs]: fp32 [rows, outputs] for each leaf."""

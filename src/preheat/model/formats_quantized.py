@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from preheat.errors import ModelError
@@ -41,6 +42,13 @@ def reorder(rows: Tensor, order: tuple[tuple[int, int], ...]) -> None:
         at += end - start
 
 
+def taken(rows: Tensor, order: tuple[tuple[int, int], ...]) -> Tensor:
+    """The ranges of ``rows`` in this ``order``: a new tensor."""
+    import torch
+
+    return torch.cat([rows[start:end] for start, end in order])
+
+
 class QuantizedFormat(ABC):
     """What formats share: subclasses say what a module's tensors are, and read them."""
 
@@ -68,28 +76,37 @@ class QuantizedFormat(ABC):
         return found
 
     def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
-        """The parts read into the rows of one weight."""
-        weight = loader.empty_weight(_scheme(spec), spec.outputs, spec.inputs)
-        bias = loader.empty(spec.outputs) if spec.bias else None
+        """The parts read into the rows of one weight. Of a shard all are read, and what it has not is let go: so parts
+        have the scales that they have on one rank.
+        """
+        weight = loader.empty_weight(_scheme(spec), spec.stored_outputs, spec.stored_inputs or spec.inputs)
+        bias = loader.empty(spec.stored_outputs) if spec.bias else None
         start = 0
         for name, outputs in spec.parts:
             self.read(name, weight.part(slice(start, start + outputs)), loader)
             if bias is not None:
                 loader.source.fill(f"{name}.bias", bias[start : start + outputs])
             start += outputs
-        if spec.order:
+        if spec.sharded:
+            weight, bias = weight.cut(spec.order, spec.columns), None if bias is None else taken(bias, spec.order)
+        elif spec.order:
             for rows in (*weight.row_tensors, *([] if bias is None else [bias])):
                 reorder(rows, spec.order)
-        return loader.whole_layer(spec, weight, bias)
+        return loader.layer_of(spec, weight, bias)
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[QuantizedWeight, QuantizedWeight]:
         """Each matrix read into its place."""
-        scheme, count, inner = _scheme(spec), spec.num_experts, spec.inner
-        gate_up, down = (loader.empty_weight(scheme, count, *shape) for shape in spec.matrices)
+        scheme, count, inner = _scheme(spec), spec.num_experts, spec.stored_inner or spec.inner
+        matrices = replace(spec, inner=inner).matrices
+        gate_up, down = (loader.empty_weight(scheme, count, *shape) for shape in matrices)
         for expert in range(count):
             self.read(spec.gate.format(expert), gate_up.part(expert, slice(0, inner)), loader)
             self.read(spec.up.format(expert), gate_up.part(expert, slice(inner, 2 * inner)), loader)
             self.read(spec.down.format(expert), down.part(expert), loader)
+        if spec.kept is not None:
+            first, last = spec.kept
+            gate_up = gate_up.cut((spec.kept, (inner + first, inner + last)), None)
+            down = down.cut(((0, spec.hidden),), spec.kept)
         return gate_up, down
 
 

@@ -107,6 +107,7 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     whole = spec
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
+        check_shares(spec, backend)
     check_backend(spec, backend.facts)
     seats = make_seats(settings, spec, backend, dtype, collective)
     sizes = bytes_by_scheme(spec, backend.facts, dtype.itemsize)
@@ -119,8 +120,21 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
+    sizes = bytes_by_scheme(whole, backend.facts, dtype.itemsize)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
     return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, seats, quantized.formats)
+
+
+def check_shares(spec: ModelSpec, backend: Backend) -> None:
+    """Raise ModelError for quantized layers on a backend whose ranks have no kernels for them."""
+    if any(scheme is not None for scheme in spec.weight_bytes(1)) and not (
+        backend.sharing and backend.sharing.quantized
+    ):
+        raise ModelError(
+            f"ranks cannot share quantized layers on {backend.facts.name} yet: leave --tensor-parallel-size and "
+            "--tp-invariant out",
+            param="tensor_parallel_size",
+        )
 
 
 def _check_takes_embeds(spec: ModelSpec) -> None:
@@ -335,8 +349,8 @@ class WeightLoader:
         width = head_tile(spec.vocab_size, self._collective.world) * len(spec.head.tiles)
         return GatheredHead(head, width, spec.vocab_size, self._collective)
 
-    def layer_of(self, spec: LinearSpec, weight: Tensor, bias: Tensor | None) -> Linear:
-        """The layer of ``spec``, or of a shard, with these plain weights."""
+    def layer_of(self, spec: LinearSpec, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        """The layer of ``spec``, or of a shard, with these weights."""
         if spec.leaves:
             assert self._collective is not None
             layer = self.sharing.leaf_linear(weight, bias, spec.leaves, self._collective)
@@ -380,7 +394,6 @@ class WeightLoader:
         if self._collective is None:
             experts = self.backend.experts(gate_up, down, routing)
         else:
-            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # others are refused by shard
             experts = self.sharing.leaf_experts(gate_up, down, routing, spec.experts.leaves, self._collective)
         if self._seats is not None:
             experts = self._seats.experts(spec, experts)

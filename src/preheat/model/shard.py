@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
+from preheat.model.formats import FORMATS
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
@@ -96,8 +97,9 @@ class _Cut:
         return replace(spec, gate_up=self._rows(spec.gate_up, blocks), down=self._columns(spec.down))
 
     def moe(self, spec: MoeSpec) -> MoeSpec:
-        _require_plain(spec.experts)
+        _require_known(spec.experts)
         mine = self._mine("intermediate numbers of an expert", spec.experts.inner)
+        self._require_whole_groups(spec.experts, "intermediate numbers of an expert", spec.experts.inner)
         experts = replace(
             spec.experts, inner=mine[1] - mine[0], kept=mine, stored_inner=spec.experts.inner, leaves=self._own
         )
@@ -123,7 +125,7 @@ class _Cut:
         """Of each of the ``blocks`` of rows (its first row, its size, the range within it that is kept, and into how
         many tiles the whole of it is cut).
         """
-        _require_plain(spec)
+        _require_known(spec)
         order, tiles = list[Range](), list[int]()
         for start, size, (first, last), count in blocks:
             self._divide(f"rows of {spec.parts[0][0]}", size, count)
@@ -132,12 +134,25 @@ class _Cut:
         return replace(spec, order=tuple(order), tiles=tuple(tiles))
 
     def _columns(self, spec: LinearSpec) -> LinearSpec:
-        _require_plain(spec)
+        _require_known(spec)
         mine = self._mine(f"inputs of {spec.parts[0][0]}", spec.inputs)
+        self._require_whole_groups(spec, f"inputs of {spec.parts[0][0]}", spec.inputs)
         return replace(
             spec, inputs=mine[1] - mine[0], columns=mine, stored_inputs=spec.inputs, leaves=self._own,
             order=spec.order or ((0, spec.stored_outputs),),
         )  # fmt: skip
+
+    def _require_whole_groups(self, spec: LinearSpec | ExpertsSpec, what: str, inputs: int) -> None:
+        """Raise ModelError where a leaf ends within inputs that share a scale, but for those that ``g_idx`` groups."""
+        if spec.scheme is None or spec.scheme.indexed:
+            return
+        group = 128 if spec.scheme.activations == "block" else spec.scheme.group
+        if group and inputs % (self.leaves * group):
+            raise ModelError(
+                f"--tensor-parallel-size {self.world}: a scale is shared by {group} of the model's {inputs:,} {what}, "
+                f"and their {self.leaves} equal parts are not whole groups; {self._remedy}",
+                param="tensor_parallel_size",
+            )
 
     def _mine(self, what: str, size: int) -> Range:
         """The rank's part of ``size``, which must make whole leaves."""
@@ -150,17 +165,20 @@ class _Cut:
             raise self._error(what, size, parts)
 
     def _error(self, what: str, size: int, parts: int | None = None) -> ModelError:
-        remedy = "lower --tensor-parallel-size" if self.world > 1 else "leave --tp-invariant out"
         return ModelError(
             f"--tensor-parallel-size {self.world}: the model's {size:,} {what} cannot be divided into "
-            f"{parts or self.world} equal parts; {remedy}",
+            f"{parts or self.world} equal parts; {self._remedy}",
             param="tensor_parallel_size",
         )
 
+    @property
+    def _remedy(self) -> str:
+        return "lower --tensor-parallel-size" if self.world > 1 else "leave --tp-invariant out"
 
-def _require_plain(spec: LinearSpec | ExpertsSpec) -> None:
+
+def _require_known(spec: LinearSpec | ExpertsSpec) -> None:
     """Raise ModelError for a format whose tensors nobody has said how to cut."""
-    if spec.format != "plain":
+    if spec.format not in FORMATS:
         raise _not_yet(f"layers that are stored as {spec.format}")
 
 

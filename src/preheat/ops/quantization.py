@@ -18,10 +18,15 @@ The product: over each 128 inputs, in order, the products of codes are summed by
 (exactly, where there is none), giving an fp32 number, which is added to an fp32 accumulator ("promoted"). Where scales
 are of groups, it is multiplied by the token's scale, then by the output's, before it is added; else the sum is, at the
 end. Then the bias is added in fp32, and the result is rounded once to the dtype.
+
+Where ranks share the inputs, a leaf (:mod:`preheat.ops.leaves`) is such a product of its inputs, with all scales,
+before bias and rounding. The scale of a token is that of its whole row: ranks exchange their parts' greatest
+magnitudes, and the greatest of these is the same in whatever order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,6 +72,27 @@ class QuantizedWeight:
         """A view of the experts and rows ``at``."""
         zeros = None if self.zeros is None else self.zeros[at]
         return replace(self, codes=self.codes[at], scales=self.scales[at], zeros=zeros)
+
+    def cut(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> QuantizedWeight:
+        """The ranges of ``rows`` [from, to), in this order, and the inputs ``columns`` [from, to), all if None: new
+        tensors. Inputs end where a group does, unless ``index`` says which group an input belongs to.
+        """
+
+        def taken(tensor: Tensor, inputs: slice) -> Tensor:
+            return torch.cat([tensor[..., slice(*each), inputs] for each in rows], -2).contiguous()
+
+        inputs = groups = slice(None)
+        if columns is not None:
+            inputs = slice(*columns)
+            if self.scales.shape[-1] > 1 and self.index is None:
+                groups = slice(columns[0] // self.scheme.group, -(-columns[1] // self.scheme.group))
+        return replace(
+            self,
+            codes=taken(self.codes, inputs),
+            scales=taken(self.scales, groups),
+            zeros=None if self.zeros is None else taken(self.zeros, groups),
+            index=None if self.index is None else self.index[inputs].contiguous(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +150,11 @@ def _groups(weight: QuantizedWeight) -> Tensor:
     return torch.arange(weight.shape[-1], device=weight.codes.device) // weight.scheme.group
 
 
+def token_scales(greatest: Tensor) -> Tensor:
+    """The scales of rows whose ``greatest`` magnitudes, fp32, are these."""
+    return (greatest / E4M3_MAX).clamp_(min=LEAST_SCALE)
+
+
 def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None = None) -> Tensor:
     """The scales of ``x`` [tokens, inputs]: fp32 [tokens, groups], one group but for kind "block"."""
     if kind == "static":
@@ -131,7 +162,7 @@ def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None =
         return static.expand(len(x), 1)
     size = PROMOTED if kind == "block" else max(x.shape[1], 1)
     groups = [part.abs().amax(1) for part in torch.split(x.float(), size, 1)]
-    return (torch.stack(groups, 1) / E4M3_MAX).clamp_(min=LEAST_SCALE)
+    return token_scales(torch.stack(groups, 1))
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
         )
     alone = {
         "speculative_config": settings.speculation is not None,
-        "kv_cache_dtype": settings.kv_cache_dtype != "auto",
-        "quantization": settings.quantization is not None,
+        "quantization": settings.quantization == "inc"
+        or (settings.quantization is not None and not backend.sharing.quantized),
     }
     if name := next((name for name, given in alone.items() if given), None):
         raise SettingsError(

@@ -8,14 +8,25 @@ each: this is for small models, and for what a GPU does to be seen without one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from preheat.backends.base import Collective, Linear
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import ActivationScales
 from preheat.ops.moe import Routing, route, routed
 from preheat.ops.opaque import opaque
-from preheat.ops.quantization import PROMOTED, QuantizedWeight, quantize_rows, scaled_product
+from preheat.ops.quantization import (
+    PROMOTED,
+    QuantizedWeight,
+    activation_scales,
+    quantize,
+    quantize_rows,
+    scaled_product,
+    token_scales,
+)
 
 
 class Fp8Linear:
@@ -29,6 +40,43 @@ class Fp8Linear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs] -> [rows, outputs], a new tensor of its dtype."""
         return _fp8_linear(x, self._parts, self._scales, self._bias, self._static, self._kind)
+
+
+class Fp8Leaves:
+    """The products of ``weight`` [outputs, inputs of this rank], W8A8, in ``leaves`` of its inputs, each fp32. A row's
+    scale is that of all its inputs: ranks exchange their greatest magnitudes.
+    """
+
+    def __init__(self, weight: QuantizedWeight, leaves: int, collective: Collective) -> None:
+        assert weight.scheme.activations is not None
+        self._kind, self._static, self._collective = weight.scheme.activations, weight.static, collective
+        self.leaves = leaves
+        self.parts: Sequence[Linear] = ()
+        self._size = weight.shape[-1] // leaves
+        cuts = [weight.cut(((0, weight.shape[0]),), (at * self._size, (at + 1) * self._size)) for at in range(leaves)]
+        self._leaves = [(parts_of(cut.codes), cut.scales) for cut in cuts]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """Of ``x`` [rows, inputs of this rank]: fp32 [rows, outputs] for each leaf."""
+        scales = self._scales(x)
+        codes = quantize(x, scales)
+        groups = scales.shape[1] // self.leaves if scales.shape[1] > 1 else 0
+        return [
+            scaled_product(
+                codes[:, at * self._size : (at + 1) * self._size],
+                scales[:, at * groups : (at + 1) * groups] if groups else scales,
+                *leaf,
+                None,
+                torch.float32,
+            )
+            for at, leaf in enumerate(self._leaves)
+        ]
+
+    def _scales(self, x: Tensor) -> Tensor:
+        if self._kind == "token":
+            mine = x.float().abs().amax(1, keepdim=True)
+            return token_scales(self._collective.gather(mine).amax(0))
+        return activation_scales(x, self._kind, self._static)
 
 
 class Fp8Experts:

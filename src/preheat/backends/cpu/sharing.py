@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,37 +12,61 @@ from preheat.backends.base import Collective, Linear
 from preheat.backends.cpu.collective import SharedMemory
 from preheat.backends.cpu.linear import OneDnnLinear, finished, proven_size
 from preheat.backends.cpu.moe import SIZES, padded
-from preheat.backends.shards import LeafLinear, Leaves, TiledLinear, all_ranks
+from preheat.backends.cpu.quantized import Fp8Leaves, Fp8Linear
+from preheat.backends.shards import LeafLinear, Leaves, Products, TiledLinear, all_ranks
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
 from preheat.ops.leaves import tree_sum
 from preheat.ops.moe import Routing, route, routed_leaves
+from preheat.ops.quantization import QuantizedWeight, plain
 
 
 class CpuSharing:
     """See :class:`preheat.backends.base.Sharing`."""
+
+    quantized = True
 
     def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
         return SharedMemory(folder, rank, world, check)
 
     def row_linear(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
         tiles: Sequence[int],
         *,
         activation: Activation | None = None,
         clip: float | None = None,
     ) -> Linear:
-        return finished(TiledLinear(OneDnnLinear, weight, bias, tiles), activation, clip)
+        return finished(_rows(weight, bias, tiles), activation, clip)
 
-    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> LeafLinear:
-        return LeafLinear(OneDnnLinear, weight, bias, leaves, collective)
+    def leaf_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, leaves: int, collective: Collective
+    ) -> LeafLinear:
+        return LeafLinear(_leaves(weight, leaves, collective), bias, collective)
 
     def leaf_experts(
-        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+        self,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        routing: Routing,
+        leaves: int,
+        collective: Collective,
     ) -> LeafExperts:
         return LeafExperts(gate_up, down, routing, leaves, collective)
+
+
+def _rows(weight: Tensor | QuantizedWeight, bias: Tensor | None, tiles: Sequence[int]) -> Linear:
+    """The layer of some rows. Exact sums need no tiles."""
+    if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
+        return Fp8Linear(weight, bias)
+    return TiledLinear(OneDnnLinear, plain(weight), bias, tiles)
+
+
+def _leaves(weight: Tensor | QuantizedWeight, leaves: int, collective: Collective) -> Products:
+    if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
+        return Fp8Leaves(weight, leaves, collective)
+    return Leaves(OneDnnLinear, plain(weight), leaves)
 
 
 class LeafExperts:
@@ -50,12 +74,19 @@ class LeafExperts:
     [experts, hidden, inner], these in ``leaves``.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective) -> None:
+    def __init__(
+        self,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        routing: Routing,
+        leaves: int,
+        collective: Collective,
+    ) -> None:
         self._routing, self._collective = routing, collective
         tile = down.shape[2] // leaves
         tiles = [tile] * (2 * leaves)
-        self._gate_up = [TiledLinear(OneDnnLinear, weight, None, tiles) for weight in gate_up]
-        self._down = [Leaves(OneDnnLinear, weight, leaves) for weight in down]
+        self._gate_up = [_rows(weight, None, tiles) for weight in _each(gate_up)]
+        self._down = [_leaves(weight, leaves, collective) for weight in _each(down)]
         outputs, inputs = down.shape[1], gate_up.shape[2]
         for size in SIZES:
             proven_size(size, tile, inputs, gate_up.dtype, torch.get_num_threads())
@@ -74,3 +105,8 @@ class LeafExperts:
             return self._down[number](silu_and_mul(self._gate_up[number](rows)))
 
         return [torch.cat(parts)[: len(rows)] for parts in zip(*map(block, padded(rows)), strict=True)]
+
+
+def _each(weight: Tensor | QuantizedWeight) -> Iterator[Tensor | QuantizedWeight]:
+    """The matrix of each expert."""
+    return (weight[at] if isinstance(weight, Tensor) else weight.part(at) for at in range(weight.shape[0]))

@@ -15,6 +15,7 @@ from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.ops.kinds import Activation
 from preheat.ops.moe import Routing
+from preheat.ops.quantization import QuantizedWeight
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.backend import CudaBackend
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 class CudaSharing:
     """See :class:`preheat.backends.base.Sharing`; for a rank on the GPU of ``backend``."""
+
+    quantized = False
 
     def __init__(self, backend: CudaBackend, tiles: LeafTiles) -> None:
         self._backend, self._tiles = backend, tiles
@@ -31,7 +34,7 @@ class CudaSharing:
 
     def row_linear(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
         tiles: Sequence[int],
         *,
@@ -41,12 +44,21 @@ class CudaSharing:
         """An output's bits depend on its own row of ``weight`` alone, so ``tiles`` are not needed."""
         return self._backend.linear(weight, bias, activation=activation, clip=clip)
 
-    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> CudaLeafLinear:
+    def leaf_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, leaves: int, collective: Collective
+    ) -> CudaLeafLinear:
+        assert isinstance(weight, Tensor)
         return CudaLeafLinear(weight, bias, leaves, cast(RankSums, collective), self._tiles)
 
     def leaf_experts(
-        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+        self,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        routing: Routing,
+        leaves: int,
+        collective: Collective,
     ) -> CudaLeafExperts:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         return CudaLeafExperts(
             gate_up, down, routing, leaves, cast(RankSums, collective), self._backend.experts_configs
         )

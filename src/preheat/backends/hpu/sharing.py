@@ -23,10 +23,13 @@ from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
 from preheat.ops.leaves import tree_sum
 from preheat.ops.moe import Routing, combine, route
+from preheat.ops.quantization import QuantizedWeight
 
 
 class HpuSharing:
     """See :class:`preheat.backends.base.Sharing`. ``sizes`` are there once the backend is prepared."""
+
+    quantized = False
 
     def __init__(self, sizes: Callable[[], Sizes]) -> None:
         self._sizes = sizes
@@ -36,21 +39,31 @@ class HpuSharing:
 
     def row_linear(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedWeight,
         bias: Tensor | None,
         tiles: Sequence[int],
         *,
         activation: Activation | None = None,
         clip: float | None = None,
     ) -> Linear:
+        assert isinstance(weight, Tensor)
         return FinishedTiles(self._make, weight, bias, tiles).then(ending(activation, clip))
 
-    def leaf_linear(self, weight: Tensor, bias: Tensor | None, leaves: int, collective: Collective) -> LeafLinear:
-        return LeafLinear(self._make, weight, bias, leaves, collective)
+    def leaf_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, leaves: int, collective: Collective
+    ) -> LeafLinear:
+        assert isinstance(weight, Tensor)
+        return LeafLinear(Leaves(self._make, weight, leaves), bias, collective)
 
     def leaf_experts(
-        self, gate_up: Tensor, down: Tensor, routing: Routing, leaves: int, collective: Collective
+        self,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        routing: Routing,
+        leaves: int,
+        collective: Collective,
     ) -> LeafExperts:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         tiles = [down.shape[2] // leaves] * (2 * leaves)
         first = [TiledLinear(self._make, weight, None, tiles) for weight in gate_up]
         return LeafExperts(first, [Leaves(self._make, weight, leaves) for weight in down], routing, collective)
