@@ -157,6 +157,9 @@ class Collective(Protocol):
         nothing else: no conversion and no sum.
         """
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Fill ``x``, contiguous, with what it is on rank ``source``; all have one shape and dtype. Returns it."""
+
     def abort(self) -> None:
         """A rank has died: what waits for it on the device ends, with results that nobody may use. May be called by any
         thread; those who wait on the host are told by ``check``.
