@@ -31,8 +31,8 @@ from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.shard import shard, sums_leaves
-from preheat.model.stage import stage_of
 from preheat.model.specs import ModelSpec, without_head
+from preheat.model.stage import stage_of
 from preheat.plan import commands
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport

@@ -157,9 +157,6 @@ class Collective(Protocol):
         nothing else: no conversion and no sum.
         """
 
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Fill ``x``, contiguous, with what it is on rank ``source``; all have one shape and dtype. Returns it."""
-
     def abort(self) -> None:
         """A rank has died: what waits for it on the device ends, with results that nobody may use. May be called by any
         thread; those who wait on the host are told by ``check``.
@@ -579,6 +576,13 @@ class Operations(Protocol):
 
     def row_digests(self, logits: Tensor) -> Tensor:
         """int64 [rows], see :mod:`preheat.ops.digest`."""
+
+
+class Link(Collective, Protocol):
+    """A collective by which stages of a pipeline hand on; that of a CPU is one."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Fill ``x``, contiguous, with what it is on rank ``source``; all have one shape and dtype. Returns it."""
 
 
 class Sharing(Protocol):

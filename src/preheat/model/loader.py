@@ -41,7 +41,6 @@ from preheat.model.layers import (
 from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.quantize import quantize
 from preheat.model.shard import head_tile, shard, sums_leaves
-from preheat.model.stage import stage_of
 from preheat.model.sources import DummyTensors, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import (
     TIED_HEAD,
@@ -58,6 +57,7 @@ from preheat.model.specs import (
     VisionSpec,
     without_head,
 )
+from preheat.model.stage import stage_of
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
@@ -92,8 +92,8 @@ class LoadedModel:
 def load_model(
     settings: Settings, backend: Backend, collective: Collective | None = None, stage: int = 0
 ) -> LoadedModel:
-    """The model that the settings name, on the backend's device: a ``stage`` of it where they ask for several, and with a
-    ``collective`` its rank's shard.
+    """The model that the settings name, on the backend's device: a ``stage`` of it where they ask for several, and
+    with a ``collective`` its rank's shard.
     """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
     config = read_config(folder, settings.hf_overrides)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
-from preheat.backends.base import Collective, Sharing
+from preheat.backends.base import Collective, Link, Sharing
 from preheat.model.shard import sums_leaves
 from preheat.settings import Settings
 
@@ -29,9 +30,9 @@ class Pipe:
     ``everyone``, to whom rank ``source``, of the last stage, gives the logits.
     """
 
-    before: Collective | None
-    after: Collective | None
-    everyone: Collective
+    before: Link | None
+    after: Link | None
+    everyone: Link
     source: int
 
     def receive(self, *tensors: Tensor) -> None:
@@ -53,7 +54,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Groups:
-    """``stage`` is the rank's; ``collective`` are those who share its layers (None: nobody does, and sums are whole)."""
+    """``stage`` is the rank's; ``collective`` are those who share its layers. None: nobody does, and sums are whole."""
 
     stage: int
     collective: Collective | None
@@ -67,11 +68,11 @@ class Groups:
             return cls(0, sharing.join(folder, rank, size, check), None)
         stage, place = divmod(rank, size)
 
-        def meet(name: str, at: int, world: int) -> Collective:
+        def meet(name: str, at: int, world: int) -> Link:
             (folder / name).mkdir(exist_ok=True)
-            return sharing.join(folder / name, at, world, check)
+            return cast(Link, sharing.join(folder / name, at, world, check))
 
-        def link(behind: int, end: int) -> Collective | None:
+        def link(behind: int, end: int) -> Link | None:
             """``end`` 0 sends, 1 receives; the sender is of stage ``behind``."""
             return meet(f"link-{behind}-{place}", end, 2) if 0 <= behind < stages - 1 else None
 

@@ -87,8 +87,7 @@ def start_child(folder: Path, rank: int, settings: Settings, cache: Path | None)
 
 
 class Ranks:
-    """The ranks 1 and up that ``settings`` ask for, each begun by ``start``. ``cache`` is the folder of stores.
-    """
+    """The ranks 1 and up that ``settings`` ask for, each begun by ``start``. ``cache`` is the folder of stores."""
 
     def __init__(self, settings: Settings, cache: Path | None, start: Start = start_child) -> None:
         self.world = world_size(settings)

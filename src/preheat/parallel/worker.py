@@ -77,7 +77,8 @@ class Worker:
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
             self._settings, self._backend, self._model, self._plan, slots,
-            mode=mode, num_blocks=num_blocks, sampler=sampler, executor=partial(SharedExecutor, self._draws, self._groups.pipe),
+            mode=mode, num_blocks=num_blocks, sampler=sampler,
+            executor=partial(SharedExecutor, self._draws, self._groups.pipe),
         )  # fmt: skip
         self._reader, self._seen = StepReader(self._executor.buffers, slots), LogitDigest()
         return True

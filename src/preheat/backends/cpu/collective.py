@@ -50,7 +50,7 @@ class SharedMemory:
         return found.view(x.dtype).view(self.world, *x.shape)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """See :class:`preheat.backends.base.Collective`."""
+        """See :class:`preheat.backends.base.Link`."""
         if self.world > 1:
             mine = x.view(-1).view(torch.uint8)
             for start in range(0, len(mine), PLACE_BYTES):
