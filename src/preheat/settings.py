@@ -450,6 +450,9 @@ class Settings:
         "Sum layers that devices share in an order that is the same on 1, 2 and 4 of them.",
         default_text="with more than one device",
     )
+    pipeline_parallel_size: int = _spread(
+        1, "Stages that have a range of layers each, and so many devices as share a layer.", low=1, high=64
+    )
     distributed_executor_backend: str = _spread(
         "mp",
         "What runs the ranks beside the engine: processes of its own, or actors of Ray on its node.",

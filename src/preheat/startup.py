@@ -32,6 +32,7 @@ from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.shard import shard, sums_leaves
 from preheat.model.specs import ModelSpec, without_head
+from preheat.model.stage import stage_of
 from preheat.plan import commands
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
@@ -185,6 +186,7 @@ def _spec(settings: Settings) -> ModelSpec:
     """
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = read_spec(config, settings.quantization)
+    spec = stage_of(spec, 0, settings.pipeline_parallel_size)
     return shard(spec, 0, settings.tensor_parallel_size) if sums_leaves(settings) else spec
 
 

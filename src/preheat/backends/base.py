@@ -579,6 +579,13 @@ class Operations(Protocol):
         """int64 [rows], see :mod:`preheat.ops.digest`."""
 
 
+class Link(Collective, Protocol):
+    """A collective by which stages of a pipeline hand on; that of a CPU is one."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Fill ``x``, contiguous, with what it is on rank ``source``; all have one shape and dtype. Returns it."""
+
+
 class Sharing(Protocol):
     """The operations of a model whose layers several ranks share, or one that adds as they do. The bits of each do not
     depend on how many ranks there are; see :mod:`preheat.ops.leaves`. ``quantized``: weights may be.

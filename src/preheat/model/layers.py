@@ -146,6 +146,13 @@ class HiddenStates:
         return x if out is None else out.copy_(x)
 
 
+class HeadElsewhere:
+    """The output head of a stage that is not the last one: another rank has it."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("another stage has the head")
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A whole model: ``embedding`` [vocab, hidden], its layers, the final norm and the output head; ``positions``
@@ -163,7 +170,7 @@ class Weights:
         """All linear layers and experts of the decoder, with their paths in the spec; last a head, if any."""
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
-        if not isinstance(self.head, HiddenStates):
+        if not isinstance(self.head, HiddenStates | HeadElsewhere):
             yield "head", self.head.mine if isinstance(self.head, GatheredHead) else self.head
 
 

@@ -30,6 +30,7 @@ from preheat.model.layers import (
     AttentionWeights,
     DenseMlp,
     GatheredHead,
+    HeadElsewhere,
     HiddenStates,
     Layer,
     Mlp,
@@ -56,6 +57,7 @@ from preheat.model.specs import (
     VisionSpec,
     without_head,
 )
+from preheat.model.stage import stage_of
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
@@ -87,8 +89,12 @@ class LoadedModel:
     formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
 
 
-def load_model(settings: Settings, backend: Backend, collective: Collective | None = None) -> LoadedModel:
-    """The model that the settings name, on the backend's device; with a ``collective`` its rank's shard."""
+def load_model(
+    settings: Settings, backend: Backend, collective: Collective | None = None, stage: int = 0
+) -> LoadedModel:
+    """The model that the settings name, on the backend's device: a ``stage`` of it where they ask for several, and
+    with a ``collective`` its rank's shard.
+    """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
     config = read_config(folder, settings.hf_overrides)
     spec = read_spec(config, settings.quantization)
@@ -105,6 +111,7 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     if settings.kv_cache_dtype != "fp8_inc":
         spec = _with_scales(settings, folder, spec)
     whole = spec
+    spec = stage_of(spec, stage, settings.pipeline_parallel_size)
     if collective is not None:
         spec = shard(spec, collective.rank, collective.world)
         check_shares(spec, backend)
@@ -116,7 +123,7 @@ def load_model(settings: Settings, backend: Backend, collective: Collective | No
     weights = load_weights(
         whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
         formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
-        seats=seats,
+        seats=seats, stage=(stage, settings.pipeline_parallel_size),
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
@@ -211,16 +218,20 @@ def load_weights(
     scales: list[str] | None = None,
     collective: Collective | None = None,
     seats: AdapterSeats | None = None,
+    stage: tuple[int, int] = (0, 1),
 ) -> Weights:
     """The weights of ``spec`` in ``dtype`` on the backend's device, read from ``directory`` or, with ``load_format``
     dummy, random ones of ``seed``. Linear layers may be stored in any of the ``formats``. ``on_host``: each is read and
     prepared on the host, and goes to the device as it will stay there. To ``scales`` a digest of the checkpoint's
     scales is added, if it has any. With a ``collective`` they are the shard's of its rank, and only these are read.
-    Linear layers get places for adapters from ``seats``.
+    Linear layers get places for adapters from ``seats``. Of a pipeline they are those of ``stage``, its number and how
+    many there are.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
-    mine = spec if collective is None else shard(spec, collective.rank, collective.world)
+    mine = stage_of(spec, *stage)
+    if collective is not None:
+        mine = shard(mine, collective.rank, collective.world)
     if load_format == "dummy":
         source, from_host = DummyTensors(seed), on_host and _plain_copy
         return WeightLoader(
@@ -296,7 +307,7 @@ class WeightLoader:
             self.backend, self._device, self._place = cast(Backend, host), torch.device(HOST), host.place
 
     def model(self, spec: ModelSpec) -> Weights:
-        embedding = self.table(spec.embedding)
+        embedding = self.empty(0, spec.hidden_size) if "embedding" in spec.elsewhere else self.table(spec.embedding)
         if self._seats is not None:
             self._seats.embedding(spec.embedding, embedding)
         layers = [self.layer(layer) for layer in spec.layers]
@@ -336,6 +347,8 @@ class WeightLoader:
         """The output head; where ranks share it, what all of them give."""
         if spec.head is None:
             return HiddenStates()
+        if "head" in spec.elsewhere:
+            return HeadElsewhere()
         if spec.tied and self._collective is None:
             return self.whole_layer(replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),)), embedding, None)
         if not spec.tied:

@@ -508,7 +508,8 @@ class ModelSpec:
     ``max_position_embeddings`` is the longest sequence, rope scaling included. ``dtype`` is the checkpoint's.
     ``eos_ids`` end a sequence; ``bos_id`` begins one if the tokenizer says so. ``positions`` are learned ones, added to
     the embeddings. ``renames`` are other layouts that the family's checkpoints come in. ``ignored`` are regular
-    expressions; a tensor whose whole name matches one is no weight. ``vision`` is for models that see images.
+    expressions; a tensor whose whole name matches one is no weight. ``vision`` is for models that see images. The
+    fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them.
     """
 
     architecture: str
@@ -524,6 +525,7 @@ class ModelSpec:
     renames: tuple[Rename, ...] = ()
     ignored: tuple[str, ...] = ()
     vision: VisionSpec | None = None
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def image_tokens(self) -> int:
@@ -635,7 +637,8 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
     if isinstance(node, tuple):
         children = enumerate(node)
     elif is_dataclass(node):
-        children = ((field.name, getattr(node, field.name)) for field in fields(node))
+        absent = node.elsewhere if isinstance(node, ModelSpec) else ()
+        children = ((field.name, getattr(node, field.name)) for field in fields(node) if field.name not in absent)
     for name, child in children:
         yield from leaves(child, _below(path, name))
 

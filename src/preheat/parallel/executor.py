@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from preheat.backends.base import Collective
+from preheat.backends.base import Collective, StepInputs
 from preheat.execution.executor import Executor
+from preheat.model.decoder import Attended, Tap
+from preheat.parallel.groups import Pipe
+from preheat.plan.buckets import Bucket
 from preheat.plan.programs import AdaptedProgram, SamplerProgram
 
 
 class SharedExecutor(Executor):
     """Rank 0 draws. Where the device goes on before the host knows the tokens, it gives the latest one of each slot to
     all of ``draws``, as a part of the sampling program. None: the host tells them with the next step.
+
+    With a ``pipe`` it is that of a stage: it begins with what the stage before has sent, and sends what the next one
+    begins with, for all tokens: the norm of the residual stream, and the stream.
     """
 
-    def __init__(self, draws: Collective | None, *args: Any, **more: Any) -> None:
+    def __init__(self, draws: Collective | None, pipe: Pipe | None, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._draws = draws
+        self._draws, self._pipe = draws, pipe
+        if pipe is not None:  # whatever runs, runs every stage's first and last layer, so that none waits for another
+            self._kinds = list(self._layers)
+
+    def _forward(self, bucket: Bucket, layers: Sequence[int], tap: Tap | None = None) -> Attended:
+        attended = super()._forward(bucket, layers, tap)
+        if self._hands_on and layers[-1] == self._layers[-1]:
+            assert self._pipe is not None
+            self._pipe.send(self.decoder.finish(attended, eager=tap is not None), attended.residual)
+        return attended
+
+    def _begin(self, inputs: StepInputs, residual: Tensor) -> Tensor | None:
+        if self._pipe is None or self._pipe.before is None:
+            return super()._begin(inputs, residual)
+        normed = self._normed[: len(residual)]
+        self._pipe.receive(normed, residual)
+        return normed
+
+    def _head(self, size: int, adapted: bool) -> Tensor:
+        logits = self._logits[:size] if self._hands_on else super()._head(size, adapted)
+        return logits if self._pipe is None else self._pipe.logits(logits)
+
+    def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
+        if not self._hands_on:
+            return super()._hidden(size, tap, adapted=adapted)
+        residual = self.backend.take_rows(self._states.residual, self.buffers.sampled[:size])
+        if tap is not None:  # the stage's last layer has run for all tokens
+            tap(self._layers[-1], residual)
+        return residual
+
+    @property
+    def _hands_on(self) -> bool:
+        """Whether another stage follows."""
+        return self._pipe is not None and self._pipe.after is not None
 
     def _sample(self, program: SamplerProgram | AdaptedProgram) -> Tensor:
         logits = super()._sample(program)

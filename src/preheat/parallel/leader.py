@@ -23,6 +23,7 @@ from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended, Tap
 from preheat.model.loader import LoadedModel
 from preheat.parallel.executor import SharedExecutor
+from preheat.parallel.groups import Pipe
 from preheat.parallel.ranks import Ranks
 from preheat.parallel.steps import StepWriter
 from preheat.plan.plan import Plan
@@ -151,9 +152,10 @@ class ParallelExecutor(SharedExecutor):
             raise self.ranks.death(error) from error
 
 
-def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what :class:`SharedExecutor` draws by
+def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what :class:`SharedExecutor` exchanges by
     ranks: Ranks,
     draws: Collective | None,
+    pipe: Pipe | None,
     settings: Settings,
     backend: Backend,
     model: LoadedModel,
@@ -167,7 +169,7 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what
 ) -> tuple[Packer, Executor]:
     """As :func:`preheat.execution.build.build`, on all ranks at once."""
     ranks.tell("build", plan.limits, plan.options, plan.checks, mode, num_blocks)
-    executor = partial(ParallelExecutor, ranks, slots, draws)
+    executor = partial(ParallelExecutor, ranks, slots, draws, pipe)
     built = build(
         settings,
         backend,

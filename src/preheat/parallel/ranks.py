@@ -26,6 +26,7 @@ import msgspec
 
 from preheat.errors import PreheatError, RankDied, WireError
 from preheat.parallel.channel import Sender
+from preheat.parallel.groups import world_size
 from preheat.parallel.shared import Board, remove_folder, shared_folder
 from preheat.settings import Settings
 
@@ -86,12 +87,10 @@ def start_child(folder: Path, rank: int, settings: Settings, cache: Path | None)
 
 
 class Ranks:
-    """The ranks 1 to ``settings.tensor_parallel_size`` - 1, each begun by ``start``. ``cache`` is the folder of
-    stores.
-    """
+    """The ranks 1 and up that ``settings`` ask for, each begun by ``start``. ``cache`` is the folder of stores."""
 
     def __init__(self, settings: Settings, cache: Path | None, start: Start = start_child) -> None:
-        self.world = settings.tensor_parallel_size
+        self.world = world_size(settings)
         self.folder = shared_folder()
         self.board = Board(self.folder, 0, self.world)
         self._sender = Sender(self.folder, self.board)

@@ -17,6 +17,7 @@ from preheat.lora.boot import ReadPacked
 from preheat.model.shard import sums_leaves
 from preheat.ops.leaves import leaves_of
 from preheat.parallel.adapters import SharedReads
+from preheat.parallel.groups import Groups, has_groups, world_size
 from preheat.parallel.leader import ParallelExecutor, build_parallel
 from preheat.parallel.ranks import Ranks, Start, start_child
 from preheat.plan.plan import Plan
@@ -37,16 +38,16 @@ class Share:
     @classmethod
     def open(cls, settings: Settings, backend: Backend) -> Share:
         """Start the other ranks, if there are to be any; they load their shards while this one does."""
-        world = settings.tensor_parallel_size
-        if not sums_leaves(settings) or backend.sharing is None:
+        world = world_size(settings)
+        if not has_groups(settings) or backend.sharing is None:
             return cls(None, None, build)
         if world == 1:
             return cls(backend.sharing.join(Path(), 0, 1, lambda: None), None, build)
         ranks = Ranks(settings, cache_root(settings), _starter(settings, backend))
-        collective = backend.sharing.join(ranks.folder, 0, world, ranks.board.check)
-        ranks.on_end(collective.abort)
-        shares_draws = collective if backend.facts.asynchronous else None
-        return cls(collective, ranks, partial(build_parallel, ranks, shares_draws))
+        groups = Groups.join(settings, backend.sharing, ranks.folder, 0, ranks.board.check)
+        ranks.on_end(groups.abort)
+        shares_draws = groups.collective if backend.facts.asynchronous else None
+        return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))
 
     def reading(self, read: ReadPacked) -> ReadPacked:
         """As ``read``, on all ranks."""
@@ -106,6 +107,7 @@ def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
 
     Raises SettingsError for what several ranks cannot run.
     """
+    _check_stages(settings, backend)
     if not sums_leaves(settings):
         return settings
     if backend.sharing is None:
@@ -134,9 +136,39 @@ def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
     return replace(settings, num_threads=settings.num_threads or threads)
 
 
+def _check_stages(settings: Settings, backend: Backend) -> None:
+    """Raise SettingsError for what a pipeline cannot run."""
+    if settings.pipeline_parallel_size == 1:
+        return
+    if not backend.facts.on_host or backend.sharing is None:
+        raise SettingsError(
+            f"pipeline_parallel_size is not available on {backend.facts.name} yet: leave it out, or run with "
+            "tensor_parallel_size",
+            param="pipeline_parallel_size",
+        )
+    alone = {
+        "speculative_config": settings.speculation is not None,
+        "enable_lora": settings.enable_lora,
+        "enable_prompt_embeds": settings.enable_prompt_embeds,
+        "kv_cache_dtype": settings.kv_cache_dtype != "auto",
+        "quantization": settings.quantization is not None,
+        "kv_offloading_size": bool(settings.kv_offloading_size),
+        "enable_sleep_mode": settings.enable_sleep_mode,
+        "weight_transfer_config": settings.weight_transfer_config is not None,
+        "server_dev_mode": settings.server_dev_mode,
+        "execution_mode": settings.execution_mode == "compile",
+        "distributed_executor_backend": settings.distributed_executor_backend == "ray",
+        "data_parallel_size": settings.data_parallel_size > 1,
+    }
+    if name := next((name for name, given in alone.items() if given), None):
+        raise SettingsError(
+            f"{name} = {getattr(settings, name)} does not work with pipeline_parallel_size yet: leave one of them out",
+            param=name,
+        )
+
+
 def contract_parts(settings: Settings) -> dict[str, object]:
     """The parts of a proof that say in which order layers that ranks share are summed, and how many ranks there are."""
-    if not sums_leaves(settings):
-        return {}
-    world = settings.tensor_parallel_size
-    return {"sums": f"{leaves_of(world)} leaves in a tree", "ranks": world}
+    world, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    sums = {"sums": f"{leaves_of(world)} leaves in a tree", "ranks": world} if sums_leaves(settings) else {}
+    return {**sums, **({"stages": stages} if stages > 1 else {})}

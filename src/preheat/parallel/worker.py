@@ -27,6 +27,7 @@ from preheat.model.loader import LoadedModel, load_model
 from preheat.parallel.adapters import RankAdapters, Source
 from preheat.parallel.channel import Receiver
 from preheat.parallel.executor import SharedExecutor
+from preheat.parallel.groups import Groups, world_size
 from preheat.parallel.leader import LogitDigest, agreed
 from preheat.parallel.shared import Board, remove_folder
 from preheat.parallel.steps import StepMessage, StepReader
@@ -51,9 +52,9 @@ class Worker:
         self._backend: Backend = pick_backend(settings.device, board.rank)
         self._backend.prepare(settings, cache)
         assert self._backend.sharing is not None  # the leader has checked it
-        collective = self._backend.sharing.join(folder, board.rank, board.world, board.check)
-        self._draws = collective if self._backend.facts.asynchronous else None
-        self._model: LoadedModel = load_model(settings, self._backend, collective)
+        self._groups = Groups.join(settings, self._backend.sharing, folder, board.rank, board.check)
+        self._draws = self._groups.collective if self._backend.facts.asynchronous else None
+        self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
         self._settled: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
@@ -76,7 +77,8 @@ class Worker:
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
             self._settings, self._backend, self._model, self._plan, slots,
-            mode=mode, num_blocks=num_blocks, sampler=sampler, executor=partial(SharedExecutor, self._draws),
+            mode=mode, num_blocks=num_blocks, sampler=sampler,
+            executor=partial(SharedExecutor, self._draws, self._groups.pipe),
         )  # fmt: skip
         self._reader, self._seen = StepReader(self._executor.buffers, slots), LogitDigest()
         return True
@@ -170,7 +172,7 @@ def main() -> None:
 def run(settings: Settings, cache: Path | None, folder: Path, rank: int, answers: Connection) -> None:
     """Be ``rank`` until this process ends: in the leader's ``folder``, answering by ``answers``."""
     set_up_logging(settings.log_level)
-    board = Board(folder, rank, settings.tensor_parallel_size)
+    board = Board(folder, rank, world_size(settings))
     receiver = Receiver(folder, board)
     Heartbeat(board.beat, lambda: True)
     try:

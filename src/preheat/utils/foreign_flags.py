@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from preheat.utils.text import did_you_mean
 
 _TOOLS = "tool calls come in a later version"
-_ONE_GROUP = "ranks share layers with --tensor-parallel-size; stages come in a later version"
 _ONE_HOST = "the replicas of --data-parallel-size are processes of one host, behind one server: leave it out"
 _DATA_PARALLEL = (
     "size-local", "rank", "start-rank", "address", "rpc-port", "backend", "external-lb", "hybrid-lb",
@@ -16,8 +15,8 @@ _DATA_PARALLEL = (
 FOREIGN_FLAGS: Mapping[str, str] = {
     "-tp": "write --tensor-parallel-size",
     "--tp": "write --tensor-parallel-size",
-    "-pp": _ONE_GROUP,
-    "--pipeline-parallel-size": _ONE_GROUP,
+    "-pp": "write --pipeline-parallel-size",
+    "--pp": "write --pipeline-parallel-size",
     "-dp": "write --data-parallel-size",
     "--dp": "write --data-parallel-size",
     **{f"--data-parallel-{name}": _ONE_HOST for name in _DATA_PARALLEL},

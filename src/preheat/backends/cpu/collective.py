@@ -49,19 +49,43 @@ class SharedMemory:
             self._exchange(mine[start : start + PLACE_BYTES], found[:, start : start + PLACE_BYTES])
         return found.view(x.dtype).view(self.world, *x.shape)
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See :class:`preheat.backends.base.Link`."""
+        if self.world > 1:
+            mine = x.view(-1).view(torch.uint8)
+            for start in range(0, len(mine), PLACE_BYTES):
+                self._pass(mine[start : start + PLACE_BYTES], source)
+        return x
+
     def abort(self) -> None:
         """Whoever waits is told by ``check``."""
 
     def _exchange(self, mine: Tensor, found: Tensor) -> None:
         """Read what all ranks have written, [world, bytes]."""
-        self._epoch += 1
-        places = self._places[self._epoch % 2]
+        places = self._next_places()
         places[self.rank, : len(mine)].copy_(mine)
+        self._meet()
+        found.copy_(places[:, : len(mine)])
+
+    def _pass(self, data: Tensor, source: int) -> None:
+        """The same of one rank's bytes alone."""
+        place = self._next_places()[source, : len(data)]
+        if self.rank == source:
+            place.copy_(data)
+        self._meet()
+        if self.rank != source:
+            data.copy_(place)
+
+    def _next_places(self) -> Tensor:
+        self._epoch += 1
+        return self._places[self._epoch % 2]
+
+    def _meet(self) -> None:
+        """Wait until all have written."""
         with self._fence:  # what was written is seen before the counter is
             self._counters[self.rank] = self._epoch
         for rank in range(self.world):
             self._wait(rank)
-        found.copy_(places[:, : len(mine)])
 
     def _wait(self, rank: int) -> None:
         looks = 0

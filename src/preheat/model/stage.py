@@ -1,0 +1,42 @@
+"""What one stage of a pipeline has of a model: a range of layers, as a spec of the same form. No torch here.
+
+The first stage has the embeddings, the last one the final norm and the output head. A stage's final norm is the input
+norm of the next stage's first layer, so what it hands on is what one engine computes between these layers: the norm of
+the residual stream, and the stream itself, both in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from preheat.errors import ModelError
+from preheat.model.specs import ModelSpec
+
+
+def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
+    """What stage ``number`` of ``stages`` has of ``spec``. Earlier stages have a layer more where layers do not divide,
+    so no stage's KV cache is larger than the first one's. Raises ModelError, saying what to change, for what has no
+    stages.
+    """
+    if stages == 1:
+        return spec
+    count = len(spec.layers)
+    if stages > count:
+        raise _error(f"the model has {count} layers, so --pipeline-parallel-size is {count} at most")
+    if spec.vision is not None:
+        raise _error("models that see images have no stages yet: leave --pipeline-parallel-size out")
+    if spec.head is None:
+        raise _error("pooling has no stages yet: leave --pipeline-parallel-size out, or write --runner generate")
+    first, end = (-(-at * count // stages) for at in (number, number + 1))
+    begins, ends = number == 0, number == stages - 1
+    return replace(
+        spec,
+        layers=spec.layers[first:end],
+        final_norm=spec.final_norm if ends else spec.layers[end].input_norm,
+        positions=spec.positions if begins else None,
+        elsewhere=("embedding",) * (not begins and not (ends and spec.tied)) + ("head",) * (not ends),
+    )
+
+
+def _error(why: str) -> ModelError:
+    return ModelError(why, param="pipeline_parallel_size")
