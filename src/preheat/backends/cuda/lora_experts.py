@@ -60,7 +60,8 @@ def _rows_of(
 @triton.jit(do_not_specialize=["rows", "most"])
 def _shrink_experts(
     x, a, shrunk, tiles, scales, experts, starts, counts, tokens, slots, places, rows, most, inputs,
-    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr, WIDTH: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
+    TILES: tl.constexpr, TABLE: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile. There are ``most`` places."""
@@ -73,7 +74,7 @@ def _shrink_experts(
     to = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank[None, :]
     for place in range(most):
         mine = (own == place)[:, None]
-        if tl.max((own == place).to(tl.int32), 0) > 0:
+        if tl.max((own == place).to(tl.int32), 0) > 0:  # noqa: SIM102
             if tile < tl.load(tiles + place * TABLE + module):
                 first_rank = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * RANKS
                 of = a + (first_rank + rank)[:, None] * inputs
@@ -96,7 +97,8 @@ def _shrink_experts(
 @triton.jit(do_not_specialize=["rows", "most"])
 def _expand_experts(
     y, shrunk, b, tiles, experts, starts, counts, tokens, slots, places, rows, most, columns,
-    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
+    TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to."""
