@@ -21,6 +21,7 @@ from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.lora import _gather, _shrink
+from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
 from preheat.backends.cuda.lora_leaves import _add_roots
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
@@ -111,6 +112,19 @@ def test_adapters_of_embeddings_compile():
     types = {"a": "*bf16", "shrunk": "*fp32", "scales": "*fp32", "slots": "i32", "vocab": "i32", **integers}
     found = compiled(_gather, 1, 1, types, TILES=2, ROWS=16, RANKS=16)
     assert ".target sm_90a" in found.asm["ptx"] and "st.global" in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("blocked", [1, 32])
+def test_adapters_of_experts_compile(blocked, dtype):
+    floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype, "shrunk": "*fp32", "scales": "*fp32", "most": "i32"}
+    types = floats | dict.fromkeys(("tiles", "slots", "places"), "*i32")
+    sizes = {**EXPERTS, "BLOCKED": blocked, "PARTS": 2, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
+    shrink = compiled(_shrink_experts, 4, 3, types, **sizes, WIDTH=512, CHUNK=128, EVEN=True)
+    expand = compiled(_expand_experts, 4, 2, types, **sizes, COLUMNS=128)
+    if dtype == "*bf16":
+        assert instructions(shrink) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+        assert len(instructions(expand)) == 1
 
 
 @pytest.mark.parametrize("arranged", [False, True])

@@ -43,6 +43,7 @@ from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
+from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
@@ -190,7 +191,9 @@ class CudaBackend:
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
         leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
         settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
-        experts = {each.shape: (each, rows) for each, rows in layers if isinstance(each, CudaExperts | CudaLeafExperts)}
+        layers += [(each.inner, rows) for each, rows in layers if isinstance(each, AdaptedExperts)]
+        kinds = CudaExperts | CudaLeafExperts | AdaptedExperts
+        experts = {(type(each), each.shape): (each, rows) for each, rows in layers if isinstance(each, kinds)}
         settle_experts(experts.values(), invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:

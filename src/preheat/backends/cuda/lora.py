@@ -41,7 +41,9 @@ from preheat.backends.cuda.lora_expand import (
     expand,
     most_blocks,
 )
+from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
+from preheat.backends.cuda.moe import CudaExperts
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
@@ -270,9 +272,16 @@ class CudaAdapters:
     def experts(
         self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        """No kernel adapts them yet: an adapter of experts is refused when it is read."""
-        return
+    ) -> AdaptedExperts | None:  # fmt: skip
+        """Of plain weights; those of quantized experts are refused when they are read."""
+        if not isinstance(experts, CudaExperts) or experts.shape.scheme is not None:
+            return None
+        held = matrix_dtype(experts.shape.dtype, dtype)
+        gate_up, down = (
+            Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)
+            for inputs, outputs, parts in ((size.hidden, size.inner, 2), (size.inner, size.hidden, 1))
+        )
+        return AdaptedExperts(experts, gate_up, down, rows)
 
 
 def matrix_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
@@ -379,16 +388,24 @@ class Factors:
         self._splits = -(-self._leaf // self._width)
         self._a = torch.zeros(places, self._tiles_each, parts, TILE, inputs, dtype=dtype, device=device)
         self._b = torch.zeros(places, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
-        self._table = torch.zeros(places, TABLE_ROWS, TABLE_PARTS, dtype=torch.int32, device=device)
+        width = -(-parts // TABLE_PARTS) * TABLE_PARTS
+        self._table = torch.zeros(places, TABLE_ROWS, width, dtype=torch.int32, device=device)
         self._tiles, self._scales = self._table[:, 0], self._table[:, 1].view(torch.float32)
         self._own = self._table[:, 2]
         self._host = partial(torch.zeros, pin_memory=device.type == "cuda")
-        self._nothing, self._cleared = self._host(TABLE_ROWS, TABLE_PARTS, dtype=torch.int32), [True] * places
+        self._nothing, self._cleared = self._host(TABLE_ROWS, width, dtype=torch.int32), [True] * places
         self._bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     @property
     def bytes(self) -> int:
         return self._a.nbytes + self._b.nbytes
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Both matrices, [places, tiles, parts, TILE, inputs] and [places, tiles, outputs, TILE]; how many tiles each
+        place and part has in use, and the scales, [places, parts or more] both and with the same strides.
+        """
+        return self._a, self._b, self._tiles, self._scales
 
     def pack(self, given: Mapping[int, LowRank]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
@@ -396,7 +413,7 @@ class Factors:
         rank, world = self._among.rank, self._among.world
         a = self._host(len(range(rank, most, world)), len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
         b = self._host(most, self.bounds[-1], TILE, dtype=self._b.dtype)
-        table = self._host(TABLE_ROWS, TABLE_PARTS, dtype=torch.int32)
+        table = self._host(*self._nothing.shape, dtype=torch.int32)
         for part, (down, up, scale) in given.items():
             tiles = -(-len(down) // TILE)
             more = tiles * TILE - len(down)

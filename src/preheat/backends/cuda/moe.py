@@ -7,12 +7,13 @@ waits for the choice of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear_hopper import fits, wide
 from preheat.backends.cuda.linear_quantized import DeviceWeight, quantized_input
 from preheat.backends.cuda.moe_codes import dequantized_experts, experts_codes
@@ -160,15 +161,27 @@ class ExpertsConfigs:
 
 Weights = Tensor | DeviceWeight
 Rows = Tensor | QuantizedRows
+Adding = Callable[[Tensor, Tensor, Arrangement, bool], Tensor]
+"""What adds to a layer's outputs, in arranged rows as its inputs are; whether it is the gated one."""
 
 
 def experts_forward(
-    config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor
-) -> Tensor:
-    """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`."""
+    config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor,
+    adding: Adding | None = None,
+) -> Tensor:  # fmt: skip
+    """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`.
+    ``adding``: to what plain experts' layers give, before the activation and before rows are weighted.
+    """
     arrangement = arrange(logits, routing, config.block, counts)
-    inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
-    return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
+    if adding is None:
+        inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
+        return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
+    assert isinstance(x, Tensor)
+    rows = spread(x, arrangement)
+    y = experts_layer(config.gate_up, rows, gate_up, arrangement, gated=False)
+    inner = silu_and_mul(adding(y, rows, arrangement, True))
+    z = experts_layer(config.down, inner, down, arrangement, gated=False)
+    return combine(adding(z, inner, arrangement, False), arrangement)
 
 
 def experts_layer(
@@ -218,10 +231,11 @@ class CudaExperts:
         """What this rank computes by itself: all of it."""
         return self.by(config, x, logits)
 
-    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
-        """The same by the kernels of ``config``."""
+    def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None = None) -> Tensor:
+        """The same by the kernels of ``config``, and with what is ``adding`` to both layers of plain weights."""
+        weights = self._gate_up, self._down
         try:
-            return experts_forward(config, x, logits, self._gate_up, self._down, self._routing, self._counts)
+            return experts_forward(config, x, logits, *weights, self._routing, self._counts, adding)
         except BaseException:
             self._counts.zero_()  # memory may have run out between its use and its end
             raise

@@ -169,6 +169,8 @@ def _spread(x, places, out, size, K: tl.constexpr, WIDTH: tl.constexpr, overlap:
 
 def spread(x: Tensor, arrangement: Arrangement) -> Tensor:
     """Rows of ``x`` [tokens, size] where the arrangement has them; padding is undefined."""
+    if arrangement.block == 1:
+        return x[:, None].expand(-1, arrangement.top_k, -1).contiguous().view(arrangement.rows, -1)
     size, width = x.shape[1], triton.next_power_of_2(x.shape[1])
     out = x.new_empty(arrangement.rows, size)
     keywords: dict[str, Any] = options(num_warps=min(max(width // 512, 1), 16), num_stages=1)

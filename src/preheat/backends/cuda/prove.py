@@ -21,6 +21,7 @@ from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, sum_leaves
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.tuning import (
@@ -36,6 +37,8 @@ from preheat.ops.proof import signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
+
+Provable = CudaExperts | CudaLeafExperts | AdaptedExperts
 
 SEEDS = 3
 BITS = {2: torch.int16, 4: torch.int32}
@@ -113,9 +116,7 @@ def differing(
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 
 
-def settle_experts(
-    used: Iterable[tuple[CudaExperts | CudaLeafExperts, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS
-) -> None:
+def settle_experts(used: Iterable[tuple[Provable, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
     """The same for experts at numbers of tokens, with the weights that they have; nothing is proven unless
     ``invariant``.
     """
@@ -137,7 +138,7 @@ def settle_experts(
             experts.configs.reject(experts.shape, tokens)
 
 
-def _chosen(experts: CudaExperts | CudaLeafExperts, x: Tensor, logits: Tensor) -> Tensor:
+def _chosen(experts: Provable, x: Tensor, logits: Tensor) -> Tensor:
     return experts.local(experts.configs(experts.shape, len(x)), x, logits)
 
 
@@ -170,7 +171,7 @@ def settle_leaves(
             tiles.reject(shape, size)
 
 
-def _choice(experts: CudaExperts | CudaLeafExperts, tokens: int) -> tuple[object, int, object]:
+def _choice(experts: Provable, tokens: int) -> tuple[object, int, object]:
     return experts.configs(experts.shape, tokens), tokens, experts.shape
 
 

@@ -1,0 +1,199 @@
+"""Routed experts with places for adapters on CUDA, see :mod:`preheat.backends.cuda.lora`.
+
+In steps with adapters each token's row is copied to the rows of its experts, and both layers give what they give before
+the activation. Behind each of them one launch shrinks and another expands. A program has ``BLOCK`` arranged rows of one
+expert, or one, where each slot is a block of its own; it goes through the places, from the first to the last, whose
+adapters these rows have. Rows without an adapter are neither read nor written, and no two programs write the same row.
+
+Grids follow from the number of tokens alone: programs whose rows the step has not find no adapters and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.lora_expand import BLOCK, WIDTH, _times
+from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig
+from preheat.backends.cuda.moe_route import Arrangement
+from preheat.ops.lora import PART, TILE, LowRank
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.lora import Blocks, CudaAdapterRows, Factors, Packed
+
+CHUNK = 128
+"""Inputs that are loaded at once."""
+
+
+@triton.jit
+def _rows_of(
+    experts, starts, counts, tokens, slots, places, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The expert of this program, its arranged rows [ROWS], and the place of each one's adapter, -1 for none.
+    Rows are arranged in blocks of ``BLOCKED``.
+    """
+    tile, lane = tl.program_id(0), tl.arange(0, ROWS)
+    if BLOCKED == 1:
+        expert = tl.load(experts + tile)
+        row = tile + lane * 0
+        there = lane == 0
+        token = row // K
+    else:
+        row = tile * ROWS + lane
+        block = tile * ROWS // BLOCKED
+        expert = tl.load(experts + block)
+        below = row - tl.load(starts + expert) * BLOCKED
+        there = (block < tl.load(starts + EXPERTS)) & (below < tl.load(counts + expert))
+        token = tl.load(tokens + row, mask=there, other=0)
+    slot = tl.load(slots + token, mask=there, other=-1)
+    own = tl.load(places + slot // ROWS, mask=slot >= 0, other=-1)
+    return expert, row, own
+
+
+@triton.jit(do_not_specialize=["rows", "most"])
+def _shrink_experts(
+    x, a, shrunk, tiles, scales, experts, starts, counts, tokens, slots, places, rows, most, inputs,
+    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
+    TILES: tl.constexpr, TABLE: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile. There are ``most`` places."""
+    begin(overlap)
+    part, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
+    expert, row, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
+    rank, k = tl.arange(0, RANKS), tl.arange(0, CHUNK)[None, :]
+    module = expert * PARTS + part
+    at = x + row.to(tl.int64)[:, None] * inputs
+    to = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank[None, :]
+    for place in range(most):
+        mine = (own == place)[:, None]
+        if tl.max((own == place).to(tl.int32), 0) > 0:  # noqa: SIM102
+            if tile < tl.load(tiles + place * TABLE + module):
+                first_rank = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * RANKS
+                of = a + (first_rank + rank)[:, None] * inputs
+                total = tl.zeros([ROWS, RANKS], tl.float32)
+                for first in range(0, inputs, WIDTH):
+                    acc = tl.zeros([ROWS, RANKS], tl.float32)
+                    for more in range(0, WIDTH, CHUNK):
+                        here = first + more + k
+                        if EVEN:
+                            xs = tl.load(at + here, mask=mine, other=0.0)
+                            ws = tl.load(of + here)
+                        else:
+                            xs = tl.load(at + here, mask=mine & (here < inputs), other=0.0)
+                            ws = tl.load(of + here, mask=here < inputs, other=0.0)
+                        acc = tl.dot(xs.to(ws.dtype), ws.T, acc, input_precision="ieee")
+                    total += acc
+                tl.store(to, total * tl.load(scales + place * TABLE + module), mask=mine)
+
+
+@triton.jit(do_not_specialize=["rows", "most"])
+def _expand_experts(
+    y, shrunk, b, tiles, experts, starts, counts, tokens, slots, places, rows, most, columns,
+    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
+    TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to."""
+    begin(overlap)
+    part = tl.program_id(2)
+    expert, row, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
+    rank, out = tl.arange(0, RANKS)[None, :], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    module = expert * PARTS + part
+    at = y + row.to(tl.int64)[None, :] * (PARTS * columns) + part * columns + out[:, None]
+    for place in range(most):
+        mine = own == place
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            count = tl.load(tiles + place * TABLE + module)
+            if count > 0:
+                acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+                for tile in tl.range(0, count, num_stages=1):
+                    top = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * columns
+                    ws = tl.load(b + (top + tl.minimum(out, columns - 1))[:, None] * RANKS + rank)
+                    given = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank
+                    acc = _times(ws, tl.load(given, mask=mine[:, None], other=0.0).T, acc)
+                stored = (out < columns)[:, None] & mine[None, :]
+                result = tl.load(at, mask=stored, other=0.0).to(tl.float32) + acc
+                tl.store(at, result.to(y.dtype.element_ty), mask=stored)
+
+
+def add_experts(y: Tensor, x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement) -> Tensor:
+    """``y`` [arranged rows, outputs] of all experts' layer with inputs ``x`` [arranged rows, inputs], both contiguous,
+    to which is added, in place, what the adapters of its rows have in ``factors``: parts of expert 0 first.
+    """
+    a, b, tiles, scales = factors.matrices
+    (count, tiles_each, modules, _, inputs), experts = a.shape, len(arrangement.counts)
+    parts, rows, blocked = modules // experts, len(y), arrangement.block
+    assert blocked == 1 or blocked % BLOCK == 0
+    columns, width = y.shape[1] // parts, min(PART, max(triton.next_power_of_2(inputs), TILE))
+    shrunk = x.new_empty(parts, tiles_each, rows, TILE, dtype=torch.float32)
+    programs = rows if blocked == 1 else rows // BLOCK
+    sizes: dict[str, Any] = {
+        "K": arrangement.top_k, "EXPERTS": experts, "BLOCKED": blocked, "PARTS": parts, "TILES": tiles_each,
+        "TABLE": tiles.stride(0), "ROWS": BLOCK, "RANKS": TILE,
+    }  # fmt: skip
+    routed = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
+    step = *routed, blocks.slots, blocks.places
+    _shrink_experts[programs, parts * tiles_each](
+        x, a, shrunk, tiles, scales, *step, rows, count, inputs, WIDTH=width,
+        CHUNK=min(CHUNK, width), EVEN=inputs % width == 0, **sizes, **options(num_warps=4, num_stages=3),
+    )  # fmt: skip
+    _expand_experts[programs, triton.cdiv(columns, WIDTH), parts](
+        y, shrunk, b, tiles, *step, rows, count, columns, COLUMNS=WIDTH, **sizes,
+        enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
+    )  # fmt: skip
+    return y
+
+
+class AdaptedExperts:
+    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`. ``gate_up`` have
+    two parts for each expert, ``down`` one.
+    """
+
+    def __init__(self, inner: CudaExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
+        self.inner, self._gate_up, self._down, self._rows = inner, gate_up, down, rows
+        self.shape, self.configs = inner.shape, inner.configs
+
+    @property
+    def bytes(self) -> int:
+        return self._gate_up.bytes + self._down.bytes
+
+    def pack(self, parts: Mapping[int, LowRank]) -> tuple[Packed | None, Packed | None]:
+        gate_up = {number // 3 * 2 + number % 3: each for number, each in parts.items() if number % 3 < 2}
+        down = {number // 3: each for number, each in parts.items() if number % 3 == 2}
+        return self._gate_up.pack(gate_up) if gate_up else None, self._down.pack(down) if down else None
+
+    def write(self, place: int, packed: tuple[Packed | None, Packed | None]) -> None:
+        for factors, each in zip((self._gate_up, self._down), packed, strict=True):
+            if each is None:
+                factors.clear(place)
+            else:
+                factors.write(place, each)
+
+    def clear(self, place: int) -> None:
+        self._gate_up.clear(place)
+        self._down.clear(place)
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
+        if self._rows.blocks is None:
+            return self.inner(x, logits)
+        return self.local(self.configs(self.shape, len(x)), x, logits)
+
+    def local(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+        """As in steps with adapters, by the kernels of ``config``. Where no step is described, nothing is added: what
+        is proven at boot.
+        """
+        return self.inner.by(config, x, logits, self._add)
+
+    def _add(self, y: Tensor, x: Tensor, arrangement: Arrangement, gated: bool) -> Tensor:
+        blocks = self._rows.blocks
+        factors = self._gate_up if gated else self._down
+        return y if blocks is None else add_experts(y, x, factors, blocks, arrangement)
