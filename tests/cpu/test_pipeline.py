@@ -113,3 +113,6 @@ def test_what_stages_do_not_do_is_refused_by_name(tmp_path):
     save_checkpoint(MODELS["llama"], tmp_path)
     with pytest.raises(ModelError, match="has 3 layers, so --pipeline-parallel-size is 3 at most"):
         stage_of(read_spec(read_config(tmp_path)), 0, 4)
+    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    with pytest.raises(ModelError, match="quantized models have no stages yet"):
+        stage_of(read_spec(read_config(tmp_path) | quantized), 0, 2)
