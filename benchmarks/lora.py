@@ -1,12 +1,13 @@
 """What adapters cost, and what loading one costs those that decode.
 
-    python -m benchmarks lora [--shape llama-3.1-8b] [--adapters 8] [--rank 16] [--context 32768] [--tiny]
-        [--output FOLDER] [OPTION ...]
+    python -m benchmarks lora [--shape llama-3.1-8b] [--adapters 8] [--rank 16] [--context 32768] [--experts]
+        [--itl-alone] [--tiny] [--output FOLDER] [OPTION ...]
 
 First over HTTP: streams that decode, without an adapter and with half of ``--adapters`` in turn, while ``--adapters``
 others are loaded one after the other, each of which then has its first request. The rest in this process:
 
-An engine without adapters, then one with places for ``--adapters`` of them, each for every linear layer of the decoder.
+An engine without adapters, then one with places for ``--adapters`` of them, each for every linear layer of the decoder,
+and with ``--experts`` for all routed experts.
 Reported are milliseconds between tokens for batches of rows without adapters (of both engines), with one adapter, and
 with all of them in turn; the same for reading prompts; the seconds until each engine is ready; and, while rows decode,
 the seconds that it takes to read another adapter and to put it into its place, and the longest gaps between steps
@@ -49,7 +50,7 @@ from benchmarks.suite.offline import greedy
 from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.request_state import RequestState
 from preheat.llm import LLM
-from preheat.lora.adapter import adapted_modules
+from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED
 from preheat.utils.adapters import LoraModule
@@ -221,14 +222,17 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--rank", type=int, default=16)
     flags.add_argument("--batches", type=int, nargs="+")
     flags.add_argument("--context", type=int, help="tokens of the long prompts")
+    flags.add_argument("--experts", action="store_true", help="adapt the experts, too")
+    flags.add_argument("--itl-alone", action="store_true", help="no server, no loading and no long prompts")
     flags.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
-    flags.add_argument("--output", type=Path, help="the folder for lora.json, by default benchmarks/results")
+    flags.add_argument("--output", type=Path, help="the folder for the results, by default benchmarks/results")
     flags.add_argument("options", nargs="*", metavar="NAME=VALUE")
     args = flags.parse_intermixed_args(words)
     with tempfile.TemporaryDirectory() as name:
         figures = run(args, Path(name), sizes_of(args))
     if args.output or not args.tiny:
-        print(save("lora", {"options": {**vars(args), "output": None}, **figures}, args.output or RESULTS))
+        name = "lora" if args.shape == flags.get_default("shape") else f"lora_{args.shape}"
+        print(save(name, {"options": {**vars(args), "output": None}, **figures}, args.output or RESULTS))
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
@@ -243,12 +247,15 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
     """The figures of the server, then those of the engines here, one at a time."""
     spec, served = read_spec(config_of(args.shape if not args.tiny else BUNDLED)), list[LoRARequest]()
     modules = {name: shape for name, shape in adapted_modules(spec).items() if not name.endswith("lm_head")}
-    for number in range(2 * args.adapters + 1):
+    modules |= expert_modules(spec) if args.experts else {}
+    for number in range(args.adapters if args.itl_alone else 2 * args.adapters + 1):
         path = write_adapter(folder / str(number), modules, rank=args.rank, seed=number)
         served.append(LoRARequest(f"a{number}", number + 1, str(path)))
     adapted = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank}
-    http = over_http(args, folder, sizes, served, adapted)
-    show("http, ms", http)
+    more: dict[str, Any] = {}
+    if not args.itl_alone:
+        more["http"] = over_http(args, folder, sizes, served, adapted)
+        show("http, ms", more["http"])
     without = make(args, folder, sizes)
     itl = {"without": without.figures(sizes.batches, {"none": [None]})["none"]}
     ready = {"without": without.ready}
@@ -258,19 +265,21 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
     ready["with"] = engine.ready
     every = served[: args.adapters]
     itl |= engine.figures(sizes.batches, {"base rows": [None], "one": every[:1], "mixed": every})
-    running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
-    load = loading(engine, rows, running, served[args.adapters])
     print(table(itl["without"], itl))
     show("ready, s", ready)
-    show("loading, ms", load)
+    if not args.itl_alone:
+        running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
+        more["loading"] = loading(engine, rows, running, served[args.adapters])
+        show("loading, ms", more["loading"])
     seats = engine.llm.loop.executor.adapters
     assert seats is not None
     places = round(seats.bytes / 2**20, 1)
     del engine, seats
     forget()
-    long = long_contexts(args, folder, sizes, every, adapted)
-    show("long, ms", long)
-    return {"itl_ms": itl, "ready_s": ready, "loading": load, "http": http, "long": long, "places_mib": places}
+    if not args.itl_alone:
+        more["long"] = long_contexts(args, folder, sizes, every, adapted)
+        show("long, ms", more["long"])
+    return {"itl_ms": itl, "ready_s": ready, "places_mib": places, **more}
 
 
 def show(section: str, figures: dict[str, Any]) -> None:
