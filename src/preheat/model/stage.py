@@ -27,7 +27,7 @@ def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
         raise _error("models that see images have no stages yet: leave --pipeline-parallel-size out")
     if spec.head is None:
         raise _error("pooling has no stages yet: leave --pipeline-parallel-size out, or write --runner generate")
-    if len(spec.weight_bytes(1)) > 1:
+    if any(scheme is not None for scheme in spec.weight_bytes(1)):
         raise _error("quantized models have no stages yet: leave --pipeline-parallel-size out")
     first, end = (-(-at * count // stages) for at in (number, number + 1))
     begins, ends = number == 0, number == stages - 1
