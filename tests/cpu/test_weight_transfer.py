@@ -41,6 +41,7 @@ def train(pipe: Connection, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     tensors = load_file(f"{folder}/model.safetensors")
     group = None
+    pipe.send("running")
     while (told := pipe.recv()) is not None:
         match told:
             case "join":
@@ -69,6 +70,8 @@ class Trainer:
         self._pipe.send(what)
 
     def join(self, llm: LLM, timeout: float = 30) -> None:
+        """The process has started before the engine's ``timeout`` begins."""
+        assert self._pipe.recv() == "running"
         self.tell("join")
         llm.init_weight_transfer_engine(self.info(timeout=timeout))
 

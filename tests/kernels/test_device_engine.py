@@ -31,8 +31,6 @@ from tests.cpu.test_eagle import agreeing, heard
 from tests.kernels.backend import InterpretedCuda
 from tests.tokenizers import byte_level
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
-
 VOCAB = 96
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "float32", "hidden_act": "silu",

@@ -140,10 +140,6 @@ class Graph:
         Graph.replayed += 1
 
 
-graphs_of_nothing = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-"""For numpy's: what stands in for a capture runs the body without any work, and so on whatever the memory holds."""
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -152,7 +148,6 @@ def graphs(monkeypatch):
     return Graph
 
 
-@graphs_of_nothing
 def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
     shape = Bucket.decode(2)
     packer, executor, feed = engine(made, config_hidden_layers=1)
@@ -166,7 +161,6 @@ def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
     assert (graphs.begun, graphs.replayed) == (3, 3)
 
 
-@graphs_of_nothing
 def test_a_shape_is_captured_whole_or_not_at_all(made, graphs, monkeypatch):
     """Memory runs out at the second part."""
     shape, (_, executor, _) = Bucket.decode(2), engine(made, config_hidden_layers=1)

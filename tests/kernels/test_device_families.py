@@ -16,8 +16,6 @@ from preheat import LLM, SamplingParams, llm, startup
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_device_engine import OPTIONS, VOCAB, answers, assert_close, tokens_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's: rows that pad compute with any memory
-
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 48, "max_position_embeddings": 64,

@@ -15,7 +15,6 @@ from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.moe import Routing, route, routed
 from preheat.ops.proof import noise
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of rows that pad, which are undefined
 HIDDEN, INNER, EXPERTS, PLACES, TOKENS = 600, 40, 5, 3, 13
 ROUTING = Routing(2, True, False)
 CONFIGS = {

@@ -118,7 +118,6 @@ def test_the_bound_of_blocks_is_reached():
     assert sum(-(-count // 16) for count in counts) == most_blocks(sum(counts), 8, 16)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's word on NaN
 def test_ties_go_to_the_lowest_number_and_nan_stays_inside():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     made = arranged(logits, Routing(2, True, False), 1)

@@ -28,7 +28,6 @@ from tests.kernels.backend import InterpretedCuda
 from tests.kernels.test_linear import in_order
 
 # rows that fill up an expert's block are whatever memory held, and are divided too
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TILES = [Tile(64, 16, 128, 4, 3), Tile(16, 32, 128, 4, 3)]

@@ -20,8 +20,6 @@ from preheat.ops.philox import MAX_SPREAD
 from tests.cpu.sampling_reference import Row
 from tests.device_sampling import race_plainly, sample_on
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a float overflows as it should
-
 GROUPS = 2**12
 CUTS = [Cut(8, 4), Cut(32, 4), Cut(64, 8)]
 WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # an example takes long

@@ -42,8 +42,6 @@ from tests.device_sampling import (
     told_on,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a float overflows as it should
-
 SMALL = Cut(chunk=32, group=4)
 VOCAB = 90
 WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # an example takes long
