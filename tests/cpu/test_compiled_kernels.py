@@ -21,6 +21,7 @@ from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.lora import _gather, _shrink
+from preheat.backends.cuda.lora_expand import Expansion, _expand
 from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
 from preheat.backends.cuda.lora_leaves import _add_roots
 from preheat.backends.cuda.moe_codes import _experts_codes
@@ -90,14 +91,29 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
 
 
-@pytest.mark.parametrize("leaves", [1, 4])
-def test_adapters_shrink_by_the_matrix_unit(leaves):
+@pytest.mark.parametrize(("leaves", "rows", "together"), [(1, 16, 1), (4, 16, 1), (1, 32, 3)])
+def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
+    """The same instruction for few rows and for many, which have all parts of a layer in one product."""
     integers = dict.fromkeys(("places", "members", "tiles", "arrived"), "*i32")
     floats = dict.fromkeys(("sums", "shrunk", "scales"), "*fp32")
-    sizes = {"PARTS": 3, "TILES": 2, "SPLITS": 8, "WIDTH": 512, "CHUNK": 128, "ROWS": 16, "RANKS": 16, "EVEN": True}
-    sizes |= {"LEAVES": leaves, "scaled": leaves == 1, "beside": True}
+    sizes = {"PARTS": 3, "TILES": 2, "SPLITS": 8, "WIDTH": 512, "CHUNK": 128, "ROWS": rows, "RANKS": 16, "EVEN": True}
+    sizes |= {"LEAVES": leaves, "scaled": leaves == 1, "beside": True, "TOGETHER": together}
+    sizes["ACROSS"] = triton.next_power_of_2(together * 16)
     found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", "size": "i32", **integers, **floats}, **sizes)
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("gated", [False, True])
+def test_adapters_expand_without_rounding_one_number_at_a_time(gated, rows):
+    types = {
+        "z": "*bf16",
+        "slots": "i32",
+        "adapters": Expansion("*fp32", "*bf16", "*i32", "*i32", "*i32", "*i32", "*i32"),
+    }
+    sizes = {"TILES": 2, "RANKS": 16, "COLUMNS": 128, "ROWS": rows, "WORLD": 1, "PARTS": 2, "WHOLE": True}
+    found = compiled(_expand, 4, 2, types, **sizes, gated=gated, chosen=False)
+    assert "F2FP.BF16.F32.PACK_AB" in found.asm["sass"] and "F2F.BF16" not in found.asm["sass"]
 
 
 def test_the_roots_of_what_ranks_shrank_to_compile():

@@ -22,7 +22,8 @@ from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapterRows, CudaAdapters
+from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
+from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.lora.adapter import adapted_modules
@@ -202,8 +203,9 @@ def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int
 def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
     """By a launch that waits for everything before it."""
     given: Expansion
-    given, sums = made._factors.room(x, rows.blocks)
-    made._factors.shrink(x, rows.blocks, given, sums, beside=False)
+    blocks = rows.blocks_for(len(x))
+    given, sums = made._factors.room(x, blocks)
+    made._factors.shrink(x, blocks, given, sums, beside=False)
     return given
 
 
@@ -300,8 +302,9 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
 
 @DTYPES
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_company(dtype: torch.dtype) -> None:
+    """All of them at once are in long blocks."""
     made, rows = layer(dtype)
-    total = 700
+    total = MANY_ROWS + 188
     x = signed_pairs(noise(total, INPUTS, seed=1) * noise(total, INPUTS, seed=2).exp(), 1.0).to("cuda", dtype)
     y = torch.zeros(total, sum(OUTPUTS), dtype=dtype, device="cuda")
     for place in range(PLACES):

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preheat.backends.cuda import lora
+from preheat.backends.cuda import lora, lora_blocks
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
-from preheat.backends.cuda.lora import BLOCK, CudaAdapters, Factors, most_blocks, write_blocks
+from preheat.backends.cuda.lora import CudaAdapters, Factors
+from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, most_blocks, write_blocks
 from preheat.backends.cuda.lora_expand import expand
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import KernelConfigs
@@ -125,7 +126,7 @@ def test_rows_without_an_adapter_are_left_alone_with_the_sign_of_zero():
     plain = made.inner(x)
     minus = torch.full_like(plain, -0.0)
     rows.describe(0, "tokens", np.array([0, -1, 1] * 3, np.int32))
-    added(made._factors, x, minus, rows._kinds["tokens"])
+    added(made._factors, x, minus, rows._kinds["tokens"][0])
     assert (minus[1::3].view(torch.int16) == -(2**15)).all() and (minus[2::3].view(torch.int16) == -(2**15)).all()
     assert (minus[::3, : OUTPUTS[0]] != 0).any()
     assert (minus[::3, OUTPUTS[0] :].view(torch.int16) == -(2**15)).all()  # this part has no matrices
@@ -151,7 +152,8 @@ COMPANIES = {
 
 
 @pytest.mark.parametrize("company", COMPANIES)
-def test_a_row_has_the_same_bits_in_any_company_place_and_room(company):
+def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, monkeypatch):
+    """Also in long blocks, which launches of many rows have."""
     x, given = cancelling()
     whose = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
     made, rows = layer()
@@ -159,6 +161,7 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company):
         put(made, place, each)
     expected = run(made, rows, x, whose)
     assert (expected[0] != made.inner(x)[0]).any()
+    monkeypatch.setattr(lora_blocks, "MANY_ROWS", 16)
     other, theirs = layer(max_rank=70)
     for place, each in enumerate(given):
         put(other, (place + 1) % PLACES, each)
@@ -190,10 +193,11 @@ def test_sums_in_another_order_have_other_bits(monkeypatch):
 
 @DTYPES
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_the_activation_takes_what_was_added(count, dtype):
+def test_the_activation_takes_what_was_added(count, dtype, monkeypatch):
     """In one launch as in two, for ranks of one tile and of three, a part without matrices, rows without an adapter and
-    rows that pad.
+    rows that pad; in long blocks as in short ones.
     """
+    monkeypatch.setattr(lora_blocks, "MANY_ROWS", 24)
     ops, outputs = CudaAdapters(torch.device("cpu")), (64, 64)
     rows = ops.rows(64, PLACES)
     base = CudaLinear((noise(128, INPUTS) / 30).to(dtype), configs=KernelConfigs())
@@ -311,21 +315,22 @@ def gated():
     ), rows  # fmt: skip
 
 
-def test_blocks_hold_every_row_once_and_never_need_more_room():
+@pytest.mark.parametrize("size", [BLOCK, LONG_BLOCK])
+def test_blocks_hold_every_row_once_and_never_need_more_room(size):
     draw = np.random.default_rng(0)
     for count in (1, 2, 15, 16, 17, 40, 64):
         for most in (1, 2, 8):
             for _ in range(20):
                 places = draw.integers(-1, most, count).astype(np.int32)
-                room = most_blocks(64, most)
-                words = np.empty(room * (1 + BLOCK) + count, np.int32)
-                write_blocks(words, room, places)
-                blocks, members, slots = np.split(words, [room, room * (1 + BLOCK)])
+                room = most_blocks(64, most, size)
+                words = np.empty(room * (1 + size) + count, np.int32)
+                write_blocks(words, room, places, size)
+                blocks, members, slots = np.split(words, [room, room * (1 + size)])
                 there = places >= 0
                 assert (members[slots[there]] == np.flatnonzero(there)).all() and (slots[~there] == -1).all()
-                members = members.reshape(room, BLOCK)
+                members = members.reshape(room, size)
                 used = blocks >= 0
-                assert used.sum() <= most_blocks(count, most) and used[: used.sum()].all()
+                assert used.sum() <= most_blocks(count, most, size) and used[: used.sum()].all()
                 assert (members[~used] == -1).all()
                 found = [(int(row), int(place)) for place, rows in zip(blocks, members, strict=True)
                          for row in rows if row >= 0]  # fmt: skip

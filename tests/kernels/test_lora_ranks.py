@@ -124,11 +124,11 @@ def test_ranks_that_are_added_in_another_order_have_other_bits(monkeypatch):
     (one,) = by_columns(1, 4 * 600, torch.float32)
     right = lora.add_roots
 
-    def in_a_row(parts, shrunk, places, tiles, scales):
+    def in_a_row(parts, to, scales):
         sums = parts.clone()
         sums[0] = parts[0] + parts[1] + parts[2] + parts[3]
         sums[1:] = 0
-        right(sums, shrunk, places, tiles, scales)
+        right(sums, to, scales)
 
     monkeypatch.setattr(lora, "add_roots", in_a_row)
     assert not torch.equal(by_columns(4, 4 * 600, torch.float32)[0], one)

@@ -1,16 +1,16 @@
 """Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.lora`.
 
-The rows of each adapter are cut into blocks of ``BLOCK``, filled up with none. One launch shrinks: a program has a
-block of rows, a part of the inputs and one of the layer's matrices, and writes its sums, which no other adds to; the
-program that is the last of its block adds them up in order. It runs beside the layer itself, of which it needs nothing.
+One launch shrinks: a program has a block of rows of one adapter (:mod:`preheat.backends.cuda.lora_blocks`), a part of
+the inputs and one of the layer's matrices, or all of them, and writes its sums, which no other adds to; the program
+that is the last of its block adds them up in order. It runs beside the layer itself, of which it needs nothing.
 Behind both another launch expands, and applies the activation. Rows without an adapter get nothing added.
 
 Layers that take their inputs by columns shrink in leaves, see :mod:`preheat.backends.cuda.lora_leaves`. How many
-outputs a layer has changes no bit of any: a product has 16 rows, 16 ranks and a part of the inputs, or ``WIDTH``
-outputs, whatever else is in its launch. So the rows of ``B`` that a rank has need no tiles.
+outputs a layer has changes no bit of any: what is added up is a part of the inputs, or a tile of ranks, in the order
+in which the matrix unit takes them, whatever else is in the launch. So the rows of ``B`` that a rank has need no tiles.
 
 How many blocks there are at most follows from the number of rows and of places, and so does the grid; programs of
-blocks that a step has not end at once. Every row goes through products of one shape, whatever the number of rows.
+blocks that a step has not end at once.
 """
 
 from __future__ import annotations
@@ -26,21 +26,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, AdapterStep, Collective, Experts, ExpertsSize, Linear
+from preheat.backends.base import Collective, Experts, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_expand import (
-    BLOCK,
-    PLACE_IN_TABLE,
-    TABLE_PARTS,
-    TABLE_ROWS,
-    Expansion,
-    expand,
-    most_blocks,
-)
+from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, Blocks, CudaAdapterRows
+from preheat.backends.cuda.lora_expand import PLACE_IN_TABLE, TABLE_PARTS, TABLE_ROWS, Expansion, expand
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.moe import CudaExperts
@@ -55,9 +48,6 @@ CHUNK = 128
 
 FEW_ROWS = 64
 """Up to so many, tiles beside which adapters shrink cost less than cuBLAS, where they wait."""
-
-MOST_PARTS = 3
-"""Of a layer: queries, keys and values."""
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -97,53 +87,58 @@ def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
     x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, size, slots,
-    PARTS: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, scaled: tl.constexpr,
-    beside: tl.constexpr, overlap: tl.constexpr,
+    PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, ACROSS: tl.constexpr,
+    EVEN: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and part; by the last of a
-    block's splits also what they are together, in the tree of leaves, ``scaled`` if that is the root. A slot is a
-    row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits.
+    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` of the parts; by
+    the last of a block's splits also what they are together, in the tree of leaves, ``scaled`` if that is the root. A
+    slot is a row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a power of two,
+    RANKS for each part or more.
 
     ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
     waits for its.
     """
     block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane, rank, k = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, CHUNK)
+    lane, across, k = tl.arange(0, ROWS), tl.arange(0, ACROSS)[None, :], tl.arange(0, CHUNK)
+    counter = arrived + block * (PARTS // TOGETHER) + part
+    if TOGETHER > 1:
+        part = part * TOGETHER + tl.minimum(across // RANKS, TOGETHER - 1)
+    rank = across % RANKS
     start, end = split // SPLITS * size + split % SPLITS * WIDTH, (split // SPLITS + 1) * size
+    slot = block * ROWS + lane[:, None]
     place = tl.load(places + block)
-    row = tl.load(members + block * ROWS + lane)
+    row = tl.load(members + slot)
     if beside:
         begin_early(overlap)
     else:
         begin(overlap)
     if place >= 0:
-        there = ((row >= 0) & (row < rows))[:, None]
-        at = x + row.to(tl.int64)[:, None] * inputs
-        count = tl.load(tiles + place * PLACE_IN_TABLE + part)
+        there = (row >= 0) & (row < rows)
+        at = x + row.to(tl.int64) * inputs
+        counts = tl.load(tiles + place * PLACE_IN_TABLE + part)
+        count = tl.max(counts) if TOGETHER > 1 else counts
         for tile in range(count):
-            of = a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64)[:, None] * inputs
-            acc = tl.zeros([ROWS, RANKS], tl.float32)
+            of = a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
+            acc = tl.zeros([ROWS, ACROSS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
-                here = start + first + k[None, :]
+                here = start + first + k
                 if EVEN:
-                    xs = tl.load(at + here, mask=there, other=0.0)
-                    ws = tl.load(of + here)
+                    xs = tl.load(at + here[None, :], mask=there, other=0.0)
+                    ws = tl.load(of + here[:, None])
                 else:
-                    xs = tl.load(at + here, mask=there & (here < end), other=0.0)
-                    ws = tl.load(of + here, mask=here < end, other=0.0)
-                acc = tl.dot(xs.to(ws.dtype), ws.T, acc, input_precision="ieee")
-            to = ((part * TILES + tile) * LEAVES * SPLITS + split) * slots + block * ROWS + lane
-            tl.store(sums + to.to(tl.int64)[:, None] * RANKS + rank[None, :], acc)
+                    xs = tl.load(at + here[None, :], mask=there & (here < end)[None, :], other=0.0)
+                    ws = tl.load(of + here[:, None], mask=(here < end)[:, None], other=0.0)
+                acc = tl.dot(xs.to(ws.dtype), ws, acc, input_precision="ieee")
+            to = (((part * TILES + tile) * LEAVES * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
+            tl.store(sums + to, acc, mask=tile < counts)
         tl.debug_barrier()  # all warps have written before one of them says so
-        counter = arrived + block * PARTS + part
         if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
             tl.debug_barrier()
             scale = tl.load(scales + place * PLACE_IN_TABLE + part)
             for tile in range(count):
-                slot = block * ROWS + lane
-                first = (part * TILES + tile) * LEAVES * SPLITS * slots + slot
-                of, step = sums + first.to(tl.int64)[:, None] * RANKS + rank[None, :], slots * RANKS
+                own = part * TILES + tile
+                of, step = sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank, slots * RANKS
                 total = _leaf_sum(of, 0, step, SPLITS)
                 if LEAVES >= 2:
                     total += _leaf_sum(of, 1, step, SPLITS)
@@ -153,54 +148,10 @@ def _shrink(
                     total += right
                 if scaled:
                     total *= scale
-                to = ((part * TILES + tile) * slots + slot).to(tl.int64)[:, None] * RANKS + rank[None, :]
-                tl.store(shrunk + to, total)
+                tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
             tl.store(counter, 0)
     if beside:
         begin_late(overlap)
-
-
-class Blocks:
-    """The blocks of a step's rows on the device, for at most ``tokens`` rows and ``places`` adapters."""
-
-    def __init__(self, tokens: int, places: int, device: torch.device) -> None:
-        self._count = most_blocks(tokens, places)
-        self._device = torch.full((self._count * (1 + BLOCK) + tokens,), -1, dtype=torch.int32, device=device)
-        cuda = device.type == "cuda"
-        self._host = [torch.full_like(self._device, -1, device="cpu", pin_memory=cuda) for _ in range(HOST_COPIES)]
-        self._copied = [torch.cuda.Event() for _ in range(HOST_COPIES)] if cuda else []
-        self._there = np.empty(0, np.int32)
-        ends = [self._count, self._count * BLOCK, tokens]
-        self.places, self.members, self.slots = self._device.split(ends)
-        self.arrived = torch.zeros(self._count * MOST_PARTS, dtype=torch.int32, device=device)
-
-    def send(self, turn: int, places: np.ndarray) -> None:
-        """Let the device have the blocks of rows with these ``places``, by host copy ``turn``, unless it has them."""
-        if np.array_equal(places, self._there):
-            return
-        if self._copied:
-            self._copied[turn].synchronize()  # long since done, unless one step describes rows twice
-        write_blocks(self._host[turn].numpy(), self._count, places)
-        self._device.copy_(self._host[turn], non_blocking=True)
-        if self._copied:
-            self._copied[turn].record()
-        self._there = places.copy()
-
-
-def write_blocks(words: np.ndarray, count: int, places: np.ndarray) -> None:
-    """Write ``words`` int32 [count * (1 + BLOCK) + rows]: the place of each block, the rows of each, in the order of
-    places, then the slot of each row; -1 stands for none.
-    """
-    words.fill(-1)
-    rows = np.flatnonzero(places >= 0)
-    rows = rows[np.argsort(places[rows], kind="stable")]
-    sizes = np.bincount(places[rows])
-    blocks = -(-sizes // BLOCK)
-    words[: blocks.sum()] = np.arange(len(sizes)).repeat(blocks)
-    skipped = (blocks.cumsum() - blocks) * BLOCK - (sizes.cumsum() - sizes)
-    slots = np.arange(len(rows)) + skipped.repeat(sizes)
-    words[count + slots] = rows
-    words[count * (1 + BLOCK) + rows] = slots
 
 
 class Packed(NamedTuple):
@@ -211,22 +162,6 @@ class Packed(NamedTuple):
     a: Tensor
     b: Tensor
     table: Tensor
-
-
-class CudaAdapterRows:
-    """Which adapter each row of a step has, see :class:`preheat.backends.base.AdapterRows`."""
-
-    def __init__(self, tokens: int, places: int, device: torch.device) -> None:
-        self._kinds: dict[AdapterStep, Blocks] = {
-            "tokens": Blocks(tokens, places, device), "sampled": Blocks(tokens, places, device)
-        }  # fmt: skip
-        self.blocks: Blocks | None = None
-
-    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
-        self._kinds[step].send(turn, places)
-
-    def use(self, step: AdapterStep | None) -> None:
-        self.blocks = self._kinds[step] if step else None
 
 
 class CudaAdapters:
@@ -319,7 +254,7 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs] -> [rows, outputs]."""
-        blocks = self._rows.blocks
+        blocks = self._rows.blocks_for(len(x))
         if blocks is None:
             return self.plain(x, out)
         gated = self._activation == "silu_and_mul"
@@ -382,7 +317,7 @@ class Factors:
     ) -> None:
         parts, tiles = len(outputs), -(-max_rank // TILE)
         self._among, self._tiles_each = among, -(-tiles // among.world)
-        self._inputs, self._places, self._leaves, self._leaf = inputs, places, leaves, inputs // leaves
+        self._inputs, self._leaves, self._leaf = inputs, leaves, inputs // leaves
         self.bounds = np.cumsum([0, *outputs]).tolist()
         self._width = min(PART, max(triton.next_power_of_2(self._leaf), TILE))
         self._splits = -(-self._leaf // self._width)
@@ -439,12 +374,12 @@ class Factors:
 
     def room(self, x: Tensor, blocks: Blocks) -> tuple[Expansion, Tensor]:
         """Room for what ``x`` [rows, inputs] shrinks to, with what that is expanded by; and for the sums of each part
-        of the inputs, fp32 [parts, tiles, parts of the inputs, blocks * BLOCK, TILE].
+        of the inputs, fp32 [parts, tiles, parts of the inputs, slots of rows, TILE].
         """
-        count, parts = most_blocks(len(x), self._places), len(self.bounds) - 1
+        slots, parts = blocks.count(len(x)) * blocks.size, len(self.bounds) - 1
         splits = self._leaves * self._splits
-        sums = x.new_empty(parts, self._tiles_each, splits, count * BLOCK, TILE, dtype=torch.float32)
-        shrunk = x.new_empty(1, parts, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
+        sums = x.new_empty(parts, self._tiles_each, splits, slots, TILE, dtype=torch.float32)
+        shrunk = x.new_empty(1, parts, self._tiles_each, slots, TILE, dtype=torch.float32)
         given = Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
         return given, sums
 
@@ -454,12 +389,15 @@ class Factors:
         """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last. Not ``scaled``: it
         is what a rank has, and no root yet.
         """
-        _, parts, _, count, _ = to.shrunk.shape
-        _shrink[count // BLOCK, self._leaves * self._splits, parts](
+        _, parts, _, slots, _ = to.shrunk.shape
+        together = parts if blocks.size > BLOCK else 1  # few rows gain more from more programs
+        chunk = min(CHUNK, self._width)
+        _shrink[slots // blocks.size, self._leaves * self._splits, parts // together](
             x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._own, self._scales, blocks.arrived,
-            len(x), self._inputs, self._leaf, count, PARTS=parts, TILES=self._tiles_each, LEAVES=self._leaves,
-            SPLITS=self._splits, WIDTH=self._width, CHUNK=min(CHUNK, self._width), ROWS=BLOCK, RANKS=TILE,
-            EVEN=self._leaf % self._width == 0, scaled=scaled, beside=beside, **options(num_warps=4, num_stages=4),
+            len(x), self._inputs, self._leaf, slots, PARTS=parts, TOGETHER=together, TILES=self._tiles_each,
+            LEAVES=self._leaves, SPLITS=self._splits, WIDTH=self._width, CHUNK=chunk, ROWS=blocks.size, RANKS=TILE,
+            ACROSS=triton.next_power_of_2(together * TILE), EVEN=self._leaf % self._width == 0, scaled=scaled,
+            beside=beside, **options(num_warps=4, num_stages=4),
         )  # fmt: skip
 
     def gathered(self, own: Expansion) -> Expansion:
@@ -468,20 +406,20 @@ class Factors:
             return own
         return own._replace(shrunk=self._among.gather(own.shrunk[0]))
 
-    def add_roots(self, parts: Tensor, blocks: Blocks, to: Expansion) -> None:
+    def add_roots(self, parts: Tensor, to: Expansion) -> None:
         """Let ``to`` be the scaled sum of what ranks shrank to: fp32 ``parts`` [ranks, tiles * slots * TILE], those of
         each rank contiguous.
         """
-        add_roots(parts, to.shrunk, blocks.places, self._tiles, self._scales)
+        add_roots(parts, to, self._scales)
 
     def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
         """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
-        count = most_blocks(len(tokens), self._places)
-        shrunk = self._a.new_empty(1, 1, self._tiles_each, count * BLOCK, TILE, dtype=torch.float32)
-        members = torch.empty_like(blocks.members[: count * BLOCK])
+        count = blocks.count(len(tokens))
+        shrunk = self._a.new_empty(1, 1, self._tiles_each, count * blocks.size, TILE, dtype=torch.float32)
+        members = torch.empty_like(blocks.members)
         _gather[(count,)](
             tokens, slots, last_token, self._a, shrunk, members, blocks.places, blocks.members, self._tiles,
-            self._scales, len(tokens), count * BLOCK, self._inputs, TILES=self._tiles_each, ROWS=BLOCK, RANKS=TILE,
-            **options(num_warps=1, num_stages=1),
+            self._scales, len(tokens), count * blocks.size, self._inputs, TILES=self._tiles_each, ROWS=blocks.size,
+            RANKS=TILE, **options(num_warps=1, num_stages=1),
         )  # fmt: skip
         return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds)

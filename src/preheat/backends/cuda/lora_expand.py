@@ -15,12 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.elementwise import silu_mul
+from preheat.backends.cuda.elementwise import rounded, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.ops.lora import TILE
-
-BLOCK = 16
-"""Rows of a block, all of one adapter: what the matrix unit multiplies at once."""
 
 WIDTH = 128
 """Outputs of a program, by measurement on an H200."""
@@ -36,11 +33,12 @@ PLACE_IN_TABLE: tl.constexpr = tl.constexpr(TABLE_ROWS * TABLE_PARTS)
 
 
 class Expansion(NamedTuple):
-    """What rows of a step are expanded by. ``shrunk`` fp32 [ranks, parts, tiles of a rank, blocks * BLOCK, TILE],
-    scaled: tile t is that of rank t % ranks, of which there is one unless the first matrices are divided; ``b``
-    [places, tiles, outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * BLOCK] are the blocks of
-    rows, ``slots`` int32 [rows] the place of each among them, -1 for none; ``tiles`` int32 [places, TABLE_PARTS] are in
-    use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts + 1] are outputs.
+    """What rows of a step are expanded by. ``shrunk`` fp32 [ranks, parts, tiles of a rank, slots, TILE], scaled: tile t
+    is that of rank t % ranks, of which there is one unless the first matrices are divided; ``b`` [places, tiles,
+    outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * rows of one] are the blocks of rows, of
+    which a launch has the first, ``slots`` int32 [rows] the place of each row among them, -1 for none; ``tiles`` int32
+    [places, TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32
+    [parts + 1] are outputs.
     """
 
     shrunk: Tensor
@@ -51,6 +49,11 @@ class Expansion(NamedTuple):
     tiles: Tensor
     bounds: Tensor
 
+    @property
+    def block(self) -> int:
+        """Rows of a block."""
+        return len(self.members) // len(self.places)
+
 
 @triton.jit
 def _times(ws, shrunk, acc):
@@ -60,10 +63,10 @@ def _times(ws, shrunk, acc):
     if ws.dtype == tl.float32:
         acc = tl.dot(ws, shrunk, acc, input_precision="ieee")
     else:
-        high = shrunk.to(ws.dtype)
+        high = rounded(shrunk, ws)
         rest = shrunk - high.to(tl.float32)
-        middle = rest.to(ws.dtype)
-        low = (rest - middle.to(tl.float32)).to(ws.dtype)
+        middle = rounded(rest, ws)
+        low = rounded(rest - middle.to(tl.float32), ws)
         acc = tl.dot(ws, low, acc)
         acc = tl.dot(ws, middle, acc)
         acc = tl.dot(ws, high, acc)
@@ -78,6 +81,17 @@ def _tile_of(out, place, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.
 
 
 @triton.jit
+def _shrunk_of(
+    slot, tile, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """[ranks, rows]: what the rows in ``slot`` shrank to for a tile of ranks."""
+    own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
+    at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+    return tl.load(adapters.shrunk + at).T
+
+
+@triton.jit
 def _expanded(
     result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
     WORLD: tl.constexpr, PARTS: tl.constexpr,
@@ -85,14 +99,16 @@ def _expanded(
     """``result`` [outputs, rows] and what the adapter in ``place`` adds to them, whose ``part`` has ``count`` tiles of
     ranks, the first of which is ``ws``. ``height`` are the outputs of all parts.
     """
-    acc = tl.zeros(result.shape, tl.float32)
-    for tile in tl.range(0, count, num_stages=1):
-        if tile > 0:
-            ws = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
-        own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
-        at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
-        acc = _times(ws, tl.load(adapters.shrunk + at).T, acc)
-    return tl.where(count > 0, (result.to(tl.float32) + acc).to(result.dtype), result)
+    if count > 0:
+        shrunk = _shrunk_of(slot, 0, part, adapters, slots, TILES, RANKS, WORLD, PARTS)
+        acc = _times(ws, shrunk, tl.zeros(result.shape, tl.float32))
+        if TILES > 1:
+            for tile in tl.range(1, count, num_stages=1):
+                more = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
+                shrunk = _shrunk_of(slot, tile, part, adapters, slots, TILES, RANKS, WORLD, PARTS)
+                acc = _times(more, shrunk, acc)
+        result = rounded(result.to(tl.float32) + acc, result)
+    return result
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -137,7 +153,7 @@ def _expand(
     if chosen:
         row = tl.load(adapters.members + slot)
     there = (row >= 0) & (row < rows)
-    if (gated or count > 0) and tl.max(there.to(tl.int32)) > 0:
+    if (gated or count > 0) and first < end and tl.max(there.to(tl.int32)) > 0:
         stored = (out < end)[:, None] & there[None, :]
         token = tl.where(there, row, 0).to(tl.int64)[None, :]
         at = y + token * height + out[:, None]
@@ -174,15 +190,11 @@ def expand(
     widest = max(end - start for start, end in pairwise(bounds))
     across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
     world, stacked, _, slots, _ = adapters.shrunk.shape
-    blocks = slots // BLOCK + (triton.cdiv(rows, BLOCK) if gated else 0)
+    size = adapters.block
+    blocks = slots // size + (triton.cdiv(rows, size) if gated else 0)
     _expand[triton.cdiv(across, WIDTH), blocks, parts](
-        y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=BLOCK,
+        y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=size,
         WORLD=world, PARTS=stacked, WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return z
-
-
-def most_blocks(rows: int, places: int) -> int:
-    """Blocks that so many rows can have: all but one of each adapter are full."""
-    return min(rows, rows // BLOCK + places)

@@ -19,13 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.lora_expand import BLOCK, WIDTH, _times
+from preheat.backends.cuda.lora_blocks import BLOCK
+from preheat.backends.cuda.lora_expand import WIDTH, _times
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.ops.lora import PART, TILE, LowRank
 
 if TYPE_CHECKING:
-    from preheat.backends.cuda.lora import Blocks, CudaAdapterRows, Factors, Packed
+    from preheat.backends.cuda.lora import Factors, Packed
+    from preheat.backends.cuda.lora_blocks import Blocks, CudaAdapterRows
 
 CHUNK = 128
 """Inputs that are loaded at once."""

@@ -17,11 +17,12 @@ from torch import Tensor
 from preheat.backends.cuda.collective import add_ranks, root_of
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_expand import BLOCK, PLACE_IN_TABLE, Expansion, expand
+from preheat.backends.cuda.lora_expand import PLACE_IN_TABLE, Expansion, expand
 from preheat.ops.lora import TILE
 
 if TYPE_CHECKING:
-    from preheat.backends.cuda.lora import Blocks, CudaAdapterRows, Factors
+    from preheat.backends.cuda.lora import Factors
+    from preheat.backends.cuda.lora_blocks import Blocks, CudaAdapterRows
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -41,14 +42,14 @@ def _add_roots(
             tl.store(shrunk + at, root_of(parts, stride.to(tl.int64), at, at >= 0, WORLD) * scale)
 
 
-def add_roots(parts: Tensor, shrunk: Tensor, places: Tensor, tiles: Tensor, scales: Tensor) -> None:
-    """Write ``shrunk`` fp32 [1, 1, tiles, slots, TILE], see :class:`Expansion`, of fp32 ``parts`` [ranks, as many],
-    those of each rank contiguous. ``places`` int32 [blocks], ``tiles`` and ``scales`` are those of all places.
+def add_roots(parts: Tensor, to: Expansion, scales: Tensor) -> None:
+    """Write what rows shrank to into ``to``, of fp32 ``parts`` [ranks, as many numbers], those of each rank contiguous.
+    ``scales`` are those of all places.
     """
-    slots = shrunk.shape[3]
-    _add_roots[(slots // BLOCK,)](
-        parts, shrunk, places, tiles, scales, parts.stride(0), slots, WORLD=len(parts), ROWS=BLOCK, RANKS=TILE,
-        **options(num_warps=1, num_stages=1),
+    slots = to.shrunk.shape[3]
+    _add_roots[(slots // to.block,)](
+        parts, to.shrunk, to.places, to.tiles, scales, parts.stride(0), slots, WORLD=len(parts), ROWS=to.block,
+        RANKS=TILE, **options(num_warps=1, num_stages=1),
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ class AdaptedLeafLinear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs of this rank] -> [rows, outputs], a new tensor, the same on all ranks."""
-        blocks = self._rows.blocks
+        blocks = self._rows.blocks_for(len(x))
         if blocks is None:
             return self.inner(x)
         given, sums = self._factors.room(x, blocks)  # before the layer, whose memory for itself is another then
@@ -86,5 +87,5 @@ class AdaptedLeafLinear:
         inner.partial(x, mine[first:].view(len(x), outputs))
         self._factors.shrink(x, blocks, given._replace(shrunk=shrunk), sums, beside=True, scaled=False)
         found = inner.ranks.gather(mine)
-        self._factors.add_roots(found[:, :first], blocks, given)
+        self._factors.add_roots(found[:, :first], given)
         return add_ranks(found[:, first:].unflatten(1, (len(x), outputs)), inner.bias, x.dtype)

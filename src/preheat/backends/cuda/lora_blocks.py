@@ -1,0 +1,106 @@
+"""Which rows of a step have which adapter, as the kernels of adapters on CUDA read it.
+
+The rows of each adapter are cut into blocks, filled up with none. Launches of few rows have blocks of ``BLOCK``, those
+of many rows longer ones; a step's rows are described in both, since its program decides which it is, not they.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from preheat.backends.base import HOST_COPIES, AdapterStep
+
+BLOCK = 16
+"""Rows of a block, all of one adapter: what the matrix unit multiplies at once."""
+
+LONG_BLOCK, MANY_ROWS = 32, 512
+"""Rows of a block in launches of so many rows or more: a program then reads an adapter for more of them. Changes no
+bits, as each number is a sum of its own, whatever is multiplied with it.
+"""
+
+MOST_PARTS = 3
+"""Of a layer: queries, keys and values."""
+
+
+def most_blocks(rows: int, places: int, size: int) -> int:
+    """Blocks of ``size`` that so many rows can have: all but one of each adapter are full."""
+    return min(rows, rows // size + places)
+
+
+class Blocks:
+    """The blocks of a step's rows on the device, for at most ``tokens`` rows and ``places`` adapters, of ``size`` rows
+    each. ``places`` int32 [blocks] has the adapter of each, ``members`` int32 [blocks * size] its rows, ``slots`` int32
+    [tokens] where each row is among those; -1 stands for none. A launch with fewer rows has the first blocks.
+    """
+
+    def __init__(self, tokens: int, places: int, device: torch.device, size: int) -> None:
+        self.size, self._most = size, places
+        self._count = self.count(tokens)
+        self._device = torch.full((self._count * (1 + size) + tokens,), -1, dtype=torch.int32, device=device)
+        cuda = device.type == "cuda"
+        self._host = [torch.full_like(self._device, -1, device="cpu", pin_memory=cuda) for _ in range(HOST_COPIES)]
+        self._copied = [torch.cuda.Event() for _ in range(HOST_COPIES)] if cuda else []
+        self._there = np.empty(0, np.int32)
+        ends = [self._count, self._count * size, tokens]
+        self.places, self.members, self.slots = self._device.split(ends)
+        self.arrived = torch.zeros(self._count * MOST_PARTS, dtype=torch.int32, device=device)
+
+    def count(self, rows: int) -> int:
+        """Blocks of a launch with so many rows."""
+        return most_blocks(rows, self._most, self.size)
+
+    def send(self, turn: int, places: np.ndarray) -> None:
+        """Let the device have the blocks of rows with these ``places``, by host copy ``turn``, unless it has them."""
+        if np.array_equal(places, self._there):
+            return
+        if self._copied:
+            self._copied[turn].synchronize()  # long since done, unless one step describes rows twice
+        write_blocks(self._host[turn].numpy(), self._count, places, self.size)
+        self._device.copy_(self._host[turn], non_blocking=True)
+        if self._copied:
+            self._copied[turn].record()
+        self._there = places.copy()
+
+
+def write_blocks(words: np.ndarray, count: int, places: np.ndarray, size: int) -> None:
+    """Write ``words`` int32 [count * (1 + size) + rows]: the place of each block, the rows of each, in the order of
+    places, then the slot of each row; -1 stands for none.
+    """
+    words.fill(-1)
+    rows = np.flatnonzero(places >= 0)
+    rows = rows[np.argsort(places[rows], kind="stable")]
+    sizes = np.bincount(places[rows])
+    blocks = -(-sizes // size)
+    words[: blocks.sum()] = np.arange(len(sizes)).repeat(blocks)
+    skipped = (blocks.cumsum() - blocks) * size - (sizes.cumsum() - sizes)
+    slots = np.arange(len(rows)) + skipped.repeat(sizes)
+    words[count + slots] = rows
+    words[count * (1 + size) + rows] = slots
+
+
+class CudaAdapterRows:
+    """Which adapter each row of a step has, see :class:`preheat.backends.base.AdapterRows`."""
+
+    def __init__(self, tokens: int, places: int, device: torch.device) -> None:
+        sizes = (BLOCK, LONG_BLOCK) if tokens >= MANY_ROWS else (BLOCK,)
+        self._kinds: dict[AdapterStep, list[Blocks]] = {
+            kind: [Blocks(tokens, places, device, size) for size in sizes] for kind in ("tokens", "sampled")
+        }
+        self._used: list[Blocks] | None = None
+
+    def describe(self, turn: int, step: AdapterStep, places: np.ndarray) -> None:
+        for blocks in self._kinds[step]:
+            blocks.send(turn, places)
+
+    def use(self, step: AdapterStep | None) -> None:
+        self._used = self._kinds[step] if step else None
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Those of ``BLOCK`` rows; None where no row has an adapter."""
+        return None if self._used is None else self._used[0]
+
+    def blocks_for(self, rows: int) -> Blocks | None:
+        """Those that a launch with so many rows reads."""
+        return None if self._used is None else self._used[-1 if rows >= MANY_ROWS else 0]
