@@ -108,7 +108,7 @@ SCHEMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name if scheme else "plain")
 def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: Scheme | None) -> None:
     CudaBackend().prepare(Settings(), None)
     shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)

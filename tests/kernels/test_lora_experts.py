@@ -17,6 +17,7 @@ from preheat.backends.cpu.quantized import parts_of
 from preheat.backends.cuda import linear_quantized, lora_experts, moe
 from preheat.backends.cuda.moe import ExpertsConfig
 from preheat.backends.cuda.tuning import Tile
+from preheat.model.layers import MoeMlp, normed
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.lora import LowRank, add_delta, delta
@@ -219,6 +220,18 @@ def as_a_norm_gives(x: torch.Tensor, kind: Kind) -> torch.Tensor | QuantizedRows
     if not isinstance(kind, Scheme) or kind.activations is None:
         return x
     return QuantizedRows(*quantization.quantize_rows(x, kind.activations), x)
+
+
+def test_a_model_gives_them_plain_rows_beside_codes():
+    assert made(SCHEMES[2])[0].fused_input is None
+    (experts, rows), cuda, (x, _) = made(FP8), InterpretedCuda(), tokens(FP8)
+    block = MoeMlp(cuda.linear(noise(EXPERTS, x.shape[1], seed=7).bfloat16()), experts)
+    norm = cuda.norm(noise(x.shape[1], seed=8).bfloat16(), 1e-5)
+    rows.describe(0, "tokens", np.array(WHOSE[:2], np.int32))
+    rows.use("tokens")
+    given = normed(norm, x[:2], None, block.fused_input)
+    assert isinstance(given, QuantizedRows)
+    assert torch.equal(block(given), block(norm(x[:2])))
 
 
 def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
