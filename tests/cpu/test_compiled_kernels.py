@@ -136,16 +136,20 @@ def test_adapters_of_experts_compile(blocked, dtype):
     floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype, "shrunk": "*fp32", "scales": "*fp32", "most": "i32"}
     types = floats | dict.fromkeys(("tiles", "slots", "places"), "*i32")
     sizes = {**EXPERTS, "BLOCKED": blocked, "PARTS": 2, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
-    shrink = compiled(_shrink_experts, 4, 3, types, **sizes, WIDTH=512, CHUNK=128, EVEN=True)
+    more = {"WIDTH": 512, "CHUNK": 128, "EVEN": True, "gathered": dtype == "*bf16"}
+    shrink = compiled(_shrink_experts, 4, 3, types, **sizes, **more)
     expand = compiled(_expand_experts, 4, 2, types, **sizes, COLUMNS=128)
     if dtype == "*bf16":
         assert instructions(shrink) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
         assert len(instructions(expand)) == 1
 
 
-@pytest.mark.parametrize("arranged", [False, True])
-def test_experts_compile(arranged):
-    tile = {"OUTPUTS": 64, "ROWS": 16, "INPUTS": 128, "gated": arranged, "arranged": arranged}
+@pytest.mark.parametrize(("gated", "gathered", "arranged"), [
+    (False, False, False), (True, True, True), (False, True, True),
+])  # fmt: skip
+def test_experts_compile(gated, gathered, arranged):
+    """The first layer gathers rows; beside adapters it is not gated."""
+    tile = {"OUTPUTS": 64, "ROWS": 16, "INPUTS": 128, "gated": gated, "gathered": gathered, "arranged": arranged}
     scales = {"GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}
     found = compiled(_experts_fp8, 4, 4, {"x": FP8}, **EXPERTS, **tile, **scales, EVEN=True)
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"}
@@ -228,8 +232,10 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
 
 @pytest.mark.parametrize("kind", ["token", "block"])
 def test_rows_are_quantized_in_registers(kind):
-    found = compiled(_quantize, 32, 1, static=None, SIZE=14336, WIDTH=16384, KIND=kind)
-    assert "ld.local" not in found.asm["ptx"]
+    """Also those of an activation, which are kept beside their codes."""
+    row = {"static": None, "SIZE": 14336, "WIDTH": 16384, "KIND": kind}
+    found = compiled(_quantize, 32, 1, out=None, **row), compiled(_quantize, 8, 1, **row)
+    assert not any("ld.local" in each.asm["ptx"] for each in found)
 
 
 @pytest.mark.parametrize(("outputs", "stages", "gated"), [(256, 4, False), (256, 4, True), (128, 6, True)])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from preheat.backends.cpu.lora import AdaptedLinear
 from preheat.core import AdapterReport, Delta, LoadAdapter, SamplingParams, UnloadAdapter
-from preheat.errors import AdapterError, SettingsError
+from preheat.errors import SettingsError
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine, in_groups
@@ -417,11 +417,15 @@ def test_experts_one_by_one_have_the_bits_of_a_stack(tmp_path):
     assert engine(tmp_path, ["each"]).run(prompts("each")) == own.run(prompts("own"))
 
 
-def test_adapters_of_experts_without_kernels_for_them_are_refused_by_name(tmp_path):
+def test_rows_of_adapted_experts_in_float8_are_what_they_are_alone(tmp_path):
+    """And those without an adapter what they are in an engine without any."""
     of_experts("qwen3", tmp_path)
-    with pytest.raises(AdapterError, match="is of an expert: adapters of experts are not served"):
-        engine(tmp_path, ["own"], quantization="fp8")
-    engine(tmp_path, ["qv"], quantization="fp8").run(prompts("qv"))
+    asked, online = prompts("own", "", "qv", "own"), engine(tmp_path, ["own", "qv"], quantization="fp8")
+    seen = alone(online, asked)
+    assert online.run(asked) == seen
+    without = engine(tmp_path, [], quantization="fp8", enable_lora=False, max_loras=1, max_lora_rank=16)
+    right = without.run([replace(prompt, lora_name="") for prompt in asked])
+    assert [found == expected for found, expected in zip(seen, right, strict=True)] == [False, True, False, False]
 
 
 def test_rows_beside_quantized_weights_have_the_bits_of_the_dequantized_model(tmp_path):

@@ -1,5 +1,5 @@
 """Adapters of experts on a GPU: a row's bits are those of the row and its adapter alone, and without an adapter those
-of an engine without any. Some adapters adapt experts alone, some adapt none.
+of an engine without any, plain or quantized. Some adapters adapt experts alone, some adapt none.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
+from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.moe import ExpertsShape, experts_config, experts_forward
+from preheat.backends.cuda.moe_tuner import Bench
 from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
+from preheat.ops.kinds import Scheme
+from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cuda.test_engine import CONFIG, TIGHT
@@ -83,6 +89,35 @@ def test_loads_and_evictions_meanwhile_change_no_bit(model: Path, adapters: Adap
 def test_eager_steps_change_no_bit(model: Path, adapters: Adapters, expected: Bits) -> None:
     eager = made(model, **WITH, max_loras=3, enforce_eager=True, block_size=256, bucketing_policy="split")
     assert answers(eager, adapters) == expected
+
+
+def test_beside_experts_in_float8_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
+    online = WITH | {"quantization": "fp8"}
+    float8 = made(model, **online, max_loras=COUNT, skip_warmup=False, on_cold="raise")
+    found, base = answers(float8, adapters), answers(float8, [None])
+    for at in (0, 1, 5, 14, 47):
+        assert answers(float8, adapters, [at]) == [found[at]]
+    assert answers(made(model, **online, max_loras=3, enforce_eager=True), adapters) == found
+    assert base == answers(made(model, quantization="fp8"), [None])
+    assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
+
+
+SCHEMES = [
+    None, Scheme(code="fp8", scales="channel", activations="token"), Scheme(code="fp8", scales="channel"),
+    Scheme(code="fp8", scales="block", group=128, activations="block"), Scheme(code="int4", scales="group", group=128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name if scheme else "plain")
+def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: Scheme | None) -> None:
+    CudaBackend().prepare(Settings(), None)
+    shape = ExpertsShape(8, 512, 384, 2, torch.bfloat16, scheme)
+    bench = Bench(shape, 1500)
+    for tokens in (1, 2, 7, 32, 100, 300, 1500):
+        given = experts_config(shape, tokens), bench.x[:tokens], bench.logits[0][:tokens], bench.gate_up, bench.down
+        found = experts_forward(*given, bench.routing, bench.counts, lambda y, *_: y)
+        assert torch.equal(found, experts_forward(*given, bench.routing, bench.counts)), tokens
+        assert found.isfinite().all() and found.any()
 
 
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "qwen2 moe"])

@@ -1,157 +1,283 @@
-"""Adapters of experts on CUDA: what is added, whose rows are left alone, and that a row's bits are its own."""
+"""Adapters of experts on CUDA, plain and quantized: what is added, whose rows are left alone, and that a row's bits are
+its own.
+"""
 
 from __future__ import annotations
+
+import functools
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from preheat.backends.base import ExpertsSize
-from preheat.backends.cuda import lora_experts
-from preheat.backends.cuda.lora import CudaAdapters
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig, ExpertsConfigs
+from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cpu.quantized import parts_of
+from preheat.backends.cuda import linear_quantized, lora_experts, moe
+from preheat.backends.cuda.moe import ExpertsConfig
 from preheat.backends.cuda.tuning import Tile
+from preheat.model.layers import MoeMlp, normed
+from preheat.ops import quantization
+from preheat.ops.kinds import Scheme
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.moe import Routing, route, routed
 from preheat.ops.proof import noise
+from preheat.ops.quantization import QuantizedRows, QuantizedWeight
+from tests.cpu.test_quantized_layers import FP8, W8A8, random_weight
+from tests.kernels.backend import InterpretedCuda
 
-HIDDEN, INNER, EXPERTS, PLACES, TOKENS = 600, 40, 5, 3, 13
+Kind = torch.dtype | Scheme
+"""Of experts: their numbers' dtype, or how they are quantized, in a model of bfloat16."""
+
+EXPERTS, PLACES, TOKENS = 5, 3, 13
 ROUTING = Routing(2, True, False)
-CONFIGS = {
-    block: ExpertsConfig(block, *[Tile(128, max(block, 16), 256, 1, 2)] * 2) for block in (1, 16, 32)
-}  # fmt: skip
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+BLOCKS, DTYPES = (1, 16, 32), (torch.float32, torch.bfloat16)
+SCHEMES = [FP8, W8A8[4], Scheme(code="int4", scales="group", group=32, zeros=True)]
 WHOSE = [[0, -1, 1, 2, 0, 1][token % 6] for token in range(TOKENS)]
 
 
-def weights(dtype: torch.dtype):
+def named(value: object) -> str:
+    return value.name if isinstance(value, Scheme) else str(value)
+
+
+CASES = pytest.mark.parametrize(
+    ("block", "kind"), [*product(BLOCKS, DTYPES), *((16, scheme) for scheme in SCHEMES)], ids=named
+)
+
+
+def size(kind: Kind) -> ExpertsSize:
+    hidden, inner = (300, 144) if isinstance(kind, Scheme) else (600, 40)
+    return ExpertsSize(EXPERTS, hidden, inner, ROUTING.top_k, None)
+
+
+def config(kind: Kind, block: int) -> ExpertsConfig:
+    tile = Tile(64, max(block, 16), 128, 4, 3) if isinstance(kind, Scheme) else Tile(128, max(block, 16), 256, 1, 2)
+    return ExpertsConfig(block, tile, tile)
+
+
+def dtype_of(kind: Kind) -> torch.dtype:
+    return torch.bfloat16 if isinstance(kind, Scheme) else kind
+
+
+@functools.cache
+def weights(kind: Kind):
     """gate_up and down."""
-    gate_up, down = noise(EXPERTS * 2 * INNER, HIDDEN, seed=3) / 25, noise(EXPERTS * HIDDEN, INNER, seed=4) / 6
-    return gate_up.view(EXPERTS, -1, HIDDEN).to(dtype), down.view(EXPERTS, HIDDEN, INNER).to(dtype)
+    _, hidden, inner, *_ = size(kind)
+    shapes = (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)
+    if isinstance(kind, Scheme):
+        found = [random_weight(kind, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
+        for weight in found:
+            weight.scales.mul_(20 if kind.code == "int4" else 1)  # to numbers as large as others
+        return found
+    return [(noise(EXPERTS, m * k, seed=m).view(-1, m, k) / k**0.5).to(kind) for _, m, k in shapes]
 
 
-def tokens(dtype: torch.dtype):
-    return noise(TOKENS, HIDDEN, seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
+def tokens(kind: Kind):
+    dtype = dtype_of(kind)
+    return noise(TOKENS, size(kind).hidden, seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
 
 
-def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRank]:
+def adapter(place: int, kind: Kind) -> dict[int, LowRank]:
     """By part. Of expert 1 the first leaves up alone, of expert 2 all."""
-    found = {}
+    found, own, dtype = {}, size(kind), dtype_of(kind)
     for part in range(3 * EXPERTS):
         if place == 0 and part in (4, 6, 7, 8):
             continue
-        inputs, outputs = (INNER, HIDDEN) if part % 3 == 2 else (HIDDEN, INNER)
+        inputs, outputs = (own.inner, own.hidden) if part % 3 == 2 else (own.hidden, own.inner)
         rank = (3, 16, 21)[(place + part // 3) % 3]
         a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
         found[part] = LowRank(a.to(dtype), noise(outputs, rank, seed=100 * place + part + 50).to(dtype), 0.3 + place)
     return found
 
 
-def made(dtype: torch.dtype, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2)):
+def made(kind: Kind, places: int = PLACES, max_rank: int = 21, order=(0, 1, 2), backend=None):
     """Experts with the adapters in places, in this order."""
-    ops = CudaAdapters(torch.device("cpu"))
-    rows = ops.rows(64, places)
-    size = ExpertsSize(EXPERTS, HIDDEN, INNER, ROUTING.top_k, None)
-    inner = CudaExperts(*weights(dtype), ROUTING, ExpertsConfigs())
-    experts = ops.experts(inner, size, rows, places=places, max_rank=max_rank, dtype=dtype)
-    assert experts is not None
+    backend = backend or InterpretedCuda()
+    rows = backend.adapters.rows(64, places)
+    experts = backend.adapters.experts(
+        backend.experts(*weights(kind), ROUTING), size(kind), rows, places=places, max_rank=max_rank,
+        dtype=dtype_of(kind),
+    )  # fmt: skip
     for number, place in enumerate(order):
-        experts.write(place, experts.pack(adapter(number, dtype)))
+        experts.write(place, experts.pack(adapter(number, kind)))
     return experts, rows
 
 
-def run(given, block: int, x, logits, whose: list[int]) -> torch.Tensor:
+def run(given, how: ExpertsConfig, x, logits, whose: list[int]) -> torch.Tensor:
     experts, rows = given
     rows.describe(0, "tokens", np.array(whose, np.int32))
     rows.use("tokens")
-    found = experts.local(CONFIGS[block], x.contiguous(), logits.contiguous())
+    found = experts.local(how, x, logits.contiguous())
     assert not experts.inner._counts.any()
     return found
 
 
-def reference(x, logits, whose: list[int], dtype: torch.dtype) -> torch.Tensor:
+@functools.cache
+def mixed(kind: Kind, block: int) -> torch.Tensor:
+    """All tokens with their adapters."""
+    return run(made(kind), config(kind, block), *tokens(kind), WHOSE)
+
+
+def times(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    """A layer's outputs, rounded."""
+    if isinstance(weight, torch.Tensor):
+        return (x.float() @ weight.float().T).to(x.dtype)
+    if weight.scheme.activations is None:
+        return times(x, quantization.dequantize(weight))
+    codes = quantization.quantize_rows(x, weight.scheme.activations, weight.static)
+    return quantization.scaled_product(*codes, parts_of(weight.codes), weight.scales, None, x.dtype)
+
+
+@functools.cache
+def reference(kind: Kind, adapted: bool = True) -> torch.Tensor:
     """By :func:`preheat.ops.lora.delta`, layer by layer, each sum rounded once."""
-    gate_up, down = weights(dtype)
-    adapters = [adapter(place, dtype) for place in range(PLACES)]
+    (x, logits), (gate_up, down) = tokens(kind), weights(kind)
+    adapters = [adapter(place, kind) for place in range(PLACES)]
     chosen, shares = route(logits, ROUTING)
 
-    def adapted(y, rows, part, place):
+    def own(weight, number):
+        return weight.part(number) if isinstance(weight, QuantizedWeight) else weight[number]
+
+    def added(y, rows, part, place):
         return add_delta(y, delta(rows, *adapters[place][part])) if part in adapters[place] else y
 
     def one(number: int, row: torch.Tensor, place: int) -> torch.Tensor:
-        halves = [(row.float() @ each.float().T).to(dtype) for each in gate_up[number].chunk(2)]
+        gate, up = times(row, own(gate_up, number)).chunk(2, 1)
         if place >= 0:
-            halves = [adapted(half, row, 3 * number + part, place) for part, half in enumerate(halves)]
-        gate, up = halves
-        inner = (torch.nn.functional.silu(gate.float()).to(dtype).float() * up.float()).to(dtype)
-        y = (inner.float() @ down[number].float().T).to(dtype)
-        return adapted(y, inner, 3 * number + 2, place) if place >= 0 else y
+            gate, up = (added(y, row, 3 * number + part, place) for part, y in enumerate((gate, up)))
+        inner = (torch.nn.functional.silu(gate.float()).to(x.dtype).float() * up.float()).to(x.dtype)
+        y = times(inner, own(down, number))
+        return added(y, inner, 3 * number + 2, place) if place >= 0 else y
 
     out = []
-    for token, place in enumerate(whose):
-        own = slice(token, token + 1)
-        out.append(routed(x[own], chosen[own], shares[own], EXPERTS, lambda n, rows, p=place: one(n, rows, p)))
+    for token, place in enumerate(WHOSE if adapted else [-1] * TOKENS):
+        at = slice(token, token + 1)
+        out.append(routed(x[at], chosen[at], shares[at], EXPERTS, lambda n, rows, p=place: one(n, rows, p)))
     return torch.cat(out)
 
 
-@DTYPES
-@pytest.mark.parametrize("block", CONFIGS)
-def test_what_is_added_is_the_references(block, dtype):
-    x, logits = tokens(dtype)
-    found, right = run(made(dtype), block, x, logits, WHOSE), reference(x, logits, WHOSE, dtype)
-    error = (found.double() - right.double()).abs().amax(1) / right.double().abs().amax(1)
-    assert (error < (1e-5 if dtype == torch.float32 else 1e-2)).all(), error
-    plain = reference(x, logits, [-1] * TOKENS, dtype)
-    assert ((right - plain).abs().amax(1) > 0.5).tolist() == [place >= 0 for place in WHOSE]
+def errors(found: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Of each row, as a share of its greatest number."""
+    right = reference(kind).double()
+    return (found.double() - right).abs().amax(1) / right.abs().amax(1)
 
 
-@DTYPES
-@pytest.mark.parametrize("block", CONFIGS)
-def test_rows_without_an_adapter_have_the_bits_of_experts_without(block, dtype):
-    x, logits = tokens(dtype)
-    given = made(dtype)
-    found, plain = run(given, block, x, logits, WHOSE), given[0].inner.by(CONFIGS[block], x, logits)
-    assert [torch.equal(*each) for each in zip(found, plain, strict=True)] == [place < 0 for place in WHOSE]
-    given[1].use(None)
-    assert torch.equal(given[0](x, logits), given[0].inner(x, logits))
+def equal_rows(found, right) -> list[bool]:
+    return [torch.equal(*each) for each in zip(found, right, strict=True)]
 
 
-COMPANIES = [[[row] for row in range(8)], [list(range(TOKENS))[::-1]], [list(range(5)), list(range(5, TOKENS))]]
+@CASES
+def test_what_is_added_is_the_references(block, kind):
+    error = errors(mixed(kind, block), kind)
+    assert (error < (1e-5 if kind == torch.float32 else 1e-2)).all(), error
+    more = (reference(kind) - reference(kind, adapted=False)).abs().amax(1)
+    assert (more > 0.5).tolist() == [place >= 0 for place in WHOSE]
 
 
-@DTYPES
-@pytest.mark.parametrize("block", CONFIGS)
-@pytest.mark.parametrize("company", COMPANIES, ids=["alone", "backwards", "in two"])
-def test_a_row_has_the_same_bits_in_any_company_place_room_and_block(company, block, dtype):
-    x, logits = tokens(dtype)
-    expected = run(made(dtype), 16, x, logits, WHOSE)
+@pytest.mark.parametrize("kind", SCHEMES, ids=named)
+def test_a_cpu_adds_the_same(kind):
+    experts, rows = made(kind, backend=CpuBackend())
+    rows.describe(0, "tokens", np.array(WHOSE, np.int32))
+    rows.use("tokens")
+    assert (errors(experts(*tokens(kind)), kind) < 1e-2).all()
+
+
+@CASES
+def test_rows_without_an_adapter_have_the_bits_of_experts_without(block, kind):
+    (x, logits), (experts, rows) = tokens(kind), made(kind)
+    plain = experts.inner.by(config(kind, block), x, logits)
+    assert equal_rows(mixed(kind, block), plain) == [place < 0 for place in WHOSE]
+    if kind == torch.float32:
+        rows.use(None)
+        assert torch.equal(experts(x, logits), experts.inner(x, logits))
+
+
+COMPANIES = {
+    "alone": [[row] for row in range(8)], "backwards": [list(range(TOKENS))[::-1]],
+    "in two": [list(range(5)), list(range(5, TOKENS))], "few": [[0], [3, 1]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("company", "block", "kind"),
+    [*product(["alone", "backwards", "in two"], BLOCKS, DTYPES), *(("few", 1, scheme) for scheme in SCHEMES)],
+    ids=named,
+)
+def test_a_row_has_the_same_bits_in_any_company_place_room_and_block(company, block, kind):
+    (x, logits), expected = tokens(kind), mixed(kind, 16)
     order = (3, 0, 4)
-    other = made(dtype, places=5, max_rank=50, order=order)
-    for group in company:
+    other = made(kind, places=5, max_rank=50, order=order)
+    for group in COMPANIES[company]:
         whose = [order[WHOSE[row]] if WHOSE[row] >= 0 else -1 for row in group]
-        assert torch.equal(run(other, block, x[group], logits[group], whose), expected[group])
+        rows = as_a_norm_gives(x[group], kind)
+        assert torch.equal(run(other, config(kind, block), rows, logits[group], whose), expected[group])
+
+
+def as_a_norm_gives(x: torch.Tensor, kind: Kind) -> torch.Tensor | QuantizedRows:
+    """With codes beside them, if experts read those."""
+    if not isinstance(kind, Scheme) or kind.activations is None:
+        return x
+    return QuantizedRows(*quantization.quantize_rows(x, kind.activations), x)
+
+
+def test_a_model_gives_them_plain_rows_beside_codes():
+    assert made(SCHEMES[2])[0].fused_input is None
+    (experts, rows), cuda, (x, _) = made(FP8), InterpretedCuda(), tokens(FP8)
+    block = MoeMlp(cuda.linear(noise(EXPERTS, x.shape[1], seed=7).bfloat16()), experts)
+    norm = cuda.norm(noise(x.shape[1], seed=8).bfloat16(), 1e-5)
+    rows.describe(0, "tokens", np.array(WHOSE[:2], np.int32))
+    rows.use("tokens")
+    given = normed(norm, x[:2], None, block.fused_input)
+    assert isinstance(given, QuantizedRows)
+    assert torch.equal(block(given), block(norm(x[:2])))
 
 
 def test_an_adapter_of_another_row_of_the_block_is_seen(monkeypatch):
     """What the tests above would see: rows take the adapter of the first row of their block that has one."""
-    x, logits = tokens(torch.float32)
-    expected, given = run(made(torch.float32), 16, x, logits, WHOSE), made(torch.float32)
-    right = lora_experts.add_experts
+    expected, right = mixed(torch.float32, 16), lora_experts.add_experts
 
-    def wrong(y, x, factors, blocks, arrangement):
+    def wrong(y, x, factors, blocks, arrangement, *, gathered):
         blocks.places.masked_fill_(blocks.places >= 0, 0)
-        return right(y, x, factors, blocks, arrangement)
+        return right(y, x, factors, blocks, arrangement, gathered=gathered)
 
     monkeypatch.setattr(lora_experts, "add_experts", wrong)
-    found = run(given, 16, x, logits, WHOSE)
-    same = [torch.equal(*each) for each in zip(found, expected, strict=True)]
-    assert same == [place <= 0 for place in WHOSE]
+    found = run(made(torch.float32), config(torch.float32, 16), *tokens(torch.float32), WHOSE)
+    assert equal_rows(found, expected) == [place <= 0 for place in WHOSE]
+
+
+def test_adapters_that_read_what_was_quantized_are_seen(monkeypatch):
+    """By the comparison with the reference."""
+    (x, logits), few, found = tokens(FP8), slice(0, 2), mixed(FP8, 16).clone()
+    monkeypatch.setattr(moe, "plain_rows", lambda rows: (rows.codes.float() * rows.scales).bfloat16())
+    found[few] = run(made(FP8), config(FP8, 1), as_a_norm_gives(x[few], FP8), logits[few], WHOSE[few])
+    assert (errors(found, FP8) >= 1e-2).tolist() == [True] + [False] * (TOKENS - 1)
+
+
+def test_a_scale_of_adapted_and_other_rows_together_is_seen(monkeypatch):
+    """Rows without an adapter have other bits beside adapted ones, then. Where there are none, nothing is amiss."""
+    few, how = slice(0, 3), config(FP8, 1)
+    x, logits = (each[few] for each in tokens(FP8))
+
+    def together(right):
+        def quantized(rows, kind, static):
+            own = right(rows, kind, static)
+            return right(rows, "static", own.scales.amax())
+
+        return quantized
+
+    monkeypatch.setattr(moe, "silu_and_quantize", together(moe.silu_and_quantize))
+    monkeypatch.setattr(linear_quantized, "quantize_rows", together(linear_quantized.quantize_rows))
+    given = made(FP8)
+    plain = given[0].inner.by(how, x, logits)
+    assert torch.equal(run(given, how, x, logits, [-1] * 3), plain)
+    assert equal_rows(run(given, how, x, logits, WHOSE[few]), plain) == [False] * 3
 
 
 def test_a_place_that_is_cleared_adds_nothing():
-    x, logits = tokens(torch.float32)
-    given = made(torch.float32)
+    kind = torch.float32
+    (x, logits), given = tokens(kind), made(kind)
     given[0].clear(0)
-    given[0].write(1, given[0].pack({part: each for part, each in adapter(1, torch.float32).items() if part % 3 == 2}))
-    found, plain = run(given, 16, x, logits, WHOSE), given[0].inner.by(CONFIGS[16], x, logits)
-    assert [torch.equal(*each) for each in zip(found, plain, strict=True)] == [place < 1 for place in WHOSE]
+    given[0].write(1, given[0].pack({part: each for part, each in adapter(1, kind).items() if part % 3 == 2}))
+    found, plain = run(given, config(kind, 16), x, logits, WHOSE), given[0].inner.by(config(kind, 16), x, logits)
+    assert equal_rows(found, plain) == [place < 1 for place in WHOSE]

@@ -103,7 +103,7 @@ def read_adapter(
             if not experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
                 raise AdapterError(
                     f"module {of_experts[0]} is of an expert: adapters of experts are not served with this device and "
-                    "quantization, only those of attention, routers and shared experts: train without experts"
+                    "options, only those of attention, routers and shared experts: train without experts"
                 )
             factors, digest = _read(file, config, found, dtype)
     except (AdapterError, OSError, SafetensorError) as error:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base import Collective, Experts, FusedInput, Linear, Norm
-from preheat.ops.quantization import QuantizedRows
+from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
     from preheat.model.vision import VisionWeights
@@ -191,14 +191,6 @@ def normed(norm: Norm, x: Tensor, residual: Tensor | None, how: FusedInput | Non
     if how is not None:
         return cast(Tensor, how.norm(norm, x, residual))
     return norm(x) if residual is None else norm.add(x, residual)
-
-
-def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
-    """What :func:`normed` gave, as a tensor."""
-    if isinstance(x, Tensor):
-        return x
-    assert x.plain is not None
-    return x.plain
 
 
 def below(path: str, linears: Linears) -> Linears:

@@ -23,6 +23,10 @@ An expert's three matrices are adapted like layers of their own, for the rows th
 up reads the expert's input and comes before the activation; what is added to down reads what the activation gave,
 rounded to the dtype, and comes before the row is weighted. Each of the three sums is rounded once.
 
+Beside quantized layers and experts nothing changes: adapters read what activations were before they were quantized,
+also those of an expert's down, and the sum is with the layer's own output. What a layer quantizes of adapted rows is
+computed of the sums.
+
 So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
 adapter, on the place that it has on the device, on the largest rank that there is room for, or on the number of ranks
 that share the layers.

@@ -109,6 +109,14 @@ class QuantizedRows:
         return len(self.codes)
 
 
+def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
+    """``x`` as it was before it was quantized, if it is."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.plain is not None
+    return x.plain
+
+
 def empty_weight(scheme: Scheme, *shape: int, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
     """Room for a weight of ``shape`` [..., outputs, inputs]. A static scale is 0, below any that is read; -1 stands for
     groups that are not known yet.

@@ -21,6 +21,7 @@ from torch import Tensor
 from preheat.backends.base import AdapterStep, Collective, Experts, ExpertsSize, Linear
 from preheat.backends.cpu.linear import finished
 from preheat.backends.cpu.moe import CpuExperts, padded
+from preheat.backends.cpu.quantized import Fp8Experts
 from preheat.backends.shards import LeafLinear
 from preheat.errors import NotInvariant
 from preheat.ops.activation import silu_and_mul
@@ -120,7 +121,10 @@ class CpuAdapters:
         self, experts: Experts, size: ExpertsSize, rows: CpuAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
     ) -> AdaptedExperts | None:  # fmt: skip
-        return AdaptedExperts(experts, size, rows, places, max_rank) if isinstance(experts, CpuExperts) else None
+        """Those of experts that ranks share are refused when they are read."""
+        if not isinstance(experts, CpuExperts | Fp8Experts):
+            return None
+        return AdaptedExperts(experts, size, rows, places, max_rank)
 
 
 class Places:
@@ -267,7 +271,9 @@ def add_parts(y: Tensor, x: Tensor, parts: Sequence[Factors], place: int, rows: 
 class AdaptedExperts(Places):
     """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
 
-    def __init__(self, inner: CpuExperts, size: ExpertsSize, rows: CpuAdapterRows, places: int, max_rank: int) -> None:
+    def __init__(
+        self, inner: CpuExperts | Fp8Experts, size: ExpertsSize, rows: CpuAdapterRows, places: int, max_rank: int
+    ) -> None:
         shapes = ((size.hidden, size.inner), (size.hidden, size.inner), (size.inner, size.hidden))
         count = range(size.num_experts)
         super().__init__([LinearFactors(*shape, places, max_rank) for _ in count for shape in shapes], rows)

@@ -86,7 +86,7 @@ class Fp8Experts:
 
     def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, routing: Routing) -> None:
         assert gate_up.scheme.activations is not None
-        self._kind, self._routing = gate_up.scheme.activations, routing
+        self._kind, self.routing = gate_up.scheme.activations, routing
         self._gate_up, self._down = (
             ([part for codes in weight.codes for part in parts_of(codes)], weight.scales, weight.static)
             for weight in (gate_up, down)
@@ -94,7 +94,15 @@ class Fp8Experts:
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], a new tensor."""
-        return _fp8_experts(x, logits, *self._gate_up, *self._down, self._kind, *self._routing)
+        return _fp8_experts(x, logits, *self._gate_up, *self._down, self._kind, *self.routing)
+
+    def gate_up(self, number: int, rows: Tensor) -> Tensor:
+        """What expert ``number`` gives for ``rows`` [n, hidden] before its activation."""
+        return _fp8_expert(rows, number, *self._gate_up, self._kind)
+
+    def down(self, number: int, rows: Tensor) -> Tensor:
+        """The same of its last product, for ``rows`` [n, inner]."""
+        return _fp8_expert(rows, number, *self._down, self._kind)
 
 
 @opaque(
@@ -108,17 +116,20 @@ def _fp8_experts(  # noqa: PLR0917 - arguments of torch's operations are told by
     top_k: int, renormalize: bool, round_weights: bool,
 ) -> Tensor:  # fmt: skip
     """``gate_up`` and ``down`` are the parts of all experts, one expert's after the other's."""
-    count = len(gate_up_scales)
-
-    def layer(number: int, rows: Tensor, parts: list[Tensor], scales: Tensor, static: Tensor | None) -> Tensor:
-        each = len(parts) // count
-        return _fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], None, static, kind)
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = silu_and_mul(layer(number, rows, gate_up, gate_up_scales, gate_up_static))
-        return layer(number, inner, down, down_scales, down_static)
+        inner = silu_and_mul(_fp8_expert(rows, number, gate_up, gate_up_scales, gate_up_static, kind))
+        return _fp8_expert(inner, number, down, down_scales, down_static, kind)
 
-    return routed(x, *route(logits, Routing(top_k, renormalize, round_weights)), count, expert)
+    return routed(x, *route(logits, Routing(top_k, renormalize, round_weights)), len(gate_up_scales), expert)
+
+
+def _fp8_expert(  # noqa: PLR0917 - as those of the operations beside it
+    rows: Tensor, number: int, parts: list[Tensor], scales: Tensor, static: Tensor | None, kind: ActivationScales
+) -> Tensor:
+    """A layer of one expert: ``parts`` and ``scales`` are those of all."""
+    each = len(parts) // len(scales)
+    return _fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], None, static, kind)
 
 
 def parts_of(codes: Tensor) -> list[Tensor]:

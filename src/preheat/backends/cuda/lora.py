@@ -41,7 +41,7 @@ from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
 from preheat.ops.lora import PART, TILE, LowRank
-from preheat.ops.quantization import QuantizedRows
+from preheat.ops.quantization import QuantizedRows, plain_rows
 
 CHUNK = 128
 """Inputs of a part that are loaded at once."""
@@ -208,8 +208,8 @@ class CudaAdapters:
         self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
     ) -> AdaptedExperts | None:  # fmt: skip
-        """Of plain weights; those of quantized experts are refused when they are read."""
-        if not isinstance(experts, CudaExperts) or experts.shape.scheme is not None:
+        """Those of experts that ranks share are refused when they are read."""
+        if not isinstance(experts, CudaExperts):
             return None
         held = matrix_dtype(experts.shape.dtype, dtype)
         gate_up, down = (
@@ -259,8 +259,7 @@ class AdaptedLinear:
             return self.plain(x, out)
         gated = self._activation == "silu_and_mul"
         finished = gated or (self._activation is None and self._limit is None)
-        rows = x.plain if isinstance(x, QuantizedRows) else x
-        assert rows is not None
+        rows = plain_rows(x)
         given, sums = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
         choice, beside = self._choice(len(x))
         if not beside:

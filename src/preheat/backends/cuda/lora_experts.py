@@ -1,9 +1,9 @@
 """Routed experts with places for adapters on CUDA, see :mod:`preheat.backends.cuda.lora`.
 
-In steps with adapters each token's row is copied to the rows of its experts, and both layers give what they give before
-the activation. Behind each of them one launch shrinks and another expands. A program has ``BLOCK`` arranged rows of one
-expert, or one, where each slot is a block of its own; it goes through the places, from the first to the last, whose
-adapters these rows have. Rows without an adapter are neither read nor written, and no two programs write the same row.
+In steps with adapters both layers give what they give before the activation. Behind each of them one launch shrinks
+plain rows, whatever the layer itself reads, and another expands. A program has ``BLOCK`` arranged rows of one expert,
+or one, where each slot is a block of its own; it goes through the places, from the first to the last, whose adapters
+these rows have. Rows without an adapter are neither read nor written, and no two programs write the same row.
 
 Grids follow from the number of tokens alone: programs whose rows the step has not find no adapters and end.
 """
@@ -21,8 +21,9 @@ from torch import Tensor
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK
 from preheat.backends.cuda.lora_expand import WIDTH, _times
-from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig
+from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig, Rows
 from preheat.backends.cuda.moe_route import Arrangement
+from preheat.backends.cuda.norm import QuantizedInput
 from preheat.ops.lora import PART, TILE, LowRank
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def _rows_of(
     experts, starts, counts, tokens, slots, places, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The expert of this program, its arranged rows [ROWS], and the place of each one's adapter, -1 for none.
-    Rows are arranged in blocks of ``BLOCKED``.
+    """The expert of this program, its arranged rows [ROWS], the token of each, undefined for padding, and the place of
+    its adapter, -1 for none. Rows are arranged in blocks of ``BLOCKED``.
     """
     tile, lane = tl.program_id(0), tl.arange(0, ROWS)
     if BLOCKED == 1:
@@ -56,7 +57,7 @@ def _rows_of(
         token = tl.load(tokens + row, mask=there, other=0)
     slot = tl.load(slots + token, mask=there, other=-1)
     own = tl.load(places + slot // ROWS, mask=slot >= 0, other=-1)
-    return expert, row, own
+    return expert, row, token, own
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
@@ -64,15 +65,19 @@ def _shrink_experts(
     x, a, shrunk, tiles, scales, experts, starts, counts, tokens, slots, places, rows, most, inputs,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
     TILES: tl.constexpr, TABLE: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, gathered: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
-    """``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile. There are ``most`` places."""
+    """``shrunk`` [part, tile of ranks, row, rank], scaled, of one part and tile. There are ``most`` places.
+    ``gathered``: rows of x are tokens, else they are arranged.
+    """
     begin(overlap)
     part, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
-    expert, row, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
+    expert, row, token, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
     rank, k = tl.arange(0, RANKS), tl.arange(0, CHUNK)[None, :]
     module = expert * PARTS + part
-    at = x + row.to(tl.int64)[:, None] * inputs
+    source = token if gathered else row
+    at = x + source.to(tl.int64)[:, None] * inputs
     to = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank[None, :]
     for place in range(most):
         mine = (own == place)[:, None]
@@ -106,7 +111,7 @@ def _expand_experts(
     """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to."""
     begin(overlap)
     part = tl.program_id(2)
-    expert, row, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
+    expert, row, _, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
     rank, out = tl.arange(0, RANKS)[None, :], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     module = expert * PARTS + part
     at = y + row.to(tl.int64)[None, :] * (PARTS * columns) + part * columns + out[:, None]
@@ -126,9 +131,12 @@ def _expand_experts(
                 tl.store(at, result.to(y.dtype.element_ty), mask=stored)
 
 
-def add_experts(y: Tensor, x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement) -> Tensor:
-    """``y`` [arranged rows, outputs] of all experts' layer with inputs ``x`` [arranged rows, inputs], both contiguous,
-    to which is added, in place, what the adapters of its rows have in ``factors``: parts of expert 0 first.
+def add_experts(
+    y: Tensor, x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, gathered: bool
+) -> Tensor:
+    """``y`` [arranged rows, outputs] of all experts' layer, to which is added, in place, what the adapters of its rows
+    have in ``factors``: parts of expert 0 first. Its plain inputs are ``x``, [tokens, inputs] if ``gathered``, else
+    [arranged rows, inputs]. Both are contiguous.
     """
     a, b, tiles, scales = factors.matrices
     (count, tiles_each, modules, _, inputs), experts = a.shape, len(arrangement.counts)
@@ -144,8 +152,8 @@ def add_experts(y: Tensor, x: Tensor, factors: Factors, blocks: Blocks, arrangem
     routed = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
     step = *routed, blocks.slots, blocks.places
     _shrink_experts[programs, parts * tiles_each](
-        x, a, shrunk, tiles, scales, *step, rows, count, inputs, WIDTH=width,
-        CHUNK=min(CHUNK, width), EVEN=inputs % width == 0, **sizes, **options(num_warps=4, num_stages=3),
+        x, a, shrunk, tiles, scales, *step, rows, count, inputs, WIDTH=width, CHUNK=min(CHUNK, width),
+        EVEN=inputs % width == 0, gathered=gathered, **sizes, **options(num_warps=4, num_stages=3),
     )  # fmt: skip
     _expand_experts[programs, triton.cdiv(columns, WIDTH), parts](
         y, shrunk, b, tiles, *step, rows, count, columns, COLUMNS=WIDTH, **sizes,
@@ -183,19 +191,25 @@ class AdaptedExperts:
         self._gate_up.clear(place)
         self._down.clear(place)
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """Adapters read what a norm gives as it is."""
+        found = self.inner.fused_input
+        return None if found is None else found.beside_plain()
+
+    def __call__(self, x: Rows, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden] and ``logits`` [tokens, experts], contiguous -> a new tensor [tokens, hidden]."""
         if self._rows.blocks is None:
             return self.inner(x, logits)
         return self.local(self.configs(self.shape, len(x)), x, logits)
 
-    def local(self, config: ExpertsConfig, x: Tensor, logits: Tensor) -> Tensor:
+    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
         """As in steps with adapters, by the kernels of ``config``. Where no step is described, nothing is added: what
         is proven at boot.
         """
         return self.inner.by(config, x, logits, self._add)
 
-    def _add(self, y: Tensor, x: Tensor, arrangement: Arrangement, gated: bool) -> Tensor:
+    def _add(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
         blocks = self._rows.blocks
-        factors = self._gate_up if gated else self._down
-        return y if blocks is None else add_experts(y, x, factors, blocks, arrangement)
+        factors = self._gate_up if first else self._down
+        return y if blocks is None else add_experts(y, x, factors, blocks, arrangement, gathered=first)

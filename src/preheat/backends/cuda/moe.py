@@ -1,4 +1,6 @@
 """Routed experts on CUDA, see :mod:`preheat.ops.moe`: route, arrange, two linear layers of all experts, combine.
+In steps with adapters these add to what each layer gives, and the activation is a launch of its own between them: every
+row goes through the same kernels, whether it has an adapter or not.
 
 Every expert's rows go through the contract of linear layers (:mod:`preheat.backends.cuda.linear`), so that a token has
 the same bits alone, where each slot is a block of its own and nothing is arranged, and among thousands. The host never
@@ -21,6 +23,7 @@ from preheat.backends.cuda.moe_fp8 import experts_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.quantize import silu_and_quantize
 from preheat.backends.cuda.tuning import (
     FP8_REFERENCE,
     REFERENCE,
@@ -33,7 +36,7 @@ from preheat.backends.cuda.tuning import (
 )
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
-from preheat.ops.quantization import QuantizedRows
+from preheat.ops.quantization import QuantizedRows, plain_rows
 
 ALONE = 4
 """With so many times more experts than slots, hardly two slots share one: each is a block of its own."""
@@ -162,7 +165,7 @@ class ExpertsConfigs:
 Weights = Tensor | DeviceWeight
 Rows = Tensor | QuantizedRows
 Adding = Callable[[Tensor, Tensor, Arrangement, bool], Tensor]
-"""What adds to a layer's outputs, in arranged rows as its inputs are; whether it is the gated one."""
+"""What adds to a layer's outputs, in arranged rows, given its plain inputs; whether it is the first, of tokens."""
 
 
 def experts_forward(
@@ -170,37 +173,44 @@ def experts_forward(
     adding: Adding | None = None,
 ) -> Tensor:  # fmt: skip
     """``x`` [tokens, hidden] through the experts by the kernels of ``config``; ``counts`` as for :func:`arrange`.
-    ``adding``: to what plain experts' layers give, before the activation and before rows are weighted.
+    ``adding``: to what both layers give, before the activation and before rows are weighted.
     """
     arrangement = arrange(logits, routing, config.block, counts)
     if adding is None:
         inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
         return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
-    assert isinstance(x, Tensor)
-    rows = spread(x, arrangement)
-    y = experts_layer(config.gate_up, rows, gate_up, arrangement, gated=False)
-    inner = silu_and_mul(adding(y, rows, arrangement, True))
-    z = experts_layer(config.down, inner, down, arrangement, gated=False)
-    return combine(adding(z, inner, arrangement, False), arrangement)
+    y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True)
+    rows = activated(adding(y, plain_rows(x), arrangement, True), down)
+    z = experts_layer(config.down, rows, down, arrangement, gated=False)
+    return combine(adding(z, plain_rows(rows), arrangement, False), arrangement)
+
+
+def activated(gate_up: Tensor, down: Weights) -> Rows:
+    """silu(gate) * up of ``gate_up`` [rows, 2 * inner], as the layer ``down`` reads it, and plain."""
+    how = quantized_input(down)
+    return silu_and_mul(gate_up) if how is None else silu_and_quantize(gate_up, how.kind, how.static)
 
 
 def experts_layer(
-    choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool
-) -> Tensor:
+    choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool,
+    gathered: bool | None = None,
+) -> Tensor:  # fmt: skip
     """One of both layers by the kernel ``choice``, see :func:`preheat.backends.cuda.moe_linear.experts_linear`."""
+    gathered = gated if gathered is None else gathered
     if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
         assert isinstance(choice, Tile)
-        return experts_fp8(choice, x, weight, arrangement, gated=gated)
+        return experts_fp8(choice, x, weight, arrangement, gated=gated, gathered=gathered)
     assert isinstance(x, Tensor)
     if isinstance(weight, DeviceWeight):
         if isinstance(choice, Tile):
-            return experts_codes(choice, x, weight, arrangement, gated=gated)
+            return experts_codes(choice, x, weight, arrangement, gated=gated, gathered=gathered)
         assert isinstance(choice, Expanded)
-        return experts_layer(choice.choice, x, dequantized_experts(weight), arrangement, gated=gated)  # type: ignore[arg-type]
+        plain = dequantized_experts(weight)
+        return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered)  # type: ignore[arg-type]
     if isinstance(choice, Tile):
-        return experts_linear(choice, x, weight, arrangement, gated=gated)
+        return experts_linear(choice, x, weight, arrangement, gated=gated, gathered=gathered)
     assert isinstance(choice, Wide)
-    rows = spread(x, arrangement) if gated else x
+    rows = spread(x, arrangement) if gathered else x
     y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
     return y
@@ -232,7 +242,7 @@ class CudaExperts:
         return self.by(config, x, logits)
 
     def by(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None = None) -> Tensor:
-        """The same by the kernels of ``config``, and with what is ``adding`` to both layers of plain weights."""
+        """The same by the kernels of ``config``, and with what is ``adding`` to both layers."""
         weights = self._gate_up, self._down
         try:
             return experts_forward(config, x, logits, *weights, self._routing, self._counts, adding)

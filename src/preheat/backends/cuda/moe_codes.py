@@ -32,11 +32,11 @@ from preheat.backends.cuda.tuning import Tile
 def _experts_codes(
     x, codes, scales, zeros, y, experts, starts, counts, tokens, columns, inputs, groups, row_bytes,
     K: tl.constexpr, EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
-    FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, arranged: tl.constexpr,
-    overlap: tl.constexpr,
+    FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, gathered: tl.constexpr,
+    arranged: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`. ``gated``:
-    rows of x are tokens, else they lie as those of y.
+    """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`.
+    ``gathered``: rows of x are tokens, else they lie as those of y.
     """
     begin(overlap)
     tile = tl.program_id(0)
@@ -48,7 +48,7 @@ def _experts_codes(
     row = below + tl.arange(0, ROWS)
     there, place = row < rows, start + tl.minimum(row, rows - 1)
     source = place
-    if gated:
+    if gathered:
         source = tl.load(tokens + place) if arranged else place // K
     source = source.to(tl.int64)
     height = columns * 2 if gated else columns
@@ -74,7 +74,9 @@ def _experts_codes(
     tl.store(y + (start + below).to(tl.int64) * columns + outs, result, mask=stored)
 
 
-def experts_codes(tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool) -> Tensor:
+def experts_codes(
+    tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool, gathered: bool
+) -> Tensor:
     """As :func:`preheat.backends.cuda.moe_linear.experts_linear`, with ``weight`` as codes. Groups of inputs
     follow each other: others are refused.
     """
@@ -84,7 +86,7 @@ def experts_codes(tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arra
     _experts_codes[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
         x, weight.codes, weight.scales, weight.zeros, y, arrangement.experts, arrangement.starts,
         arrangement.counts, arrangement.tokens, columns, inputs, *layout(weight), K=arrangement.top_k,
-        EXPERTS=num_experts, arranged=arrangement.block > 1, **scheme_options(weight),
+        EXPERTS=num_experts, gathered=gathered, arranged=arrangement.block > 1, **scheme_options(weight),
         **tile_options(tile, inputs, gated),
     )  # fmt: skip
     return y

@@ -30,11 +30,11 @@ from preheat.ops.quantization import QuantizedRows
 def _experts_fp8(
     x, x_scales, codes, scales, y, experts, starts, counts, tokens, columns, inputs, X_GROUPS, groups, K: tl.constexpr,
     EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, GROUPED: tl.constexpr,
-    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, arranged: tl.constexpr,
-    overlap: tl.constexpr,
+    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, gathered: tl.constexpr,
+    arranged: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`. ``gated``:
-    rows of x are tokens, else they lie as those of y.
+    """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`.
+    ``gathered``: rows of x are tokens, else they lie as those of y.
     """
     begin(overlap)
     tile = tl.program_id(0)
@@ -45,7 +45,7 @@ def _experts_fp8(
     out = tl.minimum(first + tl.arange(0, OUTPUTS), columns - 1)
     place = start + tl.minimum(below + tl.arange(0, ROWS), rows - 1)
     source = place
-    if gated:
+    if gathered:
         source = tl.load(tokens + place) if arranged else place // K
     source = source.to(tl.int64)
     height = columns * 2 if gated else columns
@@ -72,8 +72,9 @@ def _experts_fp8(
 
 
 def experts_fp8(
-    tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool
-) -> Tensor:
+    tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, arrangement: Arrangement, *, gated: bool,
+    gathered: bool,
+) -> Tensor:  # fmt: skip
     """As :func:`preheat.backends.cuda.moe_linear.experts_linear`, with ``weight`` and its activations in float8."""
     num_experts, outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
@@ -82,7 +83,8 @@ def experts_fp8(
     _experts_fp8[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
         rows.codes, rows.scales, weight.codes, weight.scales, y, arrangement.experts, arrangement.starts,
         arrangement.counts, arrangement.tokens, columns, inputs, rows.scales.shape[1], weight.scales.shape[-2],
-        K=arrangement.top_k, EXPERTS=num_experts, arranged=arrangement.block > 1, EVEN=inputs % STEP.value == 0,
-        enable_fp_fusion=False, **grouping(rows.scales, weight), **tile_options(tile, inputs, gated),
+        K=arrangement.top_k, EXPERTS=num_experts, gathered=gathered, arranged=arrangement.block > 1,
+        EVEN=inputs % STEP.value == 0, enable_fp_fusion=False, **grouping(rows.scales, weight),
+        **tile_options(tile, inputs, gated),
     )  # fmt: skip
     return y

@@ -86,12 +86,13 @@ def _experts_in_order(
 
 
 def experts_linear(
-    tile: Tile, x: Tensor, weight: Tensor, arrangement: Arrangement, *, gated: bool, dtype: torch.dtype | None = None
-) -> Tensor:
+    tile: Tile, x: Tensor, weight: Tensor, arrangement: Arrangement, *, gated: bool, gathered: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Rows [arranged rows, columns] of the layer ``weight`` [experts, outputs, inputs], whose outputs are ``columns``
-    or, if gated, twice as many. ``x`` are [tokens, inputs] where gated, else [arranged rows, inputs]. All are
-    contiguous; ``tile.rows`` are the arrangement's unless its block is one. Rows are of ``dtype``, by default that of
-    ``x``.
+    or, if gated, twice as many. ``x`` are [tokens, inputs] where gathered, by default if gated, else [arranged rows,
+    inputs]. All are contiguous; ``tile.rows`` are the arrangement's unless its block is one. Rows are of ``dtype``, by
+    default that of ``x``.
     """
     num_experts, outputs, inputs = weight.shape
     columns = outputs // 2 if gated else outputs
@@ -102,6 +103,7 @@ def experts_linear(
     _experts_in_order[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
         x, weight, y, tiles, arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens, columns,
         inputs, K=arrangement.top_k, EXPERTS=num_experts, OUTPUTS=tile.outputs, ROWS=tile.rows, INPUTS=tile.inputs,
-        EVEN=inputs % tile.inputs == 0, gated=gated, gathered=gated, arranged=arranged, **keywords,
+        EVEN=inputs % tile.inputs == 0, gated=gated, gathered=gated if gathered is None else gathered,
+        arranged=arranged, **keywords,
     )  # fmt: skip
     return y

@@ -118,20 +118,21 @@ def differing(
 
 def settle_experts(used: Iterable[tuple[Provable, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
     """The same for experts at numbers of tokens, with the weights that they have; nothing is proven unless
-    ``invariant``.
+    ``invariant``. Experts with places for adapters are compared with those that have none.
     """
     for experts, sizes in used:
         x, logits = _routed(experts.shape, max(sizes))
         plain = plain_config(experts.shape)
+        right = experts.inner if isinstance(experts, AdaptedExperts) else experts
         with compiling(os.cpu_count() or 1):
             for tokens in sizes:
                 experts.local(experts.configs(experts.shape, tokens), x[:tokens], logits[:tokens])
-            experts.local(plain, x, logits)
+            right.local(plain, x, logits)
         wrong: set[int] = set()
         for seed in range(seeds if invariant else 0):
             fill(x, logits, seed)
             logits.normal_()
-            expected = experts.local(plain, x, logits)
+            expected = right.local(plain, x, logits)
             wrong |= {n for n in sizes if _bits(_chosen(experts, x[:n], logits[:n])).ne(_bits(expected[:n])).any()}
         for tokens in sorted(wrong):
             logger.info("%s has not the contract's bits for %d tokens of %s: done without", *_choice(experts, tokens))

@@ -1,5 +1,5 @@
 """Float8 codes and scales of activations on CUDA, by the contract of :mod:`preheat.ops.quantization`: one launch before
-a layer with float8 activations, or part of the norm before it (:mod:`preheat.backends.cuda.norm`).
+a layer with float8 activations, or part of the norm before it (:mod:`preheat.backends.cuda.norm`) or of the activation.
 
 A maximum has no order, so how a row is laid out changes no bits. Divisions are IEEE's.
 """
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import COMPILED, begin, options
 from preheat.ops.kinds import ActivationScales
 from preheat.ops.quantization import E4M3, E4M3_MAX, LEAST_SCALE, PROMOTED, QuantizedRows
@@ -61,18 +62,24 @@ def divided(x, y, reciprocal):
 
 @triton.jit
 def _quantize(
-    x, static, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, overlap: tl.constexpr
+    x, out, static, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, overlap: tl.constexpr
 ):
-    """One row a program."""
+    """One row a program; of silu of the first half of x times the other, which goes to ``out``, if there is one."""
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
-    row = tl.load(x + token * SIZE + at, mask=at < SIZE, other=0.0)
+    inside = at < SIZE
+    if out is None:
+        row = tl.load(x + token * SIZE + at, mask=inside, other=0.0)
+    else:
+        gate = tl.load(x + token * 2 * SIZE + at, mask=inside, other=0.0)
+        row = silu_mul(gate, tl.load(x + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0))
+        tl.store(out + token * SIZE + at, row, mask=inside)
     store_codes(row, static, codes, scales, token, SIZE, WIDTH, KIND)
 
 
 def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
-    """Room for codes and scales of ``x`` [rows, inputs]."""
+    """Room for codes and scales of rows like ``x`` [rows, inputs]."""
     rows, inputs = x.shape
     groups = triton.cdiv(inputs, PROMOTED) if kind == "block" else 1
     codes = torch.empty((rows, inputs), dtype=E4M3, device=x.device)
@@ -81,10 +88,23 @@ def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
 
 def quantize_rows(x: Tensor, kind: ActivationScales, static: Tensor | None) -> QuantizedRows:
     """``x`` [rows, inputs], contiguous, quantized."""
-    codes, scales = empty_codes(x, kind)
-    width = triton.next_power_of_2(x.shape[1])
+    return _launch(x, None, empty_codes(x, kind), kind, static)
+
+
+def silu_and_quantize(gate_up: Tensor, kind: ActivationScales, static: Tensor | None) -> QuantizedRows:
+    """silu(gate) * up for ``gate_up`` [rows, 2 * inputs], contiguous, gate first: quantized and plain."""
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    return _launch(gate_up, out, empty_codes(out, kind), kind, static)
+
+
+def _launch(
+    x: Tensor, out: Tensor | None, room: tuple[Tensor, Tensor], kind: ActivationScales, static: Tensor | None
+) -> QuantizedRows:
+    codes, scales = room
+    size = codes.shape[1]
+    width = triton.next_power_of_2(size)
     _quantize[(len(x),)](
-        x, static, codes, scales, SIZE=x.shape[1], WIDTH=width, KIND=kind,
+        x, out, static, codes, scales, SIZE=size, WIDTH=width, KIND=kind,
         **options(num_warps=min(max(width // 512, 1), 8), num_stages=1),
     )  # fmt: skip
-    return QuantizedRows(codes, scales, None)
+    return QuantizedRows(codes, scales, out)
