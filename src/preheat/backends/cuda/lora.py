@@ -389,14 +389,15 @@ class Factors:
         is what a rank has, and no root yet.
         """
         _, parts, _, slots, _ = to.shrunk.shape
-        together = parts if blocks.size > BLOCK else 1  # few rows gain more from more programs
+        many = blocks.size > BLOCK
+        together = parts if many else 1  # few rows gain more from more programs
         chunk = min(CHUNK, self._width)
         _shrink[slots // blocks.size, self._leaves * self._splits, parts // together](
             x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._own, self._scales, blocks.arrived,
             len(x), self._inputs, self._leaf, slots, PARTS=parts, TOGETHER=together, TILES=self._tiles_each,
             LEAVES=self._leaves, SPLITS=self._splits, WIDTH=self._width, CHUNK=chunk, ROWS=blocks.size, RANKS=TILE,
             ACROSS=triton.next_power_of_2(together * TILE), EVEN=self._leaf % self._width == 0, scaled=scaled,
-            beside=beside, **options(num_warps=4, num_stages=4),
+            beside=beside, **options(num_warps=4, num_stages=3 if many else 4),
         )  # fmt: skip
 
     def gathered(self, own: Expansion) -> Expansion:
