@@ -20,10 +20,12 @@ from preheat.backends.cuda import attention_hopper, linear_hopper_few, linear_ho
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
-from preheat.backends.cuda.lora import _gather, _shrink
+from preheat.backends.cuda.lora import _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
 from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
+from preheat.backends.cuda.lora_fused import READY, _adapt
 from preheat.backends.cuda.lora_leaves import _add_roots
+from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
 from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
@@ -91,28 +93,34 @@ def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, g
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
 
 
+ADAPTERS = {
+    "given": Shrinking("*bf16", "*bf16", "*fp32", "*i32", "*fp32", "*i32"),
+    "adapters": Expansion("*fp32", "*bf16", "*i32", "*i32", "*i32", "*i32", "*i32"), "z": "*bf16", "shrunk": "*fp32",
+    **dict.fromkeys(("places", "members"), "*i32"), "slots": "i32", "size": "i32",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("leaves", "rows", "together"), [(1, 16, 1), (4, 16, 1), (1, 32, 3)])
 def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
     """The same instruction for few rows and for many, which have all parts of a layer in one product."""
-    integers = dict.fromkeys(("places", "members", "tiles", "arrived"), "*i32")
-    floats = dict.fromkeys(("sums", "shrunk", "scales"), "*fp32")
-    sizes = {"PARTS": 3, "TILES": 2, "SPLITS": 8, "WIDTH": 512, "CHUNK": 128, "ROWS": rows, "RANKS": 16, "EVEN": True}
-    sizes |= {"LEAVES": leaves, "scaled": leaves == 1, "beside": True, "TOGETHER": together}
-    sizes["ACROSS"] = triton.next_power_of_2(together * 16)
-    found = compiled(_shrink, 4, 4, {"a": "*bf16", "slots": "i32", "size": "i32", **integers, **floats}, **sizes)
+    sizes = ShrinkSizes(4096, 3, 2, leaves).constants
+    found = compiled(
+        _shrink, 4, 2, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
+        STAGES=3, scaled=leaves == 1, beside=True,
+    )  # fmt: skip
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
 
-@pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("gated", [False, True])
-def test_adapters_expand_without_rounding_one_number_at_a_time(gated, rows):
-    types = {
-        "z": "*bf16",
-        "slots": "i32",
-        "adapters": Expansion("*fp32", "*bf16", "*i32", "*i32", "*i32", "*i32", "*i32"),
-    }
-    sizes = {"TILES": 2, "RANKS": 16, "COLUMNS": 128, "ROWS": rows, "WORLD": 1, "PARTS": 2, "WHOLE": True}
-    found = compiled(_expand, 4, 2, types, **sizes, gated=gated, chosen=False)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
+    """As few rows do in one launch with shrinking, and many in one of its own."""
+    own = {"COLUMNS": 128, "ROWS": rows, "WHOLE": True, "gated": gated}
+    if rows == 16:
+        sizes = ShrinkSizes(4096, 2, 2, 1).constants | {"ACROSS": 112, "READY": READY, "STAGES": 2}
+        found = compiled(_adapt, 4, 2, ADAPTERS, **sizes, **own, beside=True, shrinks=True, expands=True)
+    else:
+        found = compiled(_expand, 4, 2, ADAPTERS, **own, TILES=2, RANKS=16, WORLD=1, PARTS=2, chosen=False)
     assert "F2FP.BF16.F32.PACK_AB" in found.asm["sass"] and "F2F.BF16" not in found.asm["sass"]
 
 

@@ -202,11 +202,11 @@ def add(made: Any, rows: Any, x: torch.Tensor, y: torch.Tensor, places: list[int
 
 def shrunk(made: Any, x: torch.Tensor, rows: Any) -> Expansion:
     """By a launch that waits for everything before it."""
-    given: Expansion
-    blocks = rows.blocks_for(len(x))
-    given, sums = made._factors.room(x, blocks)
-    made._factors.shrink(x, blocks, given, sums, beside=False)
-    return given
+    blocks, factors = rows.blocks_for(len(x)), made._factors
+    given, to = factors.room(x, blocks)
+    factors.shrink(given, to, blocks, beside=False)
+    assert isinstance(to, Expansion)
+    return to
 
 
 @DTYPES

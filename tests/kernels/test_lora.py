@@ -18,6 +18,7 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters, Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, most_blocks, write_blocks
 from preheat.backends.cuda.lora_expand import expand
+from preheat.backends.cuda.lora_shrink import shrink
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.kinds import Scheme
@@ -59,9 +60,9 @@ def put(made, place: int, *given: tuple[torch.Tensor, torch.Tensor, float] | Non
 
 def added(factors: Factors, x: torch.Tensor, y: torch.Tensor, blocks: Any, **more: Any) -> torch.Tensor:
     """``y`` and what the adapters of its rows add to it."""
-    given, sums = factors.room(x, blocks)
-    factors.shrink(x, blocks, given, sums, beside=False)
-    return expand(y, given, factors.bounds, **{"gated": False, **more})
+    given, to = factors.room(x, blocks)
+    factors.shrink(given, to, blocks, beside=False)
+    return expand(y, to, factors.bounds, **more)
 
 
 def run(made, rows, x: torch.Tensor, places: list[int], turn: int = 0) -> torch.Tensor:
@@ -177,17 +178,13 @@ def test_sums_in_another_order_have_other_bits(monkeypatch):
     made, rows = layer()
     put(made, 0, given[0])
     expected = run(made, rows, x, [0] * 37)
-    shrink = lora._shrink
 
-    class Backwards:
-        def __getitem__(self, grid):
-            def launch(x, a, sums, shrunk, *rest, **more):
-                shrink[grid](x, a, sums, shrunk, *rest, **more)
-                shrunk.copy_(reduce(add, sums.flip(2).unbind(2)) * given[0][2])
+    def backwards(y, shrinking, to, bounds, sizes, *, beside, **more):
+        shrink(shrinking, to.shrunk, rows.blocks, sizes, beside=beside)
+        to.shrunk[0].copy_(reduce(add, shrinking.sums.flip(2).unbind(2)) * given[0][2])
+        return expand(y, to, bounds, **more)
 
-            return launch
-
-    monkeypatch.setattr(lora, "_shrink", Backwards())
+    monkeypatch.setattr(lora, "adapt", backwards)
     assert not torch.equal(run(made, rows, x, [0] * 37), expected)
 
 

@@ -1,9 +1,8 @@
 """Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.lora`.
 
-One launch shrinks: a program has a block of rows of one adapter (:mod:`preheat.backends.cuda.lora_blocks`), a part of
-the inputs and one of the layer's matrices, or all of them, and writes its sums, which no other adds to; the program
-that is the last of its block adds them up in order. It runs beside the layer itself, of which it needs nothing.
-Behind both another launch expands, and applies the activation. Rows without an adapter get nothing added.
+Rows shrink beside the layer itself, of which that needs nothing (:mod:`preheat.backends.cuda.lora_shrink`). Behind both
+they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Of few rows one launch does
+both (:mod:`preheat.backends.cuda.lora_fused`). Rows without an adapter get nothing added.
 
 Layers that take their inputs by columns shrink in leaves, see :mod:`preheat.backends.cuda.lora_leaves`. How many
 outputs a layer has changes no bit of any: what is added up is a part of the inputs, or a tile of ranks, in the order
@@ -29,22 +28,28 @@ from torch import Tensor
 from preheat.backends.base import Collective, Experts, ExpertsSize, Linear
 from preheat.backends.cuda.activation import activate, clip
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
+from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, Blocks, CudaAdapterRows
-from preheat.backends.cuda.lora_expand import PLACE_IN_TABLE, TABLE_PARTS, TABLE_ROWS, Expansion, expand
+from preheat.backends.cuda.lora_blocks import (
+    BLOCK,
+    MOST_PARTS,
+    TABLE_PARTS,
+    TABLE_ROWS,
+    Blocks,
+    CudaAdapterRows,
+)
+from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_experts import AdaptedExperts
+from preheat.backends.cuda.lora_fused import MOST_ITEMS, adapt
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
+from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkSizes, shrink
 from preheat.backends.cuda.moe import CudaExperts
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
-from preheat.ops.lora import PART, TILE, LowRank
+from preheat.ops.lora import TILE, LowRank
 from preheat.ops.quantization import QuantizedRows, plain_rows
-
-CHUNK = 128
-"""Inputs of a part that are loaded at once."""
 
 FEW_ROWS = 64
 """Up to so many, tiles beside which adapters shrink cost less than cuBLAS, where they wait."""
@@ -73,85 +78,6 @@ def _gather(
             found = tl.load(column, mask=(token >= 0)[:, None], other=0.0).to(tl.float32)
             to = (tile * slots + block * ROWS + lane).to(tl.int64)[:, None] * RANKS + rank[None, :]
             tl.store(shrunk + to, found * scale)
-
-
-@triton.jit
-def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
-    """Of a leaf's ``SPLITS`` sums, from the first to the last. ``step`` numbers lie between two of them."""
-    total = tl.load(sums + leaf * SPLITS * step, cache_modifier=".cg")
-    for each in tl.static_range(1, SPLITS):
-        total += tl.load(sums + (leaf * SPLITS + each) * step, cache_modifier=".cg")
-    return total
-
-
-@triton.jit(do_not_specialize=["rows", "slots"])
-def _shrink(
-    x, a, sums, shrunk, places, members, tiles, scales, arrived, rows, inputs, size, slots,
-    PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, ACROSS: tl.constexpr,
-    EVEN: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` of the parts; by
-    the last of a block's splits also what they are together, in the tree of leaves, ``scaled`` if that is the root. A
-    slot is a row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a power of two,
-    RANKS for each part or more.
-
-    ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
-    waits for its.
-    """
-    block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane, across, k = tl.arange(0, ROWS), tl.arange(0, ACROSS)[None, :], tl.arange(0, CHUNK)
-    counter = arrived + block * (PARTS // TOGETHER) + part
-    if TOGETHER > 1:
-        part = part * TOGETHER + tl.minimum(across // RANKS, TOGETHER - 1)
-    rank = across % RANKS
-    start, end = split // SPLITS * size + split % SPLITS * WIDTH, (split // SPLITS + 1) * size
-    slot = block * ROWS + lane[:, None]
-    place = tl.load(places + block)
-    row = tl.load(members + slot)
-    if beside:
-        begin_early(overlap)
-    else:
-        begin(overlap)
-    if place >= 0:
-        there = (row >= 0) & (row < rows)
-        at = x + row.to(tl.int64) * inputs
-        counts = tl.load(tiles + place * PLACE_IN_TABLE + part)
-        count = tl.max(counts) if TOGETHER > 1 else counts
-        for tile in range(count):
-            of = a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
-            acc = tl.zeros([ROWS, ACROSS], tl.float32)
-            for first in range(0, WIDTH, CHUNK):
-                here = start + first + k
-                if EVEN:
-                    xs = tl.load(at + here[None, :], mask=there, other=0.0)
-                    ws = tl.load(of + here[:, None])
-                else:
-                    xs = tl.load(at + here[None, :], mask=there & (here < end)[None, :], other=0.0)
-                    ws = tl.load(of + here[:, None], mask=(here < end)[:, None], other=0.0)
-                acc = tl.dot(xs.to(ws.dtype), ws, acc, input_precision="ieee")
-            to = (((part * TILES + tile) * LEAVES * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
-            tl.store(sums + to, acc, mask=tile < counts)
-        tl.debug_barrier()  # all warps have written before one of them says so
-        if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
-            tl.debug_barrier()
-            scale = tl.load(scales + place * PLACE_IN_TABLE + part)
-            for tile in range(count):
-                own = part * TILES + tile
-                of, step = sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank, slots * RANKS
-                total = _leaf_sum(of, 0, step, SPLITS)
-                if LEAVES >= 2:
-                    total += _leaf_sum(of, 1, step, SPLITS)
-                if LEAVES == 4:
-                    right = _leaf_sum(of, 2, step, SPLITS)
-                    right += _leaf_sum(of, 3, step, SPLITS)
-                    total += right
-                if scaled:
-                    total *= scale
-                tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
-            tl.store(counter, 0)
-    if beside:
-        begin_late(overlap)
 
 
 class Packed(NamedTuple):
@@ -260,14 +186,10 @@ class AdaptedLinear:
         gated = self._activation == "silu_and_mul"
         finished = gated or (self._activation is None and self._limit is None)
         rows = plain_rows(x)
-        given, sums = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
+        given, to = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
         choice, beside = self._choice(len(x))
-        if not beside:
-            self._factors.shrink(rows, blocks, given, sums, beside=False)
         y = self.inner.by(choice, x, out if finished and not gated else None)
-        if beside:
-            self._factors.shrink(rows, blocks, given, sums, beside=True)
-        y = expand(y, self._factors.gathered(given), self._factors.bounds, gated=gated, out=out)
+        y = self._factors.add(y, given, to, blocks, beside=beside, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
@@ -315,12 +237,9 @@ class Factors:
         among: RankSums = RankSums(),  # noqa: B008 - it has no state
     ) -> None:
         parts, tiles = len(outputs), -(-max_rank // TILE)
-        self._among, self._tiles_each = among, -(-tiles // among.world)
-        self._inputs, self._leaves, self._leaf = inputs, leaves, inputs // leaves
+        self._among, self._sizes = among, ShrinkSizes(inputs, parts, -(-tiles // among.world), leaves)
         self.bounds = np.cumsum([0, *outputs]).tolist()
-        self._width = min(PART, max(triton.next_power_of_2(self._leaf), TILE))
-        self._splits = -(-self._leaf // self._width)
-        self._a = torch.zeros(places, self._tiles_each, parts, TILE, inputs, dtype=dtype, device=device)
+        self._a = torch.zeros(places, self._sizes.tiles, parts, TILE, inputs, dtype=dtype, device=device)
         self._b = torch.zeros(places, tiles, self.bounds[-1], TILE, dtype=dtype, device=device)
         width = -(-parts // TABLE_PARTS) * TABLE_PARTS
         self._table = torch.zeros(places, TABLE_ROWS, width, dtype=torch.int32, device=device)
@@ -343,7 +262,7 @@ class Factors:
 
     def pack(self, given: Mapping[int, LowRank]) -> Packed:
         """The matrices of parts as a place holds them, in pinned memory where there is a device."""
-        most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._inputs
+        most, inputs = max(-(-len(each.a) // TILE) for each in given.values()), self._sizes.inputs
         rank, world = self._among.rank, self._among.world
         a = self._host(len(range(rank, most, world)), len(self.bounds) - 1, TILE, inputs, dtype=self._a.dtype)
         b = self._host(most, self.bounds[-1], TILE, dtype=self._b.dtype)
@@ -371,40 +290,38 @@ class Factors:
             self._table[place].copy_(self._nothing, non_blocking=True)
             self._cleared[place] = True
 
-    def room(self, x: Tensor, blocks: Blocks) -> tuple[Expansion, Tensor]:
-        """Room for what ``x`` [rows, inputs] shrinks to, with what that is expanded by; and for the sums of each part
-        of the inputs, fp32 [parts, tiles, parts of the inputs, slots of rows, TILE].
-        """
-        slots, parts = blocks.count(len(x)) * blocks.size, len(self.bounds) - 1
-        splits = self._leaves * self._splits
-        sums = x.new_empty(parts, self._tiles_each, splits, slots, TILE, dtype=torch.float32)
-        shrunk = x.new_empty(1, parts, self._tiles_each, slots, TILE, dtype=torch.float32)
-        given = Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
-        return given, sums
+    def room(self, x: Tensor, blocks: Blocks) -> tuple[Shrinking, Expansion]:
+        """By what ``x`` [rows, inputs] shrinks, with room for sums; and by what that is expanded, with room for it."""
+        slots, sizes = blocks.count(len(x)) * blocks.size, self._sizes
+        room = sizes.parts, sizes.tiles, sizes.leaves * sizes.splits, slots, TILE
+        sums = x.new_empty(room, dtype=torch.float32)
+        shrunk = x.new_empty(1, sizes.parts, sizes.tiles, slots, TILE, dtype=torch.float32)
+        given = Shrinking(x, self._a, sums, self._own, self._scales, blocks.arrived)
+        return given, Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
 
-    def shrink(
-        self, x: Tensor, blocks: Blocks, to: Expansion, sums: Tensor, *, beside: bool, scaled: bool = True
-    ) -> None:
-        """Let ``x`` [rows, inputs] shrink to ``to``, ``beside`` the kernel that was launched last. Not ``scaled``: it
-        is what a rank has, and no root yet.
+    def add(
+        self, y: Tensor, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``y`` with what adapters add, see :func:`expand`, of rows that have not shrunk yet, which they may do
+        ``beside`` the kernel that was launched last.
         """
-        _, parts, _, slots, _ = to.shrunk.shape
-        many = blocks.size > BLOCK
-        together = parts if many else 1  # few rows gain more from more programs
-        chunk = min(CHUNK, self._width)
-        _shrink[slots // blocks.size, self._leaves * self._splits, parts // together](
-            x, self._a, sums, to.shrunk, blocks.places, blocks.members, self._own, self._scales, blocks.arrived,
-            len(x), self._inputs, self._leaf, slots, PARTS=parts, TOGETHER=together, TILES=self._tiles_each,
-            LEAVES=self._leaves, SPLITS=self._splits, WIDTH=self._width, CHUNK=chunk, ROWS=blocks.size, RANKS=TILE,
-            ACROSS=triton.next_power_of_2(together * TILE), EVEN=self._leaf % self._width == 0, scaled=scaled,
-            beside=beside, **options(num_warps=4, num_stages=3 if many else 4),
-        )  # fmt: skip
+        if blocks.size == BLOCK and self._among.world == 1 and self._sizes.items <= MOST_ITEMS:
+            return adapt(y, given, to, self.bounds, self._sizes, beside=beside, gated=gated, out=out)
+        self.shrink(given, to, blocks, beside=beside)
+        return self.expand(y, to, gated=gated, out=out)
 
-    def gathered(self, own: Expansion) -> Expansion:
-        """``own`` with what rows shrank to on all ranks that divide the first matrices. Nothing is added."""
-        if self._among.world == 1:
-            return own
-        return own._replace(shrunk=self._among.gather(own.shrunk[0]))
+    def shrink(self, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, scaled: bool = True) -> None:
+        """See :func:`preheat.backends.cuda.lora_shrink.shrink`."""
+        shrink(given, to.shrunk, blocks, self._sizes, beside=beside, scaled=scaled)
+
+    def expand(self, y: Tensor, to: Expansion, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        """See :func:`expand`; of what rows shrank to on all ranks that divide the first matrices. Nothing is added to
+        that.
+        """
+        if self._among.world > 1:
+            to = to._replace(shrunk=self._among.gather(to.shrunk[0]))
+        return expand(y, to, self.bounds, gated=gated, out=out)
 
     def add_roots(self, parts: Tensor, to: Expansion) -> None:
         """Let ``to`` be the scaled sum of what ranks shrank to: fp32 ``parts`` [ranks, tiles * slots * TILE], those of
@@ -415,11 +332,11 @@ class Factors:
     def gather(self, tokens: Tensor, slots: Tensor, last_token: Tensor, blocks: Blocks) -> Expansion:
         """What ``tokens`` int32 [tokens] shrink to, whose number is an input; -1 stands for ``last_token[slot]``."""
         count = blocks.count(len(tokens))
-        shrunk = self._a.new_empty(1, 1, self._tiles_each, count * blocks.size, TILE, dtype=torch.float32)
+        shrunk = self._a.new_empty(1, 1, self._sizes.tiles, count * blocks.size, TILE, dtype=torch.float32)
         members = torch.empty_like(blocks.members)
         _gather[(count,)](
             tokens, slots, last_token, self._a, shrunk, members, blocks.places, blocks.members, self._tiles,
-            self._scales, len(tokens), count * blocks.size, self._inputs, TILES=self._tiles_each, ROWS=blocks.size,
-            RANKS=TILE, **options(num_warps=1, num_stages=1),
+            self._scales, len(tokens), count * blocks.size, self._sizes.inputs, TILES=self._sizes.tiles,
+            ROWS=blocks.size, RANKS=TILE, **options(num_warps=1, num_stages=1),
         )  # fmt: skip
         return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds)

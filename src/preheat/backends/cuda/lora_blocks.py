@@ -22,6 +22,12 @@ bits, as each number is a sum of its own, whatever is multiplied with it.
 MOST_PARTS = 3
 """Of a layer: queries, keys and values."""
 
+TABLE_PARTS = 4
+"""Parts that a row of a layer's table has room for: each begins at a multiple of 16 bytes."""
+
+TABLE_ROWS = 3
+"""For each place: the tiles in use, scales, and those of the tiles that are on this rank."""
+
 
 def most_blocks(rows: int, places: int, size: int) -> int:
     """Blocks of ``size`` that so many rows can have: all but one of each adapter are full."""

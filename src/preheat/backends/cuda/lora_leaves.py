@@ -17,7 +17,8 @@ from torch import Tensor
 from preheat.backends.cuda.collective import add_ranks, root_of
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_expand import PLACE_IN_TABLE, Expansion, expand
+from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking
 from preheat.ops.lora import TILE
 
 if TYPE_CHECKING:
@@ -70,22 +71,19 @@ class AdaptedLeafLinear:
         blocks = self._rows.blocks_for(len(x))
         if blocks is None:
             return self.inner(x)
-        given, sums = self._factors.room(x, blocks)  # before the layer, whose memory for itself is another then
+        given, to = self._factors.room(x, blocks)  # before the layer, whose memory for itself is another then
         if self.inner.ranks.world == 1:
-            y = self.inner(x)
-            self._factors.shrink(x, blocks, given, sums, beside=True)
-        else:
-            y = self._exchanged(x, blocks, given, sums)
-        return expand(y, given, self._factors.bounds)
+            return self._factors.add(self.inner(x), given, to, blocks, beside=True)
+        return expand(self._exchanged(x, blocks, given, to), to, self._factors.bounds)
 
-    def _exchanged(self, x: Tensor, blocks: Blocks, given: Expansion, sums: Tensor) -> Tensor:
-        """The layer's own outputs; what all ranks shrank to is in ``given`` then."""
-        inner, first = self.inner, given.shrunk.numel()
+    def _exchanged(self, x: Tensor, blocks: Blocks, given: Shrinking, to: Expansion) -> Tensor:
+        """The layer's own outputs; what all ranks shrank to is in ``to`` then."""
+        inner, first = self.inner, to.shrunk.numel()
         outputs = inner.shape.outputs
         mine = x.new_empty(first + len(x) * outputs, dtype=torch.float32)
-        shrunk = mine[:first].view(given.shrunk.shape)
+        shrunk = mine[:first].view(to.shrunk.shape)
         inner.partial(x, mine[first:].view(len(x), outputs))
-        self._factors.shrink(x, blocks, given._replace(shrunk=shrunk), sums, beside=True, scaled=False)
+        self._factors.shrink(given, to._replace(shrunk=shrunk), blocks, beside=True, scaled=False)
         found = inner.ranks.gather(mine)
-        self._factors.add_roots(found[:, :first], given)
+        self._factors.add_roots(found[:, :first], to)
         return add_ranks(found[:, first:].unflatten(1, (len(x), outputs)), inner.bias, x.dtype)
