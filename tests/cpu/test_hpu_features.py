@@ -160,7 +160,7 @@ def test_two_cards_have_the_bits_of_one(tmp_path):
         assert answers(two, prompts) == alone
         assert dict(card.counts) == before
         assert not any(record_of(two).cold.values())
-        two.loop.executor.ranks._processes[0].kill()
+        two.loop.executor.ranks.processes[0].kill()
         with pytest.raises(RankDied):
             answers(two, prompts)
 
