@@ -6,16 +6,14 @@ The one choice between shared memory and the network is which of the two a platf
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-
-_PORT = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,13 @@ class OneNode:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Rank ``rank`` of several, on any nodes: ``peers`` are its connections to each of them, None to itself."""
+    """Rank ``rank`` of several, on any nodes: ``peers`` are its connections to each of them, None to itself, and
+    ``hosts`` the addresses of their nodes.
+    """
 
-    peers: tuple[socket.socket | None, ...]
+    peers: tuple[Connection | None, ...]
     rank: int
+    hosts: tuple[str, ...]
 
     @property
     def world(self) -> int:
@@ -52,25 +53,22 @@ class Nodes:
 
     def part(self, name: str, members: Sequence[int]) -> Nodes:
         """See :meth:`OneNode.part`. They need no ``name``: what two ranks send each other has one order."""
-        return Nodes(tuple(self.peers[member] for member in members), members.index(self.rank))
+        peers, hosts = tuple(self.peers[each] for each in members), tuple(self.hosts[each] for each in members)
+        return Nodes(peers, members.index(self.rank), hosts)
 
     def store(self) -> Store:
         """See :meth:`OneNode.store`. Rank 0 serves it at its address, on a port that it tells the others."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        first = self.peers[0]
+        host, first = self.hosts[0], self.peers[0]
         if first is not None:
-            first.setblocking(True)
-            (port,) = _PORT.unpack(first.recv(_PORT.size, socket.MSG_WAITALL))
-            first.setblocking(False)
-            return TCPStore(first.getpeername()[0], port, is_master=False, wait_for_workers=False)
-        others = [peer for peer in self.peers if peer is not None]
-        address = others[0].getsockname()[0]
-        door = socket.create_server((address, 0))
+            return TCPStore(host, int(first.recv_bytes()), is_master=False, wait_for_workers=False)
+        door = socket.create_server((host, 0))
         port = door.getsockname()[1]
-        for peer in others:
-            peer.send(_PORT.pack(port))
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+        for peer in self.peers[1:]:
+            assert peer is not None
+            peer.send_bytes(b"%d" % port)
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
 
 
 Meeting = OneNode | Nodes

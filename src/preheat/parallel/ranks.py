@@ -151,7 +151,10 @@ class Ranks:
 
     def meeting(self) -> Meeting:
         """By which rank 0 finds the others. Raises RankDied."""
-        return self._site.meeting(0, self._door, self.check)
+        meeting = self._site.meeting(0, self._door, self.check)
+        if self._door is not None:
+            self._door.close()
+        return meeting
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
         """``report`` is called, in a thread, when a rank has died."""

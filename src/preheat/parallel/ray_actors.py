@@ -81,6 +81,7 @@ class RankActors:
         except BaseException:
             for actor in actors:
                 actor.leave()
+            self.door.close()
             raise
 
     def _met(self, actors: list[RankActor], check: Callable[[], None]) -> list[Started]:

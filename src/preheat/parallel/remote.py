@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from preheat.parallel.wire import Address, Door, call, line
+from preheat.parallel.wire import Address, Door, call
 
 
 def be_rank(rank: int, leader: Address, key: bytes) -> None:
@@ -20,7 +20,7 @@ def be_rank(rank: int, leader: Address, key: bytes) -> None:
     caller = call(leader, key, hello)
     from preheat.parallel import worker  # torch takes its time, in which the leader goes on
 
-    worker.run(rank, line(caller), doors[0])
+    worker.run(rank, caller, doors[0])
 
 
 def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tuple[Connection, Address]]:
@@ -31,5 +31,5 @@ def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tupl
     while len(found) < count:
         caller, hello = door.accept(check)
         rank, address = pickle.loads(hello)
-        found[rank] = line(caller), address
+        found[rank] = caller, address
     return found

@@ -6,7 +6,6 @@ how ranks meet; nothing else knows.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -81,14 +80,13 @@ class Network:
     def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
         """Each pair has a connection, which the higher rank asks for. Raises OSError where one cannot be made."""
         assert door is not None
-        peers: list[socket.socket | None] = [None] * self.world
+        peers: list[Connection | None] = [None] * self.world
         for lower in range(rank):
             peers[lower] = call(self.doors[lower], door.key, lambda own: b"%d" % rank)
         for _ in range(rank + 1, self.world):
             peer, number = door.accept(check)
             peers[int(number)] = peer
-        door.close()
-        return Nodes(tuple(peers), rank)
+        return Nodes(tuple(peers), rank, tuple(host for host, _ in self.doors))
 
     def close(self) -> None:
         """Connections end with their processes."""

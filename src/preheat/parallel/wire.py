@@ -34,7 +34,7 @@ class Door:
         self.key = key
         self.address: Address = self._listening.getsockname()
 
-    def accept(self, check: Callable[[], None]) -> tuple[socket.socket, bytes]:
+    def accept(self, check: Callable[[], None]) -> tuple[Connection, bytes]:
         """The next one who knows the key, and what he says first. ``check`` raises if none will come."""
         while True:
             check()
@@ -42,50 +42,45 @@ class Door:
                 caller, _ = self._listening.accept()
                 with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a stranger, who is left alone
                     return self._heard(caller)
-                caller.close()
 
-    def _heard(self, caller: socket.socket) -> tuple[socket.socket, bytes]:
+    def _heard(self, caller: socket.socket) -> tuple[Connection, bytes]:
         caller.setblocking(True)
         _set_up(caller)
-        _limit(caller, _PROOF_SECONDS)
-        with _talk(caller) as talk:
-            deliver_challenge(talk, self.key)
-            answer_challenge(talk, self.key)
-            hello = talk.recv_bytes()
-        _limit(caller, 0)
-        return caller, hello
+        connection = Connection(caller.detach())
+        _limit(connection, _PROOF_SECONDS)
+        deliver_challenge(connection, self.key)
+        answer_challenge(connection, self.key)
+        hello = connection.recv_bytes()
+        _limit(connection, 0)
+        return connection, hello
 
     def close(self) -> None:
         self._listening.close()
 
 
-def call(address: Address, key: bytes, hello: Callable[[str], bytes]) -> socket.socket:
+def call(address: Address, key: bytes, hello: Callable[[str], bytes]) -> Connection:
     """A connection to the door at ``address``. ``hello`` makes what is said first, of the address that this process's
     host has on that way. Raises OSError and AuthenticationError.
     """
     caller = socket.create_connection(address, timeout=_CONNECT_SECONDS)
     caller.settimeout(None)
     _set_up(caller)
-    with _talk(caller) as talk:
-        answer_challenge(talk, key)
-        deliver_challenge(talk, key)
-        talk.send_bytes(hello(caller.getsockname()[0]))
-    return caller
-
-
-def line(caller: socket.socket) -> Connection:
-    """The same for messages; ``caller`` is given away."""
-    return Connection(caller.detach())
+    own: str = caller.getsockname()[0]
+    connection = Connection(caller.detach())
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    connection.send_bytes(hello(own))
+    return connection
 
 
 def hang_up(connection: Connection) -> None:
     """Both ends of a connection see that it has ended, whatever they wait for. It can still be closed."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+    with contextlib.suppress(OSError), _socket(connection) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _talk(caller: socket.socket) -> Connection:
-    return Connection(os.dup(caller.fileno()))
+def _socket(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _set_up(caller: socket.socket) -> None:
@@ -97,6 +92,7 @@ def _set_up(caller: socket.socket) -> None:
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
 
 
-def _limit(caller: socket.socket, seconds: int) -> None:
+def _limit(connection: Connection, seconds: int) -> None:
     """Reading ends with an error after so long; 0: never."""
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+    with _socket(connection) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

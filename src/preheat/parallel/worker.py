@@ -170,7 +170,10 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
     reporter, receiver = Reporter(line), orders.site.receiver(rank, line)
     Heartbeat(reporter.beat, lambda: True)
     try:
-        worker = Worker(orders, orders.site.meeting(rank, door, _nothing), reporter)
+        meeting = orders.site.meeting(rank, door, _nothing)
+        if door is not None:
+            door.close()
+        worker = Worker(orders, meeting, reporter)
         reporter.answer(worker.memory)
         serve(worker, receiver, reporter)
     except PreheatError as error:

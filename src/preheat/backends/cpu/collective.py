@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -118,7 +117,7 @@ class Sockets:
         self.rank, self.world, self._check = meeting.rank, meeting.world, check
         self._peers = {rank: peer for rank, peer in enumerate(meeting.peers) if peer is not None}
         for peer in self._peers.values():
-            peer.setblocking(False)
+            os.set_blocking(peer.fileno(), False)
 
     def gather(self, x: Tensor) -> Tensor:
         mine = x.contiguous().view(-1).view(torch.uint8)
@@ -146,20 +145,18 @@ class Sockets:
         sends, receives = _views(out), _views(into)
         while True:
             for rank in list(sends):
-                self._advance(rank, sends, lambda peer, data: peer.send(data))
+                self._advance(rank, sends, os.write)
             for rank in list(receives):
-                self._advance(rank, receives, lambda peer, data: peer.recv_into(data))
+                self._advance(rank, receives, _read)
             if not sends and not receives:
                 return
             self._wait(set(sends), set(receives))
 
-    def _advance(
-        self, rank: int, views: dict[int, memoryview], move: Callable[[socket.socket, memoryview], int]
-    ) -> None:
+    def _advance(self, rank: int, views: dict[int, memoryview], move: Callable[[int, memoryview], int]) -> None:
         """Move what can be moved at once."""
         try:
             while rank in views:
-                if not (moved := move(self._peers[rank], views[rank])):
+                if not (moved := move(self._peers[rank].fileno(), views[rank])):
                     self._lost(rank, "it closed its connection")
                 views[rank] = views[rank][moved:]
                 if not len(views[rank]):
@@ -185,6 +182,11 @@ class Sockets:
             self._check()
             time.sleep(_CHECK_SECONDS / 10)
         raise ConnectionError(f"rank {rank} cannot be reached: {why}")
+
+
+def _read(descriptor: int, data: memoryview) -> int:
+    """As os.write: the bytes that have been read into ``data``."""
+    return os.readv(descriptor, [data])
 
 
 def _views(parts: dict[int, Tensor]) -> dict[int, memoryview]:
