@@ -292,6 +292,6 @@ class _Watch:
         if heard.heard is not None and now - heard.heard > self._limit:
             return (
                 f"Rank {rank} has sent no heartbeat for {self._limit:g} s (--engine-heartbeat-timeout-s): its "
-                "process is stopped"
+                "process is stopped, or its node cannot be reached"
             )
         return None
