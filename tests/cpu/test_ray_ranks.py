@@ -121,7 +121,8 @@ def test_actors_on_two_nodes_have_them_too_and_a_dead_one_ends_all(alone: LLM) -
 def test_too_few_places_are_refused(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from preheat.parallel import ray_actors
 
-    monkeypatch.setattr(ray_actors, "_PLACE_SECONDS", 1.0)
+    monkeypatch.setattr(ray_actors, "_HINT_SECONDS", 0.5)
+    monkeypatch.setattr(ray_actors, "_PLACE_SECONDS", 0.5)
     with pytest.raises(SettingsError, match="Ray could not reserve 4 CPU, one of them on this node"):
         LLM(**ON_RAY | {"tensor_parallel_size": 4})
 

@@ -27,7 +27,8 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-_PLACE_SECONDS = 30.0
+_PLACE_SECONDS = 300.0  # nodes may still have to join
+_HINT_SECONDS = 5.0
 _LEAVE_SECONDS = 5.0
 
 
@@ -52,14 +53,7 @@ class RankActors:
             strategy="PACK",
             bundle_label_selector=[{"ray.io/node-id": here}] + [{}] * (world - 1),
         )
-        if not self._group.wait(_PLACE_SECONDS):
-            remove_placement_group(self._group)
-            raise SettingsError(
-                f"distributed_executor_backend ray: Ray could not reserve {world} {resource}, one of them on this node "
-                f"({ray.util.get_node_ip_address()}), in {_PLACE_SECONDS:g} s: lower tensor_parallel_size or "
-                "pipeline_parallel_size, add nodes, or end what holds theirs",
-                param="tensor_parallel_size",
-            )
+        self._reserved(f"{world} {resource}, one of them on this node ({ray.util.get_node_ip_address()})")
         node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         # Neighbours are on one node; the first ones are on the engine's.
         self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
@@ -67,6 +61,19 @@ class RankActors:
         self.door: Door = Door(ray.util.get_node_ip_address(), secrets.token_bytes(32))
         if (several := len(set(self.nodes))) > 1:
             logger.info("%d ranks are on %d nodes: they exchange by the network", world, several)
+
+    def _reserved(self, what: str) -> None:
+        """Wait for the places."""
+        if self._group.wait(_HINT_SECONDS):
+            return
+        logger.warning("Waiting for Ray to reserve %s, for %g s", what, _PLACE_SECONDS)
+        if not self._group.wait(_PLACE_SECONDS):
+            remove_placement_group(self._group)
+            raise SettingsError(
+                f"distributed_executor_backend ray: Ray could not reserve {what}, in {_PLACE_SECONDS:g} s: lower "
+                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end what holds theirs",
+                param="tensor_parallel_size",
+            )
 
     def launch(self) -> list[Started]:
         actors = [self._start(rank) for rank in range(1, len(self.nodes))]
