@@ -58,12 +58,13 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
 
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.collective import RankSums
+    from preheat.backends.meeting import OneNode
     from preheat.settings import Settings
 
     backend = CudaBackend(rank)
     backend.prepare(Settings(device="cuda"), None)
     assert backend.sharing is not None
-    ranks = cast(RankSums, backend.sharing.join(Path(folder), rank, world, lambda: None))
+    ranks = cast(RankSums, backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None))
     group = dist.distributed_c10d._get_default_group().group_name
     room = symm.empty(max(ROWS) * WIDTH, dtype=torch.float32, device=backend.device)
     handle = symm.rendezvous(room, group)

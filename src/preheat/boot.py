@@ -34,7 +34,6 @@ from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
-from preheat.parallel.groups import world_size
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs, ModelSizes
@@ -107,7 +106,7 @@ def _boot(
     model, draft, adapters, others_free = _load(settings, backend, share, steps)
     pools = model.spec.head is None
     checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools)
-    fitting = Fitting(settings, backend, model, mode, checks, world_size(settings), others_free, share.build)
+    fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, others_free, share.build)
     fitted = fitting.fit(steps)
     comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions
     _log_plan(fitted.plan, steps.level)

@@ -455,7 +455,7 @@ class Settings:
     )
     distributed_executor_backend: str = _spread(
         "mp",
-        "What runs the ranks beside the engine: processes of its own, or actors of Ray on its node.",
+        "What runs the ranks beside the engine: processes of its own, or actors of Ray, on its node or on several.",
         choices=("mp", "ray"),
     )
 
@@ -573,10 +573,10 @@ class Settings:
                 "tensor_parallel_size to 1",
                 param="tp_invariant",
             )
-        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
+        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size * self.pipeline_parallel_size == 1:
             raise SettingsError(
                 "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "
-                "tensor_parallel_size to 2, 4 or 8",
+                "tensor_parallel_size or pipeline_parallel_size",
                 param="distributed_executor_backend",
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from preheat import LLM, SamplingParams
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.hpu.sharing import Group
+from preheat.backends.meeting import OneNode
 from preheat.calibration import calibrate
 from preheat.errors import RankDied, SettingsError
 from preheat.model.formats_inc import RoundedLinear
@@ -160,7 +161,7 @@ def test_two_cards_have_the_bits_of_one(tmp_path):
         assert answers(two, prompts) == alone
         assert dict(card.counts) == before
         assert not any(record_of(two).cold.values())
-        two.loop.executor.ranks._processes[0].kill()
+        two.loop.executor.ranks.processes[0].kill()
         with pytest.raises(RankDied):
             answers(two, prompts)
 
@@ -169,7 +170,7 @@ def test_collectives_that_graphs_cannot_hold_are_refused(tmp_path):
     with inserted({"PT_HPU_LAZY_MODE": "1"}):
         settings = Settings(device="hpu", tensor_parallel_size=2, lazy_collectives=False)
         with pytest.raises(SettingsError, match="PT_HPU_ENABLE_LAZY_COLLECTIVES"):
-            Group(Bridge(settings), tmp_path, 0, 2, lambda: None)
+            Group(Bridge(settings), OneNode(tmp_path, 0, 2), lambda: None)
 
 
 TINY = Size(prompts=6, runs=2, outputs=6, longest=150)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from preheat import LLM, SamplingParams
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.meeting import OneNode
 from preheat.errors import ModelError, RankDied, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
@@ -55,7 +55,7 @@ def test_stages_of_two_ranks_each():
 
 def test_a_stage_that_is_killed_ends_the_engine():
     llm = LLM(pipeline_parallel_size=2, **OPTIONS)
-    os.kill(llm.loop.executor.ranks._processes[0].pid, signal.SIGKILL)
+    os.kill(llm.loop.executor.ranks.processes[0].pid, signal.SIGKILL)
     with pytest.raises(RankDied, match="Rank 1 ended"):
         llm.generate(["x"] * 3, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
 
@@ -90,7 +90,7 @@ def test_what_travels_keeps_its_bits(kind, same, tmp_path):
     settings, sent = Settings(pipeline_parallel_size=2), torch.randn(2, 300, 96)
 
     def rank(number: int) -> Tensor:
-        pipe = Groups.join(settings, CpuSharing(), Path(tmp_path), number, lambda: None).pipe
+        pipe = Groups.join(settings, CpuSharing(), OneNode(tmp_path, number, 2), lambda: None).pipe
         assert pipe is not None
         if number == 0:
             kind(pipe.before, pipe.after, pipe.everyone, pipe.source).send(*sent)

@@ -1,4 +1,4 @@
-"""Ranks that are actors of Ray: the bits are those of one process, and a dead actor ends all."""
+"""Ranks that are actors of Ray: on one node and on two the bits are those of one process, and a dead actor ends all."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from preheat.settings import Settings
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install preheat[ray]")
 
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 OPTIONS: dict[str, Any] = {
@@ -28,9 +31,28 @@ ON_RAY = {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    """Two nodes, on this machine, with two CPUs and one."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture
+def _crowded(cluster: None) -> Iterator[None]:
+    """This node has room for one rank alone."""
+    here = ray.get_runtime_context().get_node_id()
+    other = placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": here}])
+    assert other.wait(10)
+    yield
+    remove_placement_group(other)
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM:
+    return LLM(**OPTIONS, tp_invariant=True)
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
@@ -51,16 +73,24 @@ def actors() -> list[int]:
     return found
 
 
-def test_actors_give_the_bits_of_one_process(cluster: None) -> None:
-    alone = LLM(**OPTIONS, tp_invariant=True)
+def shares_memory(process: int) -> bool:
+    return "/dev/shm/preheat-" in Path(f"/proc/{process}/maps").read_text()
+
+
+def has_the_bits(shared: LLM, alone: LLM) -> bool:
+    one, two = alone.loop.listener.record.proof, shared.loop.listener.record.proof
+    assert [one.parts["ranks"], two.parts["ranks"]] == [1, 2]
+    return answers(shared) == answers(alone) and one.digest == two.digest and len(one.digest) == 32
+
+
+def test_actors_give_the_bits_of_one_process(cluster: None, alone: LLM) -> None:
+    """On one node, as both fit there."""
     shared = LLM(**ON_RAY)
     try:
-        assert len(actors()) == 1
-        assert answers(shared) == answers(alone)
-        one, two = alone.loop.listener.record.proof, shared.loop.listener.record.proof
-        assert one.digest == two.digest and len(one.digest) == 32
-        assert [one.parts["ranks"], two.parts["ranks"]] == [1, 2]
-        assert ray.available_resources().get("CPU", 0) == 0
+        (actor,) = actors()
+        assert shares_memory(actor) and shared.loop.executor.ranks.on_a_node == 2
+        assert has_the_bits(shared, alone)
+        assert ray.available_resources()["CPU"] == 1
     finally:
         shared.loop.executor.ranks.close()
     until = time.monotonic() + 5
@@ -74,10 +104,12 @@ def answers_until(llm: LLM, end: float) -> None:
         answers(llm)
 
 
-def test_a_dead_actor_ends_all(cluster: None) -> None:
+@pytest.mark.usefixtures("_crowded")
+def test_actors_on_two_nodes_have_them_too_and_a_dead_one_ends_all(alone: LLM) -> None:
     llm = LLM(**ON_RAY)
-    answers(llm)
     (actor,) = actors()
+    assert not shares_memory(actor) and llm.loop.executor.ranks.on_a_node == 1
+    assert has_the_bits(llm, alone)
     os.kill(actor, signal.SIGKILL)
     killed = time.monotonic()
     with pytest.raises(RankDied, match="Rank 1 ended"):
@@ -86,11 +118,12 @@ def test_a_dead_actor_ends_all(cluster: None) -> None:
     llm.loop.executor.ranks.close()
 
 
-def test_too_few_places_on_a_node_are_refused(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_places_are_refused(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from preheat.parallel import ray_actors
 
-    monkeypatch.setattr(ray_actors, "_PLACE_SECONDS", 1.0)
-    with pytest.raises(SettingsError, match="several nodes cannot share a model"):
+    monkeypatch.setattr(ray_actors, "_HINT_SECONDS", 0.5)
+    monkeypatch.setattr(ray_actors, "_PLACE_SECONDS", 0.5)
+    with pytest.raises(SettingsError, match="Ray could not reserve 4 CPU, one of them on this node"):
         LLM(**ON_RAY | {"tensor_parallel_size": 4})
 
 

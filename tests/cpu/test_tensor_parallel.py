@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from preheat.backends.base import Collective
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.meeting import OneNode
 from preheat.errors import ModelError, RankDied, SettingsError
 from preheat.model import shard as shards
 from preheat.model import sources
@@ -34,9 +36,9 @@ from preheat.model.loader import check_shares, load_weights
 from preheat.model.shard import shard
 from preheat.ops.leaves import tree_sum
 from preheat.parallel import channel
-from preheat.parallel.channel import Receiver, Sender
+from preheat.parallel.channel import RingReceiver, RingSender
+from preheat.parallel.reports import Reporter
 from preheat.parallel.share import for_ranks
-from preheat.parallel.shared import Board
 from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
@@ -52,7 +54,7 @@ def on_ranks(world: int, folder: Path, run: Callable[[Collective], Tensor]) -> l
 
     def rank(number: int) -> Tensor:
         torch.set_num_threads(1)
-        return run(CpuSharing().join(folder, number, world, lambda: None))
+        return run(CpuSharing().join(OneNode(folder, number, world), lambda: None))
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(rank, range(world)))
@@ -226,11 +228,10 @@ def test_what_is_gathered_is_larger_than_a_place(tmp_path):
 
 def test_messages_arrive_whole_and_in_order(tmp_path):
     """Far more than the ring holds, to two ranks, of which one is slow."""
-    boards = [Board(tmp_path, rank, 3) for rank in range(3)]
     sent = [np.full(size, size) for size in (1, 10, channel.SLOT_BYTES, 3 * channel.SLOT_BYTES) * 6]
 
     def read(rank: int) -> bool:
-        receiver = Receiver(tmp_path, boards[rank])
+        receiver = RingReceiver(tmp_path, 3, rank)
         for expected in sent:
             time.sleep(0.002 * rank)
             if not np.array_equal(receiver.receive(), expected):
@@ -239,17 +240,23 @@ def test_messages_arrive_whole_and_in_order(tmp_path):
 
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(read, rank) for rank in (1, 2)]
-        sender = Sender(tmp_path, boards[0])
+        sender = RingSender(tmp_path, 3, lambda: None)
         for message in sent:
             sender.send(message)
         assert all(answer.result(20) for answer in answers)
 
 
 def test_a_wait_ends_with_the_engine(tmp_path):
-    board = Board(tmp_path, 1, 2)
-    threading.Timer(0.2, Board(tmp_path, 0, 2).end, ["rank 1 is gone"]).start()
+    """Here the leader's, for a rank that reads nothing."""
+
+    def check() -> None:
+        raise RankDied("rank 1 is gone")
+
+    sender = RingSender(tmp_path, 2, check)
+    for number in range(channel.SLOTS):
+        sender.send(number)
     with pytest.raises(RankDied, match="rank 1 is gone"):
-        Receiver(tmp_path, board).receive()
+        sender.send("one too many")
 
 
 OPTIONS = {
@@ -295,10 +302,12 @@ def test_an_engine_of_two_ranks_has_the_answers_of_one(two):
 
 def test_cold_events_of_all_ranks_are_in_the_record(two):
     assert record_of(two).cold == {}
-    board = two.loop.executor.ranks.board
-    board.rank = 1  # as if rank 1 had seen it
-    board.cold("import: somebody was imported")
-    board.rank = 0
+    ours, theirs = Pipe()
+    Reporter(theirs).cold("import: somebody was imported")
+    heard = two.loop.executor.ranks.heard[0]
+    rank_1, heard.line = heard.line, ours  # as if rank 1 had seen it
+    heard.listen()
+    heard.line = rank_1
     two.generate(["x"], SamplingParams(max_tokens=2), use_tqdm=False)
     assert record_of(two).cold == {"rank 1": 1}
     assert record_of(two).events[-1].detail == "import: somebody was imported"
@@ -315,10 +324,10 @@ def test_ranks_that_differ_are_noticed(two):
 def test_a_rank_that_stops_ends_the_engine_with_the_reason(two):
     """A process that is stopped looks alive to the system: its heartbeat tells. It is the last test of this engine."""
     ranks, began = two.loop.executor.ranks, time.monotonic()
-    os.kill(ranks._processes[0].pid, signal.SIGSTOP)
+    os.kill(ranks.processes[0].pid, signal.SIGSTOP)
     with pytest.raises(RankDied, match="Rank 1 has sent no heartbeat for 4 s"):
         two.generate(["x"] * 3, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
     assert time.monotonic() - began < 10
-    assert ranks._processes[0].wait(5) == -signal.SIGKILL
+    assert ranks.processes[0].wait(5) == -signal.SIGKILL
     with pytest.raises(RankDied, match="no heartbeat"):
         two.generate(["x"], use_tqdm=False)

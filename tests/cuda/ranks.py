@@ -65,17 +65,18 @@ def exchange(rank: int, world: int, folder: str) -> None:
 
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.graph import capture
+    from preheat.backends.meeting import OneNode
     from preheat.settings import Settings
 
     backend = CudaBackend(rank)
     backend.prepare(Settings(device="cuda"), None)
     assert backend.sharing is not None
     stage(f"rank {rank} on {backend.device}")
-    ranks = backend.sharing.join(Path(folder), rank, world, lambda: None)
+    ranks = backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None)
     stage(f"rank {rank} joined: {type(ranks).__name__}")
     mine = torch.full((3, 5), rank + 1, device=backend.device)
     assert ranks.gather(mine)[:, 0, 0].tolist() == list(range(1, world + 1))
-    alone = backend.sharing.join(Path(folder), 0, 1, lambda: None)
+    alone = backend.sharing.join(OneNode(Path(folder), 0, 1), lambda: None)
     random = torch.Generator(backend.device).manual_seed(1)  # the same on all GPUs
     for rows, outputs, inputs in [(1, 512, 1024), (64, 4096, 4096), (700, 4096, 4096)]:
         x, weight = (

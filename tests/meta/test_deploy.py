@@ -69,6 +69,28 @@ def test_a_deployment_probes_drains_and_is_not_root(which):
     assert service["spec"]["selector"].items() <= labels.items()
 
 
+def test_several_nodes_are_one_group_whose_leader_serves():
+    """A CPU of Ray's for each rank, one on each pod; probes and drain are those of a Deployment."""
+    text = (ROOT / "examples" / "kubernetes" / "several-nodes.yaml").read_text()
+    group, service = yaml.safe_load_all(text)
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = (template[f"{part}Template"]["spec"]["containers"][0] for part in ("leader", "worker"))
+    head, _, serve = leader["command"][2].partition(" && exec preheat serve ")
+    check_flags(serve.split())
+    ranks = int(re.search(r"--tensor-parallel-size=(\d)", serve)[1])
+    assert "--distributed-executor-backend=ray" in serve and ranks == template["size"]
+    assert head.startswith("ray start --head --port=6379 ") and "--num-cpus=1" in head
+    assert worker["command"][2].startswith("exec ray start --address=$LWS_LEADER_ADDRESS:6379 --num-cpus=1")
+    assert worker["command"][2].endswith("--block") and template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    alone = yaml.safe_load(kubernetes()["example"].split("---")[0])["spec"]["template"]["spec"]
+    (container,) = alone["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports"):
+        assert leader[name] == container[name]
+    assert template["leaderTemplate"]["spec"]["terminationGracePeriodSeconds"] == alone["terminationGracePeriodSeconds"]
+    labels = template["leaderTemplate"]["metadata"]["labels"] | {"leaderworkerset.sigs.k8s.io/name": "preheat"}
+    assert service["spec"]["selector"] == labels
+
+
 def test_the_chart_takes_its_values():
     deployment, _ = yaml.safe_load_all(kubernetes()["chart with all"])
     pod = deployment["spec"]["template"]["spec"]

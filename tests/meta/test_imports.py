@@ -19,8 +19,9 @@ BASE = {"core", "settings", "limits", "errors", "metrics", "utils", "backends.na
 RULE = {
     "ops": "",
     "backends.cold": "",
-    "backends.base": "ops backends.cold",
-    "backends": "backends.base backends.cold ops",
+    "backends.meeting": "",
+    "backends.base": "ops backends.cold backends.meeting",
+    "backends": "backends.base backends.cold backends.meeting ops",
     "plan": "backends.base",
     "model": "ops backends.base",
     "schedule": "plan",
@@ -33,7 +34,7 @@ RULE = {
     "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
     " transport",
     "verify": "plan schedule grammar lora execution model ops backends.base engine frontend warmup transport",
-    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold warmup",
+    "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.meeting warmup",
     "elastic": "schedule model execution backends.base engine warmup verify",
     "boot": "plan schedule grammar lora execution model ops backends backends.base parallel engine transport warmup"
     " verify elastic",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.cold import Watched
+    from preheat.backends.meeting import Meeting
     from preheat.core import Level
     from preheat.ops.lora import LowRank
     from preheat.ops.moe import Routing
@@ -593,9 +594,9 @@ class Sharing(Protocol):
 
     quantized: bool
 
-    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
-        """Meet the other ranks in ``folder``. ``check``, which raises where a rank has died, is called while one waits
-        for the others. One rank alone needs nobody.
+    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
+        """Meet the other ranks. ``check``, which raises where a rank has died, is called while one waits for them. One
+        rank alone needs nobody.
         """
 
     def row_linear(

@@ -8,13 +8,10 @@ what the leader has forgotten, the others forget with the next message.
 from __future__ import annotations
 
 import itertools
-import os
-import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from preheat.errors import AdapterError, PreheatError, WireError
 from preheat.lora.boot import PackedAdapter, adapter_reader
@@ -65,20 +62,19 @@ class SharedReads:
         return shared
 
     def _answer(self, number: int, rank: int) -> str | PreheatError:
-        path = answer_path(self._ranks.folder, number, rank)
-        wait(path.exists, self._ranks.board.check)
-        answer: str | WireError = pickle.loads(path.read_bytes())
-        path.unlink()
+        answers = self._ranks.heard[rank - 1].adapters
+        wait(lambda: number in answers, self._ranks.check)
+        answer: str | WireError = answers.pop(number)
         return answer.restore() if isinstance(answer, WireError) else answer
 
 
 class RankAdapters:
-    """What another ``rank`` than the leader has read for its ``model``; it answers in the leader's ``folder``."""
+    """What another rank than the leader has read for its ``model``. ``report`` answers, with a reading's number."""
 
-    def __init__(self, model: LoadedModel, folder: Path, rank: int) -> None:
+    def __init__(self, model: LoadedModel, report: Callable[[int, object], None]) -> None:
         assert model.adapters is not None, "there are no places for adapters"
         self._seats: AdapterSeats = model.adapters
-        self._read, self._folder, self._rank = adapter_reader(model), folder, rank
+        self._read, self._report = adapter_reader(model), report
         self._threads = ThreadPoolExecutor(1, "adapters")
         self._known: dict[Source, Future[PackedAdapter | PreheatError]] = {}
 
@@ -98,17 +94,8 @@ class RankAdapters:
 
     def _answer(self, number: int, name: str, path: str) -> PackedAdapter | PreheatError:
         found = _outcome(lambda: self._read(name, path))
-        answer = WireError.of(found) if isinstance(found, PreheatError) else found.digest
-        place = answer_path(self._folder, number, self._rank)
-        unseen = place.with_suffix(".part")
-        unseen.write_bytes(pickle.dumps(answer))
-        os.replace(unseen, place)
+        self._report(number, WireError.of(found) if isinstance(found, PreheatError) else found.digest)
         return found
-
-
-def answer_path(folder: Path, number: int, rank: int) -> Path:
-    """Where ``rank`` says what became of a reading."""
-    return folder / f"adapter-{number}-{rank}"
 
 
 def _outcome(read: Callable[[], PackedAdapter]) -> PackedAdapter | PreheatError:

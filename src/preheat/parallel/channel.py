@@ -1,8 +1,10 @@
-"""Messages from the leader to all other ranks, through shared memory, with a sequence number each.
+"""Messages from the leader to all other ranks, each of which gets all of them in one order.
 
-The ring has slots of fixed size; a longer message takes several in a row. A slot is written only when every rank has
-read what it held before, so a rank that is behind slows the leader down instead of losing anything. Whoever waits looks
-often at first and ever more seldom, so that an idle engine costs next to nothing. No torch here.
+On one node they go through a ring in shared memory, whose slots have a sequence number and a fixed size; a longer
+message takes several in a row. A slot is written only when every rank has read what it held before, so a rank that is
+behind slows the leader down instead of losing anything. Whoever waits looks often at first and ever more seldom, so
+that an idle engine costs next to nothing. Ranks on several nodes are sent the same bytes, each by its connection. No
+torch here.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from preheat.parallel.shared import Board, mapped
+from preheat.parallel.shared import mapped
 
 SLOTS = 64
 SLOT_BYTES = 32 << 10
@@ -42,32 +45,48 @@ def wait(ready: Callable[[], bool], check: Callable[[], None]) -> None:
             check()
 
 
-class _Ring:
-    def __init__(self, folder: Path, board: Board) -> None:
-        data = mapped(folder / "commands", SLOTS * (_HEADER + SLOT_BYTES))
-        self._headers = data[: SLOTS * _HEADER].view(np.int64).reshape(SLOTS, 3)
-        self._slots = data[SLOTS * _HEADER :].reshape(SLOTS, SLOT_BYTES)
-        self.board, self._next, self._fence = board, 1, threading.Lock()
-
-
-class Sender(_Ring):
+class Sender(Protocol):
     """The leader's end. Any thread may send; messages of one arrive in its order."""
 
-    def __init__(self, folder: Path, board: Board) -> None:
-        super().__init__(folder, board)
-        self._turn = threading.Lock()
+    def send(self, message: Any) -> None:
+        """Waits for ranks that are too far behind. Raises RankDied, or OSError where a connection has ended."""
 
-    def send(self, message: Any) -> int:
-        """Returns the message's number: that of its last slot."""
+
+class Receiver(Protocol):
+    """Another rank's end."""
+
+    def receive(self) -> Any:
+        """The next message; waits for it."""
+
+
+class _Ring:
+    """``world`` is the number of all ranks; ``read`` are the messages that each has read, int64 [ranks]."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        slots = SLOTS * (_HEADER + SLOT_BYTES)
+        data = mapped(folder / "commands", slots + 8 * world)
+        self._headers = data[: SLOTS * _HEADER].view(np.int64).reshape(SLOTS, 3)
+        self._slots = data[SLOTS * _HEADER : slots].reshape(SLOTS, SLOT_BYTES)
+        self.read = data[slots:].view(np.int64)
+        self._next, self._fence = 1, threading.Lock()
+
+
+class RingSender(_Ring):
+    """A :class:`Sender`. ``check`` raises if the engine is over."""
+
+    def __init__(self, folder: Path, world: int, check: Callable[[], None]) -> None:
+        super().__init__(folder, world)
+        self._turn, self._check = threading.Lock(), check
+
+    def send(self, message: Any) -> None:
         data = np.frombuffer(pickle.dumps(message, protocol=5), np.uint8)
         with self._turn:
             for start in range(0, len(data), SLOT_BYTES):
                 self._put(data[start : start + SLOT_BYTES], more=start + SLOT_BYTES < len(data))
-            return self._next - 1
 
     def _put(self, data: np.ndarray, more: bool) -> None:
         number = self._next
-        wait(lambda: bool((self.board.read[1:] > number - 1 - SLOTS).all()), self.board.check)
+        wait(lambda: bool((self.read[1:] > number - 1 - SLOTS).all()), self._check)
         slot = number % SLOTS
         self._slots[slot, : len(data)] = data
         self._headers[slot, 1:] = len(data), more
@@ -76,22 +95,48 @@ class Sender(_Ring):
         self._next += 1
 
 
-class Receiver(_Ring):
-    """Another rank's end."""
+class RingReceiver(_Ring):
+    """The :class:`Receiver` of ``rank``. Who ends an engine ends whoever waits here."""
+
+    def __init__(self, folder: Path, world: int, rank: int) -> None:
+        super().__init__(folder, world)
+        self._rank = rank
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
         parts = []
         while True:
-            wait(self._arrived, self.board.check)
+            wait(self._arrived, lambda: None)
             slot = self._next % SLOTS
             with self._fence:
                 parts.append(self._slots[slot, : self._headers[slot, 1]].tobytes())
             more = bool(self._headers[slot, 2])
-            self.board.read[self.board.rank] = self._next
+            self.read[self._rank] = self._next
             self._next += 1
             if not more:
                 return pickle.loads(b"".join(parts))
 
     def _arrived(self) -> bool:
         return bool(self._headers[self._next % SLOTS, 0] == self._next)
+
+
+class LineSender:
+    """A :class:`Sender` by the connections to all ranks. One that is behind holds it up when its buffers are full."""
+
+    def __init__(self, lines: Sequence[Connection]) -> None:
+        self._lines, self._turn = lines, threading.Lock()
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message, protocol=5)
+        with self._turn:
+            for line in self._lines:
+                line.send_bytes(data)
+
+
+class LineReceiver:
+    """A :class:`Receiver`. Raises EOFError or OSError where the connection has ended."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line = line
+
+    def receive(self) -> Any:
+        return pickle.loads(self._line.recv_bytes())

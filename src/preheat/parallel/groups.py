@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from torch import Tensor
 
 from preheat.backends.base import Collective, Link, Sharing
+from preheat.backends.meeting import Meeting
 from preheat.model.shard import sums_leaves
 from preheat.settings import Settings
 
@@ -61,23 +61,27 @@ class Groups:
     pipe: Pipe | None
 
     @classmethod
-    def join(cls, settings: Settings, sharing: Sharing, folder: Path, rank: int, check: Callable[[], None]) -> Groups:
-        """Those of ``rank``, who meets the others in ``folder``; see :meth:`preheat.backends.base.Sharing.join`."""
+    def join(cls, settings: Settings, sharing: Sharing, meeting: Meeting, check: Callable[[], None]) -> Groups:
+        """Those of the rank that meets all others as ``meeting`` says; see
+        :meth:`preheat.backends.base.Sharing.join`.
+        """
         stages, size = settings.pipeline_parallel_size, settings.tensor_parallel_size
         if stages == 1:
-            return cls(0, sharing.join(folder, rank, size, check), None)
-        stage, place = divmod(rank, size)
+            return cls(0, sharing.join(meeting, check), None)
+        stage, place = divmod(meeting.rank, size)
 
-        def meet(name: str, at: int, world: int) -> Link:
-            (folder / name).mkdir(exist_ok=True)
-            return cast(Link, sharing.join(folder / name, at, world, check))
+        def meet(name: str, members: Sequence[int]) -> Link:
+            return cast(Link, sharing.join(meeting.part(name, members), check))
 
-        def link(behind: int, end: int) -> Link | None:
-            """``end`` 0 sends, 1 receives; the sender is of stage ``behind``."""
-            return meet(f"link-{behind}-{place}", end, 2) if 0 <= behind < stages - 1 else None
+        def link(behind: int) -> Link | None:
+            """From stage ``behind`` to the next one."""
+            sender = behind * size + place
+            return meet(f"link-{sender}", [sender, sender + size]) if 0 <= behind < stages - 1 else None
 
-        collective = meet(f"stage-{stage}", place, size) if sums_leaves(settings) else None
-        pipe = Pipe(link(stage - 1, 1), link(stage, 0), meet("everyone", rank, stages * size), (stages - 1) * size)
+        first = stage * size
+        collective = meet(f"stage-{stage}", range(first, first + size)) if sums_leaves(settings) else None
+        everyone = meet("everyone", range(stages * size))
+        pipe = Pipe(link(stage - 1), link(stage), everyone, (stages - 1) * size)
         return cls(stage, collective, pipe)
 
     def abort(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preheat import __version__
 from preheat.backends.base import Backend, Collective, Mode
 from preheat.backends.cold import Counted
 from preheat.core import StepResult, Swaps
@@ -25,6 +26,7 @@ from preheat.model.loader import LoadedModel
 from preheat.parallel.executor import SharedExecutor
 from preheat.parallel.groups import Pipe
 from preheat.parallel.ranks import Ranks
+from preheat.parallel.reports import Heard
 from preheat.parallel.steps import StepWriter
 from preheat.plan.plan import Plan
 from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
@@ -58,7 +60,7 @@ class ParallelExecutor(SharedExecutor):
 
     def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
         step = super()._answer(batch, logits)
-        return CheckedStep(step.batch, step.sampler, step.prompt_logprobs, self.ranks.board.check)
+        return CheckedStep(step.batch, step.sampler, step.prompt_logprobs, self.ranks.check)
 
     def launch(self, batch: InputBatch) -> LaunchedStep:
         with self._together("launch", self._writer.message(batch)):
@@ -129,14 +131,12 @@ class ParallelExecutor(SharedExecutor):
     def cold_sources(self) -> Mapping[str, Counted]:
         """What each of the other ranks notices from now on."""
         self.ranks.call("watch")
-        board = self.ranks.board
 
-        def source(rank: int) -> Counted:
-            return Counted(
-                f"rank {rank}", partial(board.cold_events, rank), lambda count: [board.last_cold_event(rank)] * count
-            )
+        def source(name: str, heard: Heard) -> Counted:
+            return Counted(name, lambda: heard.cold_events, lambda count: [heard.last_cold_event] * count)
 
-        return {f"rank {rank}": source(rank) for rank in range(1, self.ranks.world)}
+        names = {f"rank {rank}": heard for rank, heard in enumerate(self.ranks.heard, 1)}
+        return {name: source(name, heard) for name, heard in names.items()}
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
         self.ranks.on_death(report)
@@ -205,6 +205,7 @@ def agreed(plan: Plan, backend: Backend, seen: LogitDigest) -> dict[str, object]
     return {
         "plan": hashlib.blake2b(items.encode(), digest_size=16).hexdigest(),
         "device": backend.fingerprint,
+        "preheat": __version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "logits": seen.hexdigest(),

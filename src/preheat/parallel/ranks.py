@@ -1,13 +1,12 @@
 """The other ranks as the leader sees them: it starts them, tells them what to do, and ends all when one of them dies.
 
-A rank is a process that runs :mod:`preheat.parallel.worker`. It reads its settings from standard input and ends when
-that closes, so it never outlives the leader. A thread of the leader watches the processes and their heartbeats. No
-torch here.
+A rank is a process that runs :mod:`preheat.parallel.worker`. It has a connection to the leader, by which it is told the
+settings, and reports; it ends when that ends, so it never outlives the leader. A thread of the leader watches the
+processes and their heartbeats. No torch here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import signal
@@ -16,18 +15,21 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import Empty
 from typing import Any, Protocol
 
-import msgspec
-
+from preheat.backends.meeting import Meeting
 from preheat.errors import PreheatError, RankDied, WireError
-from preheat.parallel.channel import Sender
 from preheat.parallel.groups import world_size
-from preheat.parallel.shared import Board, remove_folder, shared_folder
+from preheat.parallel.reports import Heard
+from preheat.parallel.sites import Memory, Network, Site
+from preheat.parallel.wire import Address, Door, hang_up
 from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,32 @@ class RankProcess(Protocol):
         """Kill it and give back what it held."""
 
 
+@dataclass(frozen=True)
+class Started:
+    """A rank that has begun: others reach it at its ``door``, if it has one; its ``device`` has this number among those
+    that it sees.
+    """
+
+    process: RankProcess
+    line: Connection
+    door: Address | None
+    device: int
+
+
+class Launcher(Protocol):
+    """Starts ranks 1 and up. ``nodes`` say of every rank, the leader first, where it is. Where that is not one node,
+    all have doors; ``door`` is the leader's.
+    """
+
+    @property
+    def nodes(self) -> Sequence[object]: ...
+
+    @property
+    def door(self) -> Door | None: ...
+
+    def launch(self) -> list[Started]: ...
+
+
 class Child(subprocess.Popen[bytes]):
     """A process of this machine."""
 
@@ -61,48 +89,72 @@ class Child(subprocess.Popen[bytes]):
     def leave(self) -> None:
         self.kill()
         self.wait()
-        if self.stdin is not None:
-            self.stdin.close()
 
 
-Start = Callable[[Path, int, Settings, Path | None], tuple[RankProcess, Connection]]
-"""Starts a rank: the leader's folder, the rank's number, the settings, the folder of stores. Returns the process and
-what it answers by.
-"""
+class Children:
+    """Ranks that are children of this process: a :class:`Launcher`."""
+
+    door = None
+
+    def __init__(self, world: int) -> None:
+        self.nodes = [""] * world
+
+    def launch(self) -> list[Started]:
+        return [_child(rank) for rank in range(1, len(self.nodes))]
 
 
-def start_child(folder: Path, rank: int, settings: Settings, cache: Path | None) -> tuple[RankProcess, Connection]:
-    """A rank that is a child of this process."""
-    ours, theirs = Pipe(duplex=False)
-    command = [sys.executable, "-m", "preheat.parallel.worker", str(folder), str(rank), str(theirs.fileno())]
+def _child(rank: int) -> Started:
+    ours, theirs = Pipe()
     child = Child(
-        command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True
-    )  # Ctrl-C does not reach it
+        [sys.executable, "-m", "preheat.parallel.worker", str(rank), str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C does not reach it
+    )
     theirs.close()
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has exited already, as the watch will see
-        child.stdin.write(msgspec.json.encode((settings, None if cache is None else str(cache))) + b"\n")
-        child.stdin.flush()
-    return child, ours
+    return Started(child, ours, None, device=rank)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a rank is told first. ``cache`` is the folder of stores."""
+
+    settings: Settings
+    cache: Path | None
+    device: int
+    site: Site
 
 
 class Ranks:
-    """The ranks 1 and up that ``settings`` ask for, each begun by ``start``. ``cache`` is the folder of stores."""
+    """The ranks 1 and up that ``settings`` ask for, begun by ``launcher``. ``cache`` is the folder of stores."""
 
-    def __init__(self, settings: Settings, cache: Path | None, start: Start = start_child) -> None:
+    def __init__(self, settings: Settings, cache: Path | None, launcher: Launcher) -> None:
         self.world = world_size(settings)
-        self.folder = shared_folder()
-        self.board = Board(self.folder, 0, self.world)
-        self._sender = Sender(self.folder, self.board)
-        self._processes: list[RankProcess] = []
-        self._pipes: list[Connection] = []
-        self._watch = _Watch(self.board, self.folder, self._processes, settings.engine_heartbeat_timeout_s)
-        self.close = weakref.finalize(self, _end, self._watch, self._processes, self.folder)
-        for rank in range(1, self.world):
-            process, pipe = start(self.folder, rank, settings, cache)
-            self._processes.append(process)
-            self._pipes.append(pipe)
+        self.on_a_node = max(Counter(launcher.nodes).values())
+        started = launcher.launch()
+        self.processes = [each.process for each in started]
+        self.heard = [Heard(each.line) for each in started]
+        self._door, self._site = launcher.door, _site(launcher, started)
+        self._watch = _Watch(self.processes, self.heard, self._site, settings.engine_heartbeat_timeout_s)
+        self.check = self._watch.check
+        self._sender = self._site.sender([each.line for each in started], self.check)
+        self.close = weakref.finalize(self, self._watch.leave)
+        for each in started:
+            self._order(each, Orders(settings, cache, each.device, self._site))
         self._watch.start()
+
+    def _order(self, rank: Started, orders: Orders) -> None:
+        try:
+            rank.line.send_bytes(pickle.dumps(orders))
+        except OSError:  # it has exited already, as the watch will see
+            return
+
+    def meeting(self) -> Meeting:
+        """By which rank 0 finds the others. Raises RankDied."""
+        meeting = self._site.meeting(0, self._door, self.check)
+        if self._door is not None:
+            self._door.close()
+        return meeting
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
         """``report`` is called, in a thread, when a rank has died."""
@@ -114,8 +166,11 @@ class Ranks:
 
     def tell(self, name: str, *args: Any) -> None:
         """Have every rank call ``name(*args)``, after all that it was told before. Raises RankDied."""
-        self.board.check()
-        self._sender.send((name, args))
+        self.check()
+        try:
+            self._sender.send((name, args))
+        except OSError as error:
+            raise self.death(error) from None
 
     def call(self, name: str, *args: Any) -> list[Any]:
         """As :meth:`tell`; waits for what each one returns."""
@@ -125,44 +180,76 @@ class Ranks:
     def answers(self) -> list[Any]:
         """What each rank answers next. Raises the error that one answers with, and RankDied."""
         found = []
-        for pipe in self._pipes:
-            try:
-                while not pipe.poll(_WATCH_SECONDS):
-                    self.board.check()
-                answer = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError):
-                raise self.death() from None
+        for heard in self.heard:
+            answer = self._answer(heard)
             if isinstance(answer, WireError):
                 raise answer.restore()
             found.append(answer)
         return found
 
-    def death(self, error: BaseException | None = None) -> RankDied:
+    def _answer(self, heard: Heard) -> Any:
+        while True:
+            try:
+                return heard.answers.get(timeout=_WATCH_SECONDS)
+            except Empty:
+                self.check()
+
+    def death(self, error: BaseException) -> RankDied:
         """The reason why a step cannot go on: a rank that died, else the leader's own ``error``, which ends all."""
-        until = time.monotonic() + (_LAST_WORDS_SECONDS if error is None else 2 * _WATCH_SECONDS)
+        gone = isinstance(error, OSError)  # a connection: whoever was at its other end has died
+        until = time.monotonic() + (_LAST_WORDS_SECONDS + _WATCH_SECONDS if gone else 2 * _WATCH_SECONDS)
         while time.monotonic() < until:
             try:
-                self.board.check()
+                self.check()
             except RankDied as died:
                 return died
             time.sleep(_WATCH_SECONDS / 10)
-        said = "a rank has gone" if error is None else f"rank 0: {type(error).__name__}: {error}"
+        said = f"rank 0: {type(error).__name__}: {error}"
         self._watch.end(f"A step of several ranks failed in the middle, so none can go on: {said}")
-        return RankDied(self.board.failure(0))
+        return RankDied(self._watch.reason or "")
+
+
+def _site(launcher: Launcher, started: Sequence[Started]) -> Site:
+    """Memory where one node has all, else the network."""
+    if len(set(launcher.nodes)) == 1:
+        return Memory.open(len(launcher.nodes))
+    assert launcher.door is not None
+    return Network((launcher.door.address, *(each.door for each in started if each.door is not None)))
 
 
 class _Watch:
-    """The thread that notices when a rank dies. It does not know the :class:`Ranks`, so that those can be collected."""
+    """The thread that notices when a rank dies. It does not know the :class:`Ranks`, so that those can be collected.
+    ``reason``: why the engine is over, None while it is not.
+    """
 
-    def __init__(self, board: Board, folder: Path, processes: list[RankProcess], limit: float) -> None:
-        self._board, self._folder, self._processes, self._limit = board, folder, processes, limit
+    def __init__(self, processes: Sequence[RankProcess], heard: Sequence[Heard], site: Site, limit: float) -> None:
+        self.processes, self.heard, self.site, self._limit = processes, heard, site, limit
+        self.reason: str | None = None
         self.report: Callable[[PreheatError], None] = lambda error: None
         self.abort: Callable[[], None] = lambda: None
         self.stopped = threading.Event()
         self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ranks")
+        self._gone: dict[int, float] = {}  # when a connection ended, by rank
 
     def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="ranks").start()
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Watch no longer; end all ranks, and give back what they held."""
+        self.stopped.set()
+        for process in self.processes:
+            process.leave()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()  # it reads by the connections
+        for heard in self.heard:
+            heard.line.close()
+        self.site.close()
+
+    def check(self) -> None:
+        """Raise RankDied, with the reason, if the engine is over."""
+        if self.reason is not None:
+            raise RankDied(self.reason)
 
     def end(self, why: str) -> None:
         """Once: note the reason, end all ranks."""
@@ -171,35 +258,40 @@ class _Watch:
                 return
             self.stopped.set()
         logger.error("%s", why)
-        self._board.end(why)
-        for process in self._processes:
+        self.reason = why
+        for process, heard in zip(self.processes, self.heard, strict=True):
+            hang_up(heard.line)
             process.kill()
-        remove_folder(self._folder)  # nobody else is left to do it if this process is killed next
+        self.site.close()  # nobody else is left to do it if this process is killed next
         self.report(RankDied(why))
         self.abort()
 
     def _run(self) -> None:
-        heard = {rank: (0, time.monotonic()) for rank in range(1, len(self._processes) + 1)}
-        while not self.stopped.wait(_WATCH_SECONDS):
-            for rank, process in enumerate(self._processes, 1):
-                beats, now = self._board.beats(rank), time.monotonic()
-                if beats != heard[rank][0]:
-                    heard[rank] = beats, now
-                if (code := process.poll()) is not None:
-                    self.end(f"Rank {rank} ended with status {code}{_why(self._board, rank, process)}")
-                elif beats and now - heard[rank][1] > self._limit:
-                    self.end(
-                        f"Rank {rank} has sent no heartbeat for {self._limit:g} s (--engine-heartbeat-timeout-s): its "
-                        "process is stopped"
-                    )
+        looked = time.monotonic()
+        while not self.stopped.is_set():
+            lines = {heard.line: heard for heard in self.heard if heard.open}
+            for line in wait(list(lines), _WATCH_SECONDS):
+                lines[line].listen()  # type: ignore[index]
+            if (now := time.monotonic()) - looked >= _WATCH_SECONDS:
+                looked = now
+                self._look()
 
+    def _look(self) -> None:
+        for rank, (process, heard) in enumerate(zip(self.processes, self.heard, strict=True), 1):
+            if (why := self._why(rank, process, heard)) is not None:
+                self.end(why)
 
-def _why(board: Board, rank: int, process: RankProcess) -> str:
-    return f": {said}" if (said := board.failure(rank)) else process.reason
-
-
-def _end(watch: _Watch, processes: list[RankProcess], folder: Path) -> None:
-    watch.stopped.set()
-    for process in processes:
-        process.leave()
-    remove_folder(folder)
+    def _why(self, rank: int, process: RankProcess, heard: Heard) -> str | None:
+        """Why a rank is dead; None if it is not, or if that is not known yet."""
+        now = time.monotonic()
+        if (code := process.poll()) is not None:
+            heard.listen()
+            return f"Rank {rank} ended with status {code}" + (f": {heard.failure}" if heard.failure else process.reason)
+        if not heard.open and now - self._gone.setdefault(rank, now) > _LAST_WORDS_SECONDS:
+            return f"Rank {rank} cannot be reached: its node is gone, or the network between"
+        if heard.heard is not None and now - heard.heard > self._limit:
+            return (
+                f"Rank {rank} has sent no heartbeat for {self._limit:g} s (--engine-heartbeat-timeout-s): its "
+                "process is stopped, or its node cannot be reached"
+            )
+        return None

@@ -1,74 +1,115 @@
-"""Ranks that are actors of Ray. They do what a rank's process does, and talk through the same shared memory, so all of
-them are on the engine's node: a placement group reserves there what each rank needs, the engine's own included.
+"""Ranks that are actors of Ray, on the engine's node as long as that has room, and then on others.
+
+A placement group reserves what each rank needs, the engine's own included. The actors do what a rank's process does.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from multiprocessing.connection import Connection
-from pathlib import Path
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from preheat.errors import SettingsError
-from preheat.settings import Settings
+from preheat.errors import RankDied, SettingsError
+from preheat.parallel.ranks import Started
+from preheat.parallel.remote import be_rank, callers
+from preheat.parallel.wire import Address, Door
 
 try:
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise SettingsError(
         "distributed_executor_backend ray needs Ray: pip install preheat[ray]", param="distributed_executor_backend"
     ) from error
 
-_PLACE_SECONDS = 30.0
+logger = logging.getLogger(__name__)
+
+_PLACE_SECONDS = 300.0  # nodes may still have to join
+_HINT_SECONDS = 5.0
 _LEAVE_SECONDS = 5.0
 
 
 class _Rank:
     """Runs in the actor's process."""
 
-    def run(self, settings: Settings, cache: str | None, folder: str, rank: int, answers: str) -> None:
-        from preheat.parallel import worker
-
-        connection = Connection(os.open(answers, os.O_WRONLY), readable=False)
-        worker.run(settings, None if cache is None else Path(cache), Path(folder), rank, connection)
+    def run(self, rank: int, leader: Address, key: bytes) -> None:
+        be_rank(rank, leader, key)
 
 
 class RankActors:
-    """A place for each of ``world`` ranks, each with one ``resource`` (CPU or GPU) of Ray's. Raises SettingsError
-    where there is no Ray, or where this node has not so much.
+    """A :class:`preheat.parallel.ranks.Launcher` with a place for each of ``world`` ranks, each with one ``resource``
+    (CPU or GPU) of Ray's. Raises SettingsError where there is no Ray, or not so much of it.
     """
 
     def __init__(self, world: int, resource: str) -> None:
         _connect()
-        here = ray.util.get_node_ip_address()
+        here = ray.get_runtime_context().get_node_id()
         self._bundle = {resource: 1}
-        self._group = placement_group([{resource: 1, f"node:{here}": 0.001}] * world, strategy="STRICT_PACK")
+        self._group = placement_group(
+            [self._bundle] * world,
+            strategy="PACK",
+            bundle_label_selector=[{"ray.io/node-id": here}] + [{}] * (world - 1),
+        )
+        self._reserved(f"{world} {resource}, one of them on this node ({ray.util.get_node_ip_address()})")
+        node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        # Neighbours are on one node; the first ones are on the engine's.
+        self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
+        self.nodes: Sequence[object] = [node_of[bundle] for bundle in self._bundles]
+        self.door: Door = Door(ray.util.get_node_ip_address(), secrets.token_bytes(32))
+        if (several := len(set(self.nodes))) > 1:
+            logger.info("%d ranks are on %d nodes: they exchange by the network", world, several)
+
+    def _reserved(self, what: str) -> None:
+        """Wait for the places."""
+        if self._group.wait(_HINT_SECONDS):
+            return
+        logger.warning("Waiting for Ray to reserve %s, for %g s", what, _PLACE_SECONDS)
         if not self._group.wait(_PLACE_SECONDS):
             remove_placement_group(self._group)
             raise SettingsError(
-                f"distributed_executor_backend ray: this node ({here}) has not {world} {resource} that Ray could "
-                "reserve. Ranks talk through the memory of one node, so several nodes cannot share a model: lower "
-                "tensor_parallel_size, or run preheat on a node that has them",
+                f"distributed_executor_backend ray: Ray could not reserve {what}, in {_PLACE_SECONDS:g} s: lower "
+                "tensor_parallel_size or pipeline_parallel_size, add nodes, or end what holds theirs",
                 param="tensor_parallel_size",
             )
 
-    def start(self, folder: Path, rank: int, settings: Settings, cache: Path | None) -> tuple[RankActor, Connection]:
-        """As :data:`preheat.parallel.ranks.Start`. The rank sees the devices that the engine sees."""
-        pipe = folder / f"answers-{rank}"
-        os.mkfifo(pipe, 0o600)
-        ours = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the other end
-        os.set_blocking(ours, True)
-        seen = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        seen |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+    def launch(self) -> list[Started]:
+        actors = [self._start(rank) for rank in range(1, len(self.nodes))]
+
+        def check() -> None:
+            for rank, actor in enumerate(actors, 1):
+                if actor.poll() is not None:
+                    raise RankDied(f"Rank {rank} ended before it had begun{actor.reason}")
+
+        try:
+            return self._met(actors, check)
+        except BaseException:
+            for actor in actors:
+                actor.leave()
+            self.door.close()
+            raise
+
+    def _met(self, actors: list[RankActor], check: Callable[[], None]) -> list[Started]:
+        """The actors, when all have called."""
+        found = callers(self.door, len(actors), check)
+        # Elsewhere Ray shows an actor its own GPU alone.
+        devices = [rank if node == self.nodes[0] else 0 for rank, node in enumerate(self.nodes)]
+        return [Started(actor, *found[rank], devices[rank]) for rank, actor in enumerate(actors, 1)]
+
+    def _start(self, rank: int) -> RankActor:
+        """On the engine's node the rank sees the devices that the engine sees, which Ray knows nothing of."""
+        seen: dict[str, str] = {}
+        if self.nodes[rank] == self.nodes[0]:
+            seen = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            seen |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
         actor = ray.remote(_Rank).options(
             num_cpus=self._bundle.get("CPU", 0), num_gpus=self._bundle.get("GPU", 0), max_restarts=0,
             scheduling_strategy=place, runtime_env={"env_vars": seen},
         ).remote()  # fmt: skip
-        running = actor.run.remote(settings, None if cache is None else str(cache), str(folder), rank, str(pipe))
-        return RankActor(actor, running, self._group), Connection(ours, writable=False)
+        return RankActor(actor, actor.run.remote(rank, self.door.address, self.door.key), self._group)
 
 
 class RankActor:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from preheat.backends.base import Backend, Collective, Facts, Mode
 from preheat.backends.cold import Counted
+from preheat.backends.meeting import OneNode
 from preheat.errors import SettingsError
 from preheat.execution.build import Build, build
 from preheat.execution.executor import Executor
@@ -19,7 +20,7 @@ from preheat.ops.leaves import leaves_of
 from preheat.parallel.adapters import SharedReads
 from preheat.parallel.groups import Groups, has_groups, world_size
 from preheat.parallel.leader import ParallelExecutor, build_parallel
-from preheat.parallel.ranks import Ranks, Start, start_child
+from preheat.parallel.ranks import Children, Launcher, Ranks
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.warmup.store import cache_root
@@ -42,9 +43,9 @@ class Share:
         if not has_groups(settings) or backend.sharing is None:
             return cls(None, None, build)
         if world == 1:
-            return cls(backend.sharing.join(Path(), 0, 1, lambda: None), None, build)
-        ranks = Ranks(settings, cache_root(settings), _starter(settings, backend))
-        groups = Groups.join(settings, backend.sharing, ranks.folder, 0, ranks.board.check)
+            return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None, build)
+        ranks = Ranks(settings, cache_root(settings), _launcher(settings, backend))
+        groups = Groups.join(settings, backend.sharing, ranks.meeting(), ranks.check)
         ranks.on_end(groups.abort)
         shares_draws = groups.collective if backend.facts.asynchronous else None
         return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))
@@ -56,6 +57,11 @@ class Share:
     def loaded(self) -> list[int]:
         """Wait until all ranks have loaded their shards: the bytes that each of the others then has free."""
         return self.ranks.answers() if self.ranks else []
+
+    @property
+    def on_a_node(self) -> int:
+        """Ranks on the node that has the most: so many share a host's memory."""
+        return self.ranks.on_a_node if self.ranks else 1
 
     def close(self) -> None:
         """End the other ranks."""
@@ -93,13 +99,13 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
     return replace(settings, num_threads=max(threads, 1))
 
 
-def _starter(settings: Settings, backend: Backend) -> Start:
+def _launcher(settings: Settings, backend: Backend) -> Launcher:
     """What starts ranks 1 and up, by ``--distributed-executor-backend``."""
     if settings.distributed_executor_backend == "mp":
-        return start_child
+        return Children(world_size(settings))
     from preheat.parallel.ray_actors import RankActors
 
-    return RankActors(settings.tensor_parallel_size, "CPU" if backend.facts.on_host else "GPU").start
+    return RankActors(world_size(settings), "CPU" if backend.facts.on_host else "GPU")
 
 
 def for_ranks(settings: Settings, backend: Backend, mode: Mode) -> Settings:
@@ -157,7 +163,6 @@ def _check_stages(settings: Settings, backend: Backend) -> None:
         "weight_transfer_config": settings.weight_transfer_config is not None,
         "server_dev_mode": settings.server_dev_mode,
         "execution_mode": settings.execution_mode == "compile",
-        "distributed_executor_backend": settings.distributed_executor_backend == "ray",
         "data_parallel_size": settings.data_parallel_size > 1,
     }
     if name := next((name for name, given in alone.items() if given), None):

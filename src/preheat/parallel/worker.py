@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import sys
 import threading
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-
-import msgspec
 
 from preheat.backends.base import Backend, Mode
+from preheat.backends.meeting import Meeting
 from preheat.backends.registry import pick_backend
 from preheat.core import Swaps
 from preheat.errors import PreheatError, WireError
@@ -27,32 +26,33 @@ from preheat.model.loader import LoadedModel, load_model
 from preheat.parallel.adapters import RankAdapters, Source
 from preheat.parallel.channel import Receiver
 from preheat.parallel.executor import SharedExecutor
-from preheat.parallel.groups import Groups, world_size
+from preheat.parallel.groups import Groups
 from preheat.parallel.leader import LogitDigest, agreed
-from preheat.parallel.shared import Board, remove_folder
+from preheat.parallel.ranks import Orders
+from preheat.parallel.reports import Reporter
+from preheat.parallel.sites import Site
 from preheat.parallel.steps import StepMessage, StepReader
+from preheat.parallel.wire import Door
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
-from preheat.settings import Settings
 from preheat.utils.heartbeat import Heartbeat
 from preheat.warmup.cold_sources import ColdSources
 
 logger = logging.getLogger(__name__)
 
-_STDIN = 0
-
 
 class Worker:
     """One rank. Its public methods are what the leader may call; what they return is answered, unless it is None."""
 
-    def __init__(self, settings: Settings, cache: Path | None, board: Board, folder: Path) -> None:
-        self._settings, self._cache, self._board, self._folder = settings, cache, board, folder
-        self._backend: Backend = pick_backend(settings.device, board.rank)
-        self._backend.prepare(settings, cache)
+    def __init__(self, orders: Orders, meeting: Meeting, reporter: Reporter) -> None:
+        settings = self._settings = orders.settings
+        self._reporter = reporter
+        self._backend: Backend = pick_backend(settings.device, orders.device)
+        self._backend.prepare(settings, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
-        self._groups = Groups.join(settings, self._backend.sharing, folder, board.rank, board.check)
+        self._groups = Groups.join(settings, self._backend.sharing, meeting, _nothing)
         self._draws = self._groups.collective if self._backend.facts.asynchronous else None
         self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
         self._settled: object = None
@@ -95,7 +95,7 @@ class Worker:
         self._run.complete(self._begun)
         if self._cold is not None:
             for source, detail in self._cold.taken():
-                self._board.cold(f"{source}: {detail}")
+                self._reporter.cold(f"{source}: {detail}")
 
     def forward(self, message: StepMessage, eager: bool) -> None:
         self._run.forward(self._reader.batch(message), eager=eager)
@@ -136,14 +136,14 @@ class Worker:
         return agreed(self._plan, self._backend, self._seen)
 
     def watch(self) -> bool:
-        """From now on what is cold is counted on the board."""
+        """From now on what is cold is told."""
         self._cold = ColdSources(self._backend)
         self._cold.taken()
         return True
 
     @cached_property
     def _read(self) -> RankAdapters:
-        return RankAdapters(self._model, self._folder, self._board.rank)
+        return RankAdapters(self._model, self._reporter.adapter)
 
     @property
     def _run(self) -> Executor:
@@ -151,54 +151,56 @@ class Worker:
         return self._executor
 
 
-def serve(worker: Worker, receiver: Receiver, pipe: Connection) -> None:
+def serve(worker: Worker, receiver: Receiver, reporter: Reporter) -> None:
     """Do what the leader says, until the process is ended."""
     while True:
         name, args = receiver.receive()
         answer = getattr(worker, name)(*args)
         if answer is not None:
-            pipe.send_bytes(pickle.dumps(answer))
+            reporter.answer(answer)
 
 
-def main() -> None:
-    """The process: the settings come by standard input, the rest by the command line."""
-    folder, rank, descriptor = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    with open(_STDIN, "rb", buffering=0, closefd=False) as pipe:
-        settings, cache = msgspec.json.decode(pipe.readline(), type=tuple[Settings, str | None])
-    threading.Thread(target=_exit_with_leader, args=[folder], daemon=True, name="leader-exit").start()
-    run(settings, None if cache is None else Path(cache), folder, rank, Connection(descriptor, readable=False))
-
-
-def run(settings: Settings, cache: Path | None, folder: Path, rank: int, answers: Connection) -> None:
-    """Be ``rank`` until this process ends: in the leader's ``folder``, answering by ``answers``."""
-    set_up_logging(settings.log_level)
-    board = Board(folder, rank, world_size(settings))
-    receiver = Receiver(folder, board)
-    Heartbeat(board.beat, lambda: True)
+def run(rank: int, line: Connection, door: Door | None) -> None:
+    """Be ``rank`` until this process ends: with a ``line`` to the leader, and a ``door`` if the ranks are on several
+    nodes.
+    """
+    orders: Orders = pickle.loads(line.recv_bytes())
+    set_up_logging(orders.settings.log_level)
+    threading.Thread(target=_exit_with_leader, args=[line, orders.site], daemon=True, name="leader-exit").start()
+    reporter, receiver = Reporter(line), orders.site.receiver(rank, line)
+    Heartbeat(reporter.beat, lambda: True)
     try:
-        worker = Worker(settings, cache, board, folder)
-        answers.send_bytes(pickle.dumps(worker.memory))
-        serve(worker, receiver, answers)
+        meeting = orders.site.meeting(rank, door, _nothing)
+        if door is not None:
+            door.close()
+        worker = Worker(orders, meeting, reporter)
+        reporter.answer(worker.memory)
+        serve(worker, receiver, reporter)
     except PreheatError as error:
-        answers.send_bytes(pickle.dumps(WireError.of(error)))
-        _fail(board, error)
+        reporter.answer(WireError.of(error))
+        _fail(reporter, error)
     except BaseException as error:
         logger.exception("Rank %d failed", rank)
-        _fail(board, error)
+        _fail(reporter, error)
 
 
-def _fail(board: Board, error: BaseException) -> None:
-    board.fail(f"{type(error).__name__}: {error}")
+def _nothing() -> None:
+    """A rank need not ask whether the engine is over: its process ends then."""
+
+
+def _fail(reporter: Reporter, error: BaseException) -> None:
+    reporter.fail(f"{type(error).__name__}: {error}")
     sys.stdout.flush()
     os._exit(1)
 
 
-def _exit_with_leader(folder: Path) -> None:
-    while os.read(_STDIN, 1):
-        pass
-    remove_folder(folder)
+def _exit_with_leader(line: Connection, site: Site) -> None:
+    ends = select.poll()
+    ends.register(line, select.POLLRDHUP)
+    ends.poll()
+    site.close()
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    run(int(sys.argv[1]), Connection(int(sys.argv[2])), door=None)

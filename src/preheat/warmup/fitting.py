@@ -39,7 +39,8 @@ class Fitted:
 @dataclass(frozen=True)
 class Fitting:
     """Fits ``model``, which is loaded already. ``checks`` names the cross-checks that are possible within limits.
-    Of several ``ranks`` the others have so much memory free; ``build`` makes an engine on all of them.
+    Of several ranks the others have so much memory free, and so many are on one host; ``build`` makes an engine on all
+    of them.
     """
 
     settings: Settings
@@ -47,7 +48,7 @@ class Fitting:
     model: LoadedModel
     mode: Mode
     checks: Callable[[Limits], Sequence[str]]
-    ranks: int = 1
+    on_a_host: int = 1
     others_free: Sequence[int] = ()
     build: Build = build
 
@@ -76,8 +77,8 @@ class Fitting:
         return self._shared(min([self.backend.free_memory(), *self.others_free])) or 0
 
     def _shared(self, size: int | None) -> int | None:
-        """This rank's part of ``size``, if the ranks are all in the host's memory."""
-        return size // self.ranks if size and self.backend.facts.on_host else size
+        """This rank's part of ``size``, if it shares the host's memory with others."""
+        return size // self.on_a_host if size and self.backend.facts.on_host else size
 
     @property
     def _depends(self) -> bool:

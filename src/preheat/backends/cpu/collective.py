@@ -1,15 +1,13 @@
-"""Ranks on one host exchange tensors through shared memory.
+"""What ranks on CPUs exchange: through the memory of their node, or, where they are on several, by their connections.
 
-Each rank has two places in a file that all of them map, used in turn, and a counter. To gather, a rank copies its
-tensor into its place, adds one to its counter, waits until every counter is as far, and reads all places. Whoever
-writes a place again has seen that all others have passed the gathering in between, and so have read it. Only bytes are
-moved, so there is no order of arrival in what is read.
+Only bytes are moved, each to the place that its rank has, so there is no order of arrival in what is read.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -19,22 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.backends.meeting import Nodes, OneNode
+
 PLACE_BYTES = 1 << 20
-"""What is larger is gathered in parts."""
+"""What is larger goes through memory in parts."""
 
 _LINE = 64  # bytes of a counter, so that ranks do not write into one cache line
 _SPINS = 50  # looks at a counter, giving way to other processes, before it sleeps
 _NAP_SECONDS = 2e-5
 _LOOKS = 256  # between checks that all ranks live
 
+_CHECK_SECONDS = 0.1  # the same of connections
+_LAST_WORDS_SECONDS = 3.0  # in which it is found out why a peer has gone
+
 
 class SharedMemory:
-    """Rank ``rank`` of ``world``, who share a file in ``folder``. ``check`` raises where a rank has died."""
+    """Through a file that all ranks of one node map. ``check`` raises where a rank has died.
 
-    def __init__(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
-        self.rank, self.world, self._check = rank, world, check
-        self._epoch, self._fence = 0, threading.Lock()
-        data = _mapped(folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
+    Each rank has two places in it, used in turn, and a counter. To gather, a rank copies its tensor into its place,
+    adds one to its counter, waits until every counter is as far, and reads all places. Whoever writes a place again has
+    seen that all others have passed the gathering in between, and so have read it.
+    """
+
+    def __init__(self, meeting: OneNode, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._check = meeting.rank, meeting.world, check
+        self._epoch, self._fence, world = 0, threading.Lock(), meeting.world
+        data = _mapped(meeting.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
         if data is None:
             return
         self._counters = data[: world * _LINE].view(np.int64)[:: _LINE // 8]
@@ -97,6 +105,92 @@ class SharedMemory:
                 time.sleep(_NAP_SECONDS)
             if not looks % _LOOKS:
                 self._check()
+
+
+class Sockets:
+    """By a connection to each other rank, which nobody else uses meanwhile. ``check`` raises where a rank has died.
+
+    Two ranks exchange in the same order, so what arrives next is always what is asked for next.
+    """
+
+    def __init__(self, meeting: Nodes, check: Callable[[], None]) -> None:
+        self.rank, self.world, self._check = meeting.rank, meeting.world, check
+        self._peers = {rank: peer for rank, peer in enumerate(meeting.peers) if peer is not None}
+        for peer in self._peers.values():
+            os.set_blocking(peer.fileno(), False)
+
+    def gather(self, x: Tensor) -> Tensor:
+        mine = x.contiguous().view(-1).view(torch.uint8)
+        found = mine.new_empty(self.world, len(mine))
+        found[self.rank] = mine
+        self._move(dict.fromkeys(self._peers, mine), {rank: found[rank] for rank in self._peers})
+        return found.view(x.dtype).view(self.world, *x.shape)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See :class:`preheat.backends.base.Link`."""
+        data = x.view(-1).view(torch.uint8)
+        if self.rank == source:
+            self._move(dict.fromkeys(self._peers, data), {})
+        else:
+            self._move({}, {source: data})
+        return x
+
+    def abort(self) -> None:
+        """Whoever waits is told by ``check``."""
+
+    def _move(self, out: dict[int, Tensor], into: dict[int, Tensor]) -> None:
+        """Send the bytes ``out`` to each rank, and fill ``into`` with those of each. Both at once, whichever connection
+        is ready: no rank waits for another one to read.
+        """
+        sends, receives = _views(out), _views(into)
+        while True:
+            for rank in list(sends):
+                self._advance(rank, sends, os.write)
+            for rank in list(receives):
+                self._advance(rank, receives, _read)
+            if not sends and not receives:
+                return
+            self._wait(set(sends), set(receives))
+
+    def _advance(self, rank: int, views: dict[int, memoryview], move: Callable[[int, memoryview], int]) -> None:
+        """Move what can be moved at once."""
+        try:
+            while rank in views:
+                if not (moved := move(self._peers[rank].fileno(), views[rank])):
+                    self._lost(rank, "it closed its connection")
+                views[rank] = views[rank][moved:]
+                if not len(views[rank]):
+                    del views[rank]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(rank, str(error))
+
+    def _wait(self, sends: set[int], receives: set[int]) -> None:
+        """Until one of these can go on."""
+        poll = select.poll()
+        for rank in sends | receives:
+            poll.register(
+                self._peers[rank], (select.POLLOUT if rank in sends else 0) | (select.POLLIN if rank in receives else 0)
+            )
+        while not poll.poll(_CHECK_SECONDS * 1e3):
+            self._check()
+
+    def _lost(self, rank: int, why: str) -> None:
+        until = time.monotonic() + _LAST_WORDS_SECONDS
+        while time.monotonic() < until:
+            self._check()
+            time.sleep(_CHECK_SECONDS / 10)
+        raise ConnectionError(f"rank {rank} cannot be reached: {why}")
+
+
+def _read(descriptor: int, data: memoryview) -> int:
+    """As os.write: the bytes that have been read into ``data``."""
+    return os.readv(descriptor, [data])
+
+
+def _views(parts: dict[int, Tensor]) -> dict[int, memoryview]:
+    return {rank: part.numpy().data for rank, part in parts.items() if len(part)}
 
 
 def _mapped(path: Path, size: int) -> np.ndarray:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from preheat.backends.base import Collective, Linear
-from preheat.backends.cpu.collective import SharedMemory
+from preheat.backends.cpu.collective import SharedMemory, Sockets
 from preheat.backends.cpu.linear import OneDnnLinear, finished, proven_size
 from preheat.backends.cpu.moe import SIZES, padded
 from preheat.backends.cpu.quantized import Fp8Leaves, Fp8Linear
+from preheat.backends.meeting import Meeting, OneNode
 from preheat.backends.shards import LeafLinear, Leaves, Products, TiledLinear, all_ranks
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
@@ -26,8 +26,8 @@ class CpuSharing:
 
     quantized = True
 
-    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
-        return SharedMemory(folder, rank, world, check)
+    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
+        return SharedMemory(meeting, check) if isinstance(meeting, OneNode) else Sockets(meeting, check)
 
     def row_linear(
         self,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.meeting import Meeting
 from preheat.backends.process_group import join_group
 
 _BLOCK = 1024
@@ -86,12 +86,12 @@ class RankSums:
 
 
 class Nccl(RankSums):
-    """Rank ``rank`` of ``world`` on ``device``, see :func:`preheat.backends.process_group.join_group`."""
+    """A rank on ``device``, see :func:`preheat.backends.process_group.join_group`."""
 
-    def __init__(self, device: torch.device, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, device: torch.device, meeting: Meeting, check: Callable[[], None]) -> None:
+        self.rank, self.world = meeting.rank, meeting.world
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # ranks watch each other, see parallel/ranks.py
-        join_group("nccl", folder, rank, world, check, device=device)
+        join_group("nccl", meeting, check, device=device)
         self.gather(torch.zeros(1, device=device))  # connects the ranks, and takes the memory that this needs
         torch.cuda.synchronize(device)
 

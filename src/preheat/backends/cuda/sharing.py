@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from preheat.backends.cuda.collective import Nccl, RankSums
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.meeting import Meeting
 from preheat.ops.kinds import Activation
 from preheat.ops.moe import Routing
 from preheat.ops.quantization import QuantizedWeight
@@ -29,8 +29,8 @@ class CudaSharing:
     def __init__(self, backend: CudaBackend, tiles: LeafTiles) -> None:
         self._backend, self._tiles = backend, tiles
 
-    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> RankSums:
-        return RankSums() if world == 1 else Nccl(self._backend.device, folder, rank, world, check)
+    def join(self, meeting: Meeting, check: Callable[[], None]) -> RankSums:
+        return RankSums() if meeting.world == 1 else Nccl(self._backend.device, meeting, check)
 
     def row_linear(
         self,

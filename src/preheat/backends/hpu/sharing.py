@@ -1,13 +1,12 @@
 """Layers that several ranks share on Gaudi, one card and one process each; see :mod:`preheat.ops.leaves`.
 
-Ranks meet in a file and exchange by torch.distributed's process group of HCCL's name, whose gathering is an operation
+Ranks exchange by torch.distributed's process group of HCCL's name, whose gathering is an operation
 like any other: in lazy mode it accumulates, and graphs hold it, as ``PT_HPU_ENABLE_LAZY_COLLECTIVES`` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import Tensor
 from preheat.backends.base import Collective, Linear
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.hpu.linear import HpuLinear, Sizes, ending
+from preheat.backends.meeting import Meeting
 from preheat.backends.process_group import join_group
 from preheat.backends.shards import LeafLinear, Leaves, TiledLinear, all_ranks
 from preheat.errors import SettingsError
@@ -34,8 +34,8 @@ class HpuSharing:
     def __init__(self, sizes: Callable[[], Sizes]) -> None:
         self._sizes = sizes
 
-    def join(self, folder: Path, rank: int, world: int, check: Callable[[], None]) -> Collective:
-        return Group(self._sizes().bridge, folder, rank, world, check)
+    def join(self, meeting: Meeting, check: Callable[[], None]) -> Collective:
+        return Group(self._sizes().bridge, meeting, check)
 
     def row_linear(
         self,
@@ -73,13 +73,13 @@ class HpuSharing:
 
 
 class Group:
-    """Rank ``rank`` of ``world``, see :func:`preheat.backends.process_group.join_group`. Raises SettingsError also if
+    """A rank, see :func:`preheat.backends.process_group.join_group`. Raises SettingsError also if
     collectives are kept out of lazy graphs.
     """
 
-    def __init__(self, bridge: Bridge, folder: Path, rank: int, world: int, check: Callable[[], None]) -> None:
-        self.rank, self.world = rank, world
-        if world == 1:
+    def __init__(self, bridge: Bridge, meeting: Meeting, check: Callable[[], None]) -> None:
+        self.rank, self.world = meeting.rank, meeting.world
+        if self.world == 1:
             return
         if not bridge.collects:
             raise SettingsError(
@@ -87,7 +87,7 @@ class Group:
                 "their collectives: leave it out, set it to true, or set PT_HPU_LAZY_MODE=0",
                 param="lazy_collectives",
             )
-        join_group(bridge.process_group, folder, rank, world, check)
+        join_group(bridge.process_group, meeting, check)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.world == 1:

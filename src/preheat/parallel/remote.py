@@ -1,0 +1,35 @@
+"""How a rank that the leader did not start itself becomes one: it calls at the leader's door. No torch here."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from preheat.parallel.wire import Address, Door, call
+
+
+def be_rank(rank: int, leader: Address, key: bytes) -> None:
+    """Be ``rank`` until this process ends. Raises OSError if the ``leader`` cannot be reached."""
+    doors = []
+
+    def hello(host: str) -> bytes:
+        doors.append(Door(host, key))
+        return pickle.dumps((rank, doors[0].address))
+
+    caller = call(leader, key, hello)
+    from preheat.parallel import worker  # torch takes its time, in which the leader goes on
+
+    worker.run(rank, caller, doors[0])
+
+
+def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tuple[Connection, Address]]:
+    """What the leader gets of ``count`` ranks, by their numbers: a connection to each, and where its own door is.
+    ``check`` raises if they will not come.
+    """
+    found: dict[int, tuple[Connection, Address]] = {}
+    while len(found) < count:
+        caller, hello = door.accept(check)
+        rank, address = pickle.loads(hello)
+        found[rank] = caller, address
+    return found

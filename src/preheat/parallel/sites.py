@@ -1,0 +1,92 @@
+"""Where an engine's ranks are: all in the memory of one node, or on several, with connections among them.
+
+A site is made by the leader and sent to every rank. It decides, for all of them, how the leader's messages travel and
+how ranks meet; nothing else knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+from preheat.backends.meeting import Meeting, Nodes, OneNode
+from preheat.parallel.channel import LineReceiver, LineSender, Receiver, RingReceiver, RingSender, Sender
+from preheat.parallel.shared import remove_folder, shared_folder
+from preheat.parallel.wire import Address, Door, call
+
+
+class Site(Protocol):
+    """``world`` ranks. ``door`` is the rank's own, where it has one; ``check`` raises if the engine is over."""
+
+    @property
+    def world(self) -> int: ...
+
+    def sender(self, lines: Sequence[Connection], check: Callable[[], None]) -> Sender:
+        """The leader's, who has these connections to the other ranks."""
+
+    def receiver(self, rank: int, line: Connection) -> Receiver:
+        """That of ``rank``, which has this connection to the leader."""
+
+    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Meeting:
+        """By which all ranks find each other. Every one asks for it, once."""
+
+    def close(self) -> None:
+        """Remove what is left where the engine has ended."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Ranks on one node, which share the files of ``folder``."""
+
+    folder: Path
+    world: int
+
+    @classmethod
+    def open(cls, world: int) -> Memory:
+        return cls(shared_folder(), world)
+
+    def sender(self, lines: Sequence[Connection], check: Callable[[], None]) -> Sender:
+        return RingSender(self.folder, self.world, check)
+
+    def receiver(self, rank: int, line: Connection) -> Receiver:
+        return RingReceiver(self.folder, self.world, rank)
+
+    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> OneNode:
+        return OneNode(self.folder, rank, self.world)
+
+    def close(self) -> None:
+        remove_folder(self.folder)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks on several nodes: the address of each one's door."""
+
+    doors: tuple[Address, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.doors)
+
+    def sender(self, lines: Sequence[Connection], check: Callable[[], None]) -> Sender:
+        return LineSender(lines)
+
+    def receiver(self, rank: int, line: Connection) -> Receiver:
+        return LineReceiver(line)
+
+    def meeting(self, rank: int, door: Door | None, check: Callable[[], None]) -> Nodes:
+        """Each pair has a connection, which the higher rank asks for. Raises OSError where one cannot be made."""
+        assert door is not None
+        peers: list[Connection | None] = [None] * self.world
+        for lower in range(rank):
+            peers[lower] = call(self.doors[lower], door.key, lambda own: b"%d" % rank)
+        for _ in range(rank + 1, self.world):
+            peer, number = door.accept(check)
+            peers[int(number)] = peer
+        return Nodes(tuple(peers), rank, tuple(host for host, _ in self.doors))
+
+    def close(self) -> None:
+        """Connections end with their processes."""
