@@ -8,7 +8,7 @@ import torch
 
 from preheat.backends.cpu import lora
 from preheat.backends.cpu.linear import OneDnnLinear
-from preheat.backends.cpu.lora import CpuAdapters
+from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.errors import NotInvariant
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs

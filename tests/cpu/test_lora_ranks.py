@@ -16,7 +16,8 @@ from preheat.backends.base import Collective
 from preheat.backends.cpu import lora
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.linear import OneDnnLinear
-from preheat.backends.cpu.lora import CpuAdapters, LinearFactors
+from preheat.backends.cpu.lora import LinearFactors
+from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.backends.shards import LeafLinear, Leaves
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
