@@ -42,8 +42,10 @@ from preheat.backends.cuda.lora_expand import (
     most_blocks,
 )
 from preheat.backends.cuda.lora_experts import AdaptedExperts
+from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.moe import CudaExperts
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
@@ -272,15 +274,17 @@ class CudaAdapters:
     def experts(
         self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
-    ) -> AdaptedExperts | None:  # fmt: skip
+    ) -> AdaptedExperts | AdaptedLeafExperts | None:  # fmt: skip
         """Of plain weights; those of quantized experts are refused when they are read."""
-        if not isinstance(experts, CudaExperts) or experts.shape.scheme is not None:
+        if not isinstance(experts, CudaExperts | CudaLeafExperts) or experts.shape.scheme is not None:
             return None
         held = matrix_dtype(experts.shape.dtype, dtype)
         gate_up, down = (
             Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)
             for inputs, outputs, parts in ((size.hidden, size.inner, 2), (size.inner, size.hidden, 1))
         )
+        if isinstance(experts, CudaLeafExperts):
+            return AdaptedLeafExperts(experts, gate_up, down, rows)
         return AdaptedExperts(experts, gate_up, down, rows)
 
 
