@@ -339,7 +339,7 @@ def test_stacks_that_do_not_fit_are_refused(tmp_path):
     file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
     tensors, fields = load_file(file), json.loads(config.read_text())
     with pytest.raises(AdapterError, match="experts are not served with this device"):
-        read_adapter("tuned", str(tmp_path), spec, MAX_RANK, torch.float32, experts=False)
+        read_adapter("tuned", str(tmp_path), spec, MAX_RANK, torch.float32, without_experts="with this device")
     with pytest.raises(AdapterError, match="rank 3, but at most 2 is served"):
         read(tmp_path, spec, max_rank=2)
     config.write_text(json.dumps(fields | {"target_parameters": ["experts.down_proj"]}))

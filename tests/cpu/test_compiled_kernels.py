@@ -24,6 +24,7 @@ from preheat.backends.cuda.lora import _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
 from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
 from preheat.backends.cuda.lora_fused import READY, _adapt
+from preheat.backends.cuda.lora_leaf_experts import _expand_tokens, _shrink_slots
 from preheat.backends.cuda.lora_leaves import _add_roots
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
 from preheat.backends.cuda.moe_codes import _experts_codes
@@ -142,11 +143,25 @@ def test_adapters_of_embeddings_compile():
 @pytest.mark.parametrize("blocked", [1, 32])
 def test_adapters_of_experts_compile(blocked, dtype):
     floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype, "shrunk": "*fp32", "scales": "*fp32", "most": "i32"}
-    types = floats | dict.fromkeys(("tiles", "slots", "places"), "*i32")
+    types = floats | dict.fromkeys(("tiles", "slots", "places"), "*i32") | {"height": "i32"}
     sizes = {**EXPERTS, "BLOCKED": blocked, "PARTS": 2, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
     more = {"WIDTH": 512, "CHUNK": 128, "EVEN": True, "gathered": dtype == "*bf16"}
     shrink = compiled(_shrink_experts, 4, 3, types, **sizes, **more)
     expand = compiled(_expand_experts, 4, 2, types, **sizes, COLUMNS=128)
+    if dtype == "*bf16":
+        assert instructions(shrink) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+        assert len(instructions(expand)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize(("blocked", "leaves", "world"), [(1, 4, 1), (32, 2, 2), (32, 1, 4)])
+def test_adapters_of_experts_that_ranks_share_compile(blocked, leaves, world, dtype):
+    floats = {"x": dtype, "y": dtype, "a": dtype, "b": dtype} | dict.fromkeys(("shrunk", "parts", "weights"), "*fp32")
+    types = floats | dict.fromkeys(("tiles", "rows_of", "members", "places"), "*i32") | {"size": "i32", "stride": "i32"}
+    types["scales"] = "*fp32"
+    sizes = {**EXPERTS, "BLOCKED": blocked, "TILES": 2, "TABLE": 512, "ROWS": 16, "RANKS": 16}
+    shrink = compiled(_shrink_slots, 4, 3, types, **sizes, LEAVES=leaves, WIDTH=256, CHUNK=128)
+    expand = compiled(_expand_tokens, 4, 2, types, **sizes, WORLD=world, COLUMNS=128)
     if dtype == "*bf16":
         assert instructions(shrink) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
         assert len(instructions(expand)) == 1

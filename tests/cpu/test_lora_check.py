@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from preheat.backends.cpu import lora
+from preheat.backends.cpu import lora, lora_experts
 from preheat.backends.cpu.lora import CpuAdapterRows, Factors, Group
 from preheat.errors import CheckFailed, NotInvariant
 from preheat.schedule.adapters import AdapterPlaces
@@ -184,14 +184,14 @@ def experts(tmp_path_factory):
 
 def down_by_company(patch):
     """A row's adapter of down is a little off where another adapter's rows visit the same expert."""
-    right = lora.add_parts
+    right = lora_experts.add_parts
 
     def add_parts(y, x, parts, place, rows):
         right(y, x, parts, place, rows)
         if len(parts) == 1 and place and len(rows) < len(x):
             y[rows] *= 1 + 2**-20
 
-    patch.setattr(lora, "add_parts", add_parts)
+    patch.setattr(lora_experts, "add_parts", add_parts)
 
 
 def test_the_check_adapts_experts_and_sees_what_they_get_wrong(experts, monkeypatch):

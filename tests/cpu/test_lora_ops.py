@@ -8,9 +8,10 @@ import torch
 
 from preheat.backends.cpu import lora
 from preheat.backends.cpu.linear import OneDnnLinear
-from preheat.backends.cpu.lora import CpuAdapters
+from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.errors import NotInvariant
-from preheat.ops.lora import LowRank, add_delta, delta
+from preheat.ops.lora import NOTHING, LowRank, add_delta, delta
+from preheat.ops.moe import combine
 from preheat.ops.proof import noise, signed_pairs
 
 INPUTS, OUTPUTS = 1100, (72, 40)
@@ -120,3 +121,14 @@ def test_a_product_that_depends_on_a_rows_place_is_refused(monkeypatch):
     with pytest.raises(NotInvariant, match="place of a row"):
         lora.rows_at_once(512, 16, 1)
     lora.rows_at_once.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_that_is_weighted_and_added_changes_no_bit(dtype):
+    """Which is how experts that no adapter changes are left alone where they are summed in leaves."""
+    y = torch.tensor([[0.0, -0.0, 1e-40, -3.0]]).to(dtype)
+    weights = torch.tensor([[0.0, 1e-45, 0.7]])
+    found = add_delta(y, combine(torch.full((1, 3, 4), NOTHING), weights))
+    assert torch.equal(found.view(torch.uint8), y.view(torch.uint8))
+    zeros = add_delta(y, combine(torch.zeros(1, 3, 4), weights))
+    assert not torch.equal(zeros.view(torch.uint8), y.view(torch.uint8))

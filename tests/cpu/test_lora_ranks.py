@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.common.adapter import write_adapter
 from preheat.backends.base import Collective
 from preheat.backends.cpu import lora
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.linear import OneDnnLinear
-from preheat.backends.cpu.lora import CpuAdapters, LinearFactors
+from preheat.backends.cpu.lora import LinearFactors
+from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.backends.shards import LeafLinear, Leaves
 from preheat.core import LoadAdapter, UnloadAdapter
 from preheat.errors import SettingsError
-from preheat.lora.adapter import expert_modules, read_adapter
+from preheat.lora.adapter import read_adapter
 from preheat.model.adapters import AdapterSeats, check_adapters
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
@@ -30,14 +32,16 @@ from preheat.model.shard import shard
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise
 from preheat.settings import Settings
+from preheat.verify.drive import Engine
 from tests.cpu.checkpoints import MODELS, save_checkpoint
-from tests.cpu.test_lora import ADAPTERS, ALL, alone, engine, prompts, reference, save_adapter, send
+from tests.cpu.test_lora import ADAPTERS, ALL, STACKED, alone, engine, prompts, reference, save_adapter, send
 from tests.cpu.test_model_families import logits_of, random_tokens
 from tests.cpu.test_tensor_parallel import on_ranks, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning"),  # but parameters
 ]
 TOKENS, MAX_RANK = 24, 70  # five tiles of ranks
 MIXED = np.array([0, 1, -1] * (TOKENS // 3), np.int32)
@@ -129,16 +133,6 @@ def test_logits_of_two_ranks_are_those_of_peft(saved, tmp_path):
     torch.testing.assert_close(found[0], expected, atol=5e-4, rtol=1e-4)
 
 
-def test_adapters_of_experts_are_refused_when_they_are_read(tmp_path):
-    save_checkpoint(MODELS["mixtral"], tmp_path / "base")
-    spec = read_spec(read_config(tmp_path / "base"))
-    expert, shape = next(iter(expert_modules(spec).items()))
-    write_adapter(tmp_path / "own", {expert: shape}, rank=4, seed=0)
-    own = engine(tmp_path, [], tp_invariant=True)
-    (report,) = send(own, LoadAdapter("own", str(tmp_path / "own")))
-    assert report.error and "adapters of experts are not served" in report.error.message
-
-
 INPUTS, OUTPUTS, ROWS = 4 * 1100, 40, 19
 
 
@@ -197,9 +191,11 @@ def test_controls(plant, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("lora")
-    save_checkpoint(MODELS["llama with biases"], made / "base")
-    for number, name in enumerate(("all", "qv")):
-        save_adapter(made / "base", made / name, ADAPTERS[name], seed=number)
+    family, sizes = MODELS["qwen3 moe with dense layers"]
+    save_checkpoint((family, {**sizes, "num_hidden_layers": 2}), made / "base")
+    config = {**ADAPTERS["all"], "target_parameters": STACKED}
+    for number, (name, own) in enumerate({"all": config, "qv": ADAPTERS["qv"]}.items()):
+        save_adapter(made / "base", made / name, own, seed=number)
     return made
 
 
@@ -213,25 +209,45 @@ def test_ranks_that_would_have_no_tile_are_refused_before_anything_is_loaded(fol
     check_adapters(replace(own, max_lora_rank=64), spec)
 
 
+SHARED: dict[str, Any] = {
+    "tp_invariant": True, "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+}  # fmt: skip
+
+
+@contextmanager
+def ranks_of(folder: Path, size: int, **more: Any) -> Iterator[Engine]:
+    own = engine(
+        folder, [], **SHARED, max_loras=1, max_cpu_loras=1, max_lora_rank=32, tensor_parallel_size=size,
+        boot_check="quick", skip_warmup=bool(more), determinism_warmup_iterations=0, **more,
+    )  # fmt: skip
+    try:
+        yield own
+    finally:
+        if size > 1:
+            own.loop.executor.ranks.close()
+
+
 def test_engines_of_one_two_and_four_ranks_load_and_unload_alike(folder):
-    """Two adapters take turns in one place; digests are of random ones in all modules."""
+    """Two adapters take turns in one place; digests are of random ones in all modules. Where first matrices are
+    divided, experts are not adapted.
+    """
     asked, seen, digests = prompts("all", "", "qv", "all", "qv"), [], []
-    for size, divided in ((1, False), (2, False), (4, False), (2, True)):
-        own = engine(
-            folder, ["all"], max_loras=1, max_cpu_loras=1, tensor_parallel_size=size, tp_invariant=True, num_threads=1,
-            boot_check="quick", skip_warmup=False, max_num_seqs=4, max_num_batched_tokens=64,
-            determinism_warmup_iterations=0, max_lora_rank=32, fully_sharded_loras=divided,
-        )  # fmt: skip
-        try:
+    for size in (1, 2, 4):
+        with ranks_of(folder, size) as own:
             (missing,) = send(own, LoadAdapter("x", str(folder / "nothing")))
             assert missing.error and missing.error.name == "AdapterError"
+            assert send(own, LoadAdapter("all", str(folder / "all")))[0].error is None
             assert send(own, LoadAdapter("qv", str(folder / "qv")))[0].error is None
             seen.append(alone(own, asked))
             assert own.run(asked) == seen[-1]
             assert send(own, UnloadAdapter("qv"))[0].error is None
             digests.append(own.loop.listener.record.proof.digest)
-        finally:
-            if size > 1:
-                own.loop.executor.ranks.close()
     assert all(each == seen[0] for each in seen)
     assert len(set(digests)) == 1
+    with ranks_of(folder, 2, fully_sharded_loras=True) as own:
+        (refused,) = send(own, LoadAdapter("all", str(folder / "all")))
+        assert refused.error and "experts are not served with --fully-sharded-loras" in refused.error.message
+        assert send(own, LoadAdapter("qv", str(folder / "qv")))[0].error is None
+        assert alone(own, asked[1:3]) == seen[0][1:3]
+    plain = engine(folder, [], **SHARED, enable_lora=False, max_loras=1, max_lora_rank=16)
+    assert alone(plain, asked[1:2]) == seen[0][1:2]

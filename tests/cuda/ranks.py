@@ -114,15 +114,16 @@ def collective(world: int) -> None:
     stage("collective: done")
 
 
-def adapters_of(folder: Path) -> list[Path]:
-    """Two adapters of the bundled model, of all modules."""
+def adapters_of(model: str, folder: Path) -> list[Path]:
+    """Two adapters of ``model``, of all modules."""
     from benchmarks.common.adapter import write_adapter
-    from preheat.lora.adapter import adapted_modules
+    from preheat.lora.adapter import adapted_modules, expert_modules
     from preheat.model.families import read_spec
     from preheat.model.files import find_model, read_config
     from preheat.settings import Settings
 
-    modules = adapted_modules(read_spec(read_config(find_model(Settings(model="bundled")))))
+    spec = read_spec(read_config(find_model(Settings(model=model))))
+    modules = adapted_modules(spec) | expert_modules(spec)
     return [write_adapter(folder / str(rank), modules, rank=rank, seed=rank) for rank in (8, 40)]
 
 
@@ -137,7 +138,7 @@ def engine(model: str, world: int, eager: bool, adapters: str | None = None) -> 
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     requests: list[LoRARequest | None] | None = None
     if adapters is not None:
-        paths = adapters_of(Path(tempfile.mkdtemp()))
+        paths = adapters_of(model, Path(tempfile.mkdtemp()))
         requests = [LoRARequest(f"a{at}", at + 1, str(path)) for at, path in enumerate(paths)] + [None]
         options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 40}
         options["fully_sharded_loras"] = adapters == "divided" and world > 1

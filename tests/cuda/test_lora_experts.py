@@ -120,6 +120,16 @@ def test_the_stages_that_adapters_add_to_give_the_bits_of_fused_layers(scheme: S
         assert found.isfinite().all() and found.any()
 
 
+def test_with_the_sums_of_ranks_mixed_is_each_alone(model: Path, adapters: Adapters) -> None:
+    """On one GPU; for two see tests/cuda/test_tensor_parallel.py."""
+    leaves = made(model, **WITH, max_loras=COUNT, tp_invariant=True, skip_warmup=False, on_cold="raise")
+    found, base = answers(leaves, adapters), answers(leaves, [None])
+    for at in (0, 1, 5, 14, 47):
+        assert answers(leaves, adapters, [at]) == [found[at]]
+    assert base == answers(made(model, tp_invariant=True), [None])
+    assert [found[at] == base[at] for at in range(len(base))] == [not each for each in load()[2]]
+
+
 @pytest.mark.parametrize("family", ["qwen3 moe", "mixtral", "qwen2 moe"])
 def test_in_fp32_probabilities_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
     """Of the next token of prompts of several lengths; a CPU's are those of PEFT (tests/cpu/test_lora.py)."""

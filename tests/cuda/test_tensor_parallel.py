@@ -42,6 +42,14 @@ def engine(model: str, world: int, folder: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+def named(name: str, folder: Path) -> str:
+    """The model of a ``name``, in the ``folder`` if it is not bundled."""
+    if name == "moe":
+        (folder / "config.json").write_text(json.dumps(MOE))
+        return str(folder)
+    return name
+
+
 def test_leaves_and_their_sum_have_the_bits_of_one_gpu():
     run("collective")
 
@@ -49,10 +57,7 @@ def test_leaves_and_their_sum_have_the_bits_of_one_gpu():
 @pytest.mark.parametrize("name", ["bundled", "moe"])
 @pytest.mark.parametrize("mode", [(), ("--eager",)], ids=["graphs", "eager"])
 def test_one_and_two_gpus_have_one_digest(name, mode, tmp_path):
-    model = name
-    if name == "moe":
-        (tmp_path / "config.json").write_text(json.dumps(MOE))
-        model = str(tmp_path)
+    model = named(name, tmp_path)
     one, two = (engine(model, world, tmp_path, *mode) for world in (1, 2))
     assert len(one["digest"]) == 32 and one["digest"] == two["digest"]
     assert one["answers"] == two["answers"]
@@ -60,16 +65,17 @@ def test_one_and_two_gpus_have_one_digest(name, mode, tmp_path):
     assert not two["unproved"] and not two["cold"]
 
 
-@pytest.mark.parametrize("how", ["whole", "divided"])
+@pytest.mark.parametrize(("name", "how"), [("bundled", "whole"), ("bundled", "divided"), ("moe", "whole")])
 @pytest.mark.parametrize("mode", [(), ("--eager",)], ids=["graphs", "eager"])
-def test_rows_with_adapters_have_the_bits_of_one_gpu(how, mode, tmp_path):
+def test_rows_with_adapters_have_the_bits_of_one_gpu(name, how, mode, tmp_path):
     """Two adapters and a row without one; first matrices divided with columns alone, or in all layers."""
-    one, two = (engine("bundled", world, tmp_path, "--adapters", how, *mode) for world in (1, 2))
+    model = named(name, tmp_path)
+    one, two = (engine(model, world, tmp_path, "--adapters", how, *mode) for world in (1, 2))
     assert len(one["digest"]) == 32 and one["digest"] == two["digest"]
     assert one["answers"] == two["answers"]
     assert not two["unproved"] and not two["cold"]
     (tmp_path / "plain").mkdir()
-    plain = engine("bundled", 1, tmp_path / "plain", *mode)
+    plain = engine(model, 1, tmp_path / "plain", *mode)
     assert one["answers"][0] != plain["answers"][0] and one["answers"][2] == plain["answers"][2]
 
 

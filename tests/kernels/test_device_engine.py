@@ -22,7 +22,7 @@ from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
-from preheat.lora.adapter import adapted_modules
+from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.logprob_check import check_logprobs
@@ -38,6 +38,10 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2, "tie_word_embeddings": True,
     "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "num_hidden_layers": 1, "norm_topk_prob": True, "use_sliding_window": False,
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 48,
@@ -209,20 +213,23 @@ def test_grammars_with_a_step_in_flight(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("leaves", [False, True])
-def test_adapters_beside_rows_without_one_in_places_that_change(leaves, model, tmp_path):
+def test_adapters_beside_rows_without_one_in_places_that_change(leaves, tmp_path):
     """Two places for three adapters: one is put into its place while others decode. Answers are those of the CPU. Also
-    with the sums of ranks.
+    with the sums of ranks, and experts that are adapted.
     """
+    config = CONFIG | EXPERTS if leaves else CONFIG
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, spec = str(tmp_path), read_spec(config)
     options = OPTIONS | {"max_num_seqs": 3, "num_gpu_blocks_override": 9, "enable_lora": True, "max_loras": 2,
                          "max_cpu_loras": 3, "max_lora_rank": 20, "tp_invariant": leaves}  # fmt: skip
-    modules = dict(adapted_modules(read_spec(CONFIG)))
-    whose = [1, 0, 2, 3, 0, 1]
+    modules = {**adapted_modules(spec), **expert_modules(spec)}
+    whose = [1, 0, 2, 3, 0, 1][: 4 if leaves else 6]
     named = [
         LoRARequest(str(one), one, str(write_adapter(tmp_path / str(one), modules, rank=6 * one, seed=one)))
         if one else None for one in whose
     ]  # fmt: skip
     chance = random.Random(1)
-    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 5, 9, 3, 18, 2)]
+    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (5, 5, 9, 3, 18, 2)[: len(whose)]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
     def said(**more: Any) -> list[list[int]]:

@@ -255,7 +255,9 @@ class AdapterOps(Protocol):
     def experts(
         self, experts: Experts, size: ExpertsSize, rows: Any, *, places: int, max_rank: int, dtype: torch.dtype
     ) -> AdaptedExperts | None:
-        """``experts`` with places; None: there are no kernels for adapters of these."""
+        """``experts`` with places; None: there are no kernels for adapters of these. Those of :class:`Sharing` have the
+        inner numbers of this rank, in leaves.
+        """
 
 
 class LinearSize(Protocol):

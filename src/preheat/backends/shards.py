@@ -63,10 +63,7 @@ class LeafLinear:
 
     def with_others(self, x: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The layer's outputs, and of each of the ``others``, fp32, what all ranks have together: in one exchange."""
-        parts = [self.partial(x), *others]
-        found = all_ranks(torch.cat([part.reshape(-1) for part in parts]), self._collective)
-        sums = torch.split(found, [part.numel() for part in parts])
-        total, *rest = (mine.view(part.shape) for mine, part in zip(sums, parts, strict=True))
+        total, *rest = all_ranks_at_once([self.partial(x), *others], self._collective)
         return self.finish(total, x.dtype), rest
 
 
@@ -91,3 +88,10 @@ class Leaves:
 def all_ranks(partial: Tensor, collective: Collective) -> Tensor:
     """The sum of all ranks' fp32 ``partial``, in the tree's order."""
     return tree_sum(collective.gather(partial).unbind())
+
+
+def all_ranks_at_once(parts: Sequence[Tensor], collective: Collective) -> list[Tensor]:
+    """The same of several fp32 tensors, in one exchange."""
+    found = all_ranks(torch.cat([part.reshape(-1) for part in parts]), collective)
+    sums = torch.split(found, [part.numel() for part in parts])
+    return [mine.view(part.shape) for mine, part in zip(sums, parts, strict=True)]

@@ -89,10 +89,10 @@ class Adapter:
 
 
 def read_adapter(
-    name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype, *, experts: bool = True
+    name: str, path: str, spec: ModelSpec, max_rank: int, dtype: torch.dtype, *, without_experts: str = ""
 ) -> Adapter:
     """The adapter in the folder ``path``, in ``dtype``, for the model of ``spec``. ``max_rank``: ``--max-lora-rank``.
-    ``experts``: whether experts have places for adapters.
+    ``without_experts``: why experts have no places for adapters, if they have none.
 
     No tensor is read before all names and shapes are known to fit. Raises AdapterError.
     """
@@ -100,10 +100,10 @@ def read_adapter(
         config = AdapterConfig.read(Path(path))
         with _opened(Path(path)) as file:
             found = _checked(file, config, spec, max_rank)
-            if not experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
+            if without_experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
                 raise AdapterError(
-                    f"module {of_experts[0]} is of an expert: adapters of experts are not served with this device and "
-                    "options, only those of attention, routers and shared experts: train without experts"
+                    f"module {of_experts[0]} is of an expert: adapters of experts are not served {without_experts}; "
+                    "those of attention, routers and shared experts alone are"
                 )
             factors, digest = _read(file, config, found, dtype)
     except (AdapterError, OSError, SafetensorError) as error:
@@ -128,8 +128,8 @@ def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
             own = layer.mlp.experts
-            inner = own.stored_inner or own.inner
-            shapes = ((inner, own.hidden), (inner, own.hidden), (own.hidden, inner))
+            gated, down = (own.whole_inner, own.hidden), (own.hidden, own.whole_inner)
+            shapes = gated, gated, down
             found |= {name: shapes[at % len(shapes)] for at, name in enumerate(own.modules)}
     return found
 

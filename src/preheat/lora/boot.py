@@ -47,7 +47,9 @@ def adapter_reader(model: LoadedModel) -> ReadPacked:
     assert seats is not None, "there are no places for adapters"
 
     def read(name: str, path: str) -> PackedAdapter:
-        adapter = read_adapter(name, path, model.spec, seats.max_rank, seats.dtype, experts=seats.adapts_experts)
+        adapter = read_adapter(
+            name, path, model.spec, seats.max_rank, seats.dtype, without_experts=seats.without_experts
+        )
         return PackedAdapter(name, adapter.digest, seats.pack(adapter.factors))
 
     return read

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -61,7 +62,8 @@ def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
     for layer in spec.layers:
         if isinstance(layer.mlp, MoeSpec):
             own = layer.mlp.experts
-            for parts, size in (((own.gate, own.up), own.matrices[0]), ((own.down,), own.matrices[1])):
+            gate_up, down = replace(own, inner=own.whole_inner).matrices
+            for parts, size in (((own.gate, own.up), gate_up), ((own.down,), down)):
                 name = _parameter(module, parts, spec)
                 found += [Stack(raw, name, parts, own.num_experts, *size)] if name else []
     return found

@@ -67,8 +67,8 @@ class AdapterSeats:
         self._rows, self._seats = ops.rows(tokens, places), dict[str, Seat]()
         self._layers: list[Adapted] = []
         self._embedding: AdaptedEmbedding | None = None
-        self.adapts_experts = True
-        """Whether all experts have places."""
+        self.without_experts = ""
+        """Why experts have no places, if they have none."""
 
     @property
     def bytes(self) -> int:
@@ -104,18 +104,26 @@ class AdapterSeats:
         self._layers.append(self._embedding)
 
     def experts(self, spec: MoeSpec, experts: Experts) -> Experts:
-        """``experts``, those of ``spec``, with places if there are kernels for them."""
-        own = spec.experts
+        """``experts``, those of ``spec``, with places if they can have some."""
+        own, inner = spec.experts, spec.experts.whole_inner
+        if self._among is not None:
+            self.without_experts = (
+                "with --fully-sharded-loras, for which ranks would exchange once more in each of these layers, before "
+                "the activation: leave it out"
+            )
+            return experts
         layer = self._ops.experts(
             experts, ExpertsSize(own.num_experts, own.hidden, own.inner, spec.top_k, own.scheme), self._rows,
             places=self.places, max_rank=self.max_rank, dtype=self.dtype,
         )  # fmt: skip
         if layer is None:
-            self.adapts_experts = False
+            self.without_experts = "with this device and quantization"
             return experts
-        shapes = ((own.hidden, own.inner), (own.hidden, own.inner), (own.inner, own.hidden))
+        rows = None if own.kept is None else torch.arange(*own.kept)
+        gated = Seat(len(self._layers), 0, rows, own.hidden, inner)
+        seats = gated, gated, Seat(len(self._layers), 0, None, inner, own.hidden, columns=own.kept)
         for part, name in enumerate(own.modules):
-            self._seats[name] = Seat(len(self._layers), part, None, *shapes[part % len(shapes)])
+            self._seats[name] = seats[part % len(seats)]._replace(part=part)
         self._layers.append(layer)
         return layer
 

@@ -96,7 +96,7 @@ class QuantizedFormat(ABC):
 
     def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> tuple[QuantizedWeight, QuantizedWeight]:
         """Each matrix read into its place."""
-        scheme, count, inner = _scheme(spec), spec.num_experts, spec.stored_inner or spec.inner
+        scheme, count, inner = _scheme(spec), spec.num_experts, spec.whole_inner
         matrices = replace(spec, inner=inner).matrices
         gate_up, down = (loader.empty_weight(scheme, count, *shape) for shape in matrices)
         for expert in range(count):

@@ -265,6 +265,11 @@ class ExpertsSpec:
         return (2 * self.inner, self.hidden), (self.hidden, self.inner)
 
     @property
+    def whole_inner(self) -> int:
+        """How many inner numbers the checkpoint's experts have."""
+        return self.stored_inner or self.inner
+
+    @property
     def modules(self) -> Iterator[str]:
         """All experts' modules."""
         return (name.format(each) for each in range(self.num_experts) for name in (self.gate, self.up, self.down))

@@ -26,6 +26,11 @@ rounded to the dtype, and comes before the row is weighted. Each of the three su
 Beside quantized layers and experts nothing changes: adapters read what activations were before they were quantized,
 also those of an expert's down, and the sum is with the layer's own output. What a layer quantizes of adapted rows is
 computed of the sums.
+Where experts are summed in leaves, these are sums over a token's experts, so there is no row of one expert to add to.
+What a token's row shrinks to for down of each expert is added in the tree by itself, as in other layers, scaled and
+expanded. That is multiplied by the expert's weight in fp32, rounded, and the products are added in slot order in fp32.
+The token's own sum is rounded first, as without adapters, and the sum of that and of what all slots have is rounded
+once. Gate and up are divided by rows.
 
 So a row's bits depend on the row and on its adapter alone: not on what shares the step, on how many rows share the
 adapter, on the place that it has on the device, on the largest rank that there is room for, or on the number of ranks
@@ -49,6 +54,10 @@ PART = 512
 
 TILE = 16
 """Ranks that are expanded at once."""
+
+
+NOTHING = -0.0
+"""What leaves every number that it is added to as it is, also -0.0; and so does its product with a probability."""
 
 
 class LowRank(NamedTuple):

@@ -71,12 +71,13 @@ def routed(
 def routed_leaves(
     x: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, expert: Callable[[int, Tensor], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """As :func:`routed`, for experts that give a sum of leaves, fp32 [n, hidden] each: for each leaf the weighted sum
-    over a token's experts, fp32 [tokens, hidden]. See :mod:`preheat.ops.leaves`.
+    """As :func:`routed`, for experts that give a sum of leaves: for each leaf the weighted sum over a token's experts,
+    fp32 [tokens, hidden]. ``expert(number, slots)`` gives one's leaves, fp32 [n, hidden] each, for the tokens that
+    chose it in these slots, int64 [n] below tokens * top_k. See :mod:`preheat.ops.leaves`.
     """
     leaves: list[Tensor] = []
     for number, mine in visits(chosen, num_experts):
-        parts = expert(number, x[mine // chosen.shape[1]])
+        parts = expert(number, mine)
         if not leaves:
             leaves = [x.new_empty(chosen.numel(), x.shape[1], dtype=torch.float32) for _ in parts]
         for rows, part in zip(leaves, parts, strict=True):

@@ -35,7 +35,7 @@ from preheat.backends.cpu.cold import COLD_SOURCES
 from preheat.backends.cpu.compile import region_builder
 from preheat.backends.cpu.facts import FACTS
 from preheat.backends.cpu.linear import OneDnnLinear, finished
-from preheat.backends.cpu.lora import CpuAdapters
+from preheat.backends.cpu.lora_ops import CpuAdapters
 from preheat.backends.cpu.moe import CpuExperts
 from preheat.backends.cpu.quantized import Fp8Experts, Fp8Linear
 from preheat.backends.cpu.sampler import CpuSampler

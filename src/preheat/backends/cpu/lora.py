@@ -18,17 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, Collective, Experts, ExpertsSize, Linear
+from preheat.backends.base import AdapterStep, Collective, Linear
 from preheat.backends.cpu.linear import finished
-from preheat.backends.cpu.moe import CpuExperts, padded
-from preheat.backends.cpu.quantized import Fp8Experts
 from preheat.backends.shards import LeafLinear
 from preheat.errors import NotInvariant
-from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Activation
 from preheat.ops.leaves import tree_sum
 from preheat.ops.lora import PART, TILE, LowRank, add_delta
-from preheat.ops.moe import combine, route, visits
 from preheat.ops.proof import noise, signed_pairs
 
 ROWS = 8
@@ -79,52 +75,10 @@ class CpuAdapterRows:
     def use(self, step: AdapterStep | None) -> None:
         self.groups = self._described.get(step, ()) if step else ()
 
-
-class CpuAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`."""
-
-    def rows(self, tokens: int, places: int) -> CpuAdapterRows:
-        return CpuAdapterRows()
-
-    def linear(
-        self,
-        linear: Linear,
-        inputs: int,
-        outputs: Sequence[int],
-        rows: CpuAdapterRows,
-        *,
-        places: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        activation: Activation | None,
-        clip: float | None,
-        tiles: Sequence[int] = (),
-        among: Collective | None = None,
-    ) -> AdaptedLinear | AdaptedLeafLinear:
-        if isinstance(linear, LeafLinear):
-            (size,) = outputs
-            return AdaptedLeafLinear(linear, LinearFactors(inputs, size, places, max_rank, leaves=linear.leaves), rows)
-        cuts = tiles_of(outputs, tiles)
-        share = Share(among.rank, among.world) if among else ALL_TILES
-        parts = [
-            LinearFactors(inputs, size, places, max_rank, tiles=cut, share=share)
-            for size, cut in zip(outputs, cuts, strict=True)
-        ]
-        return AdaptedLinear(linear, parts, rows, activation, clip, among=among)
-
-    def embedding(
-        self, table: Tensor, rows: CpuAdapterRows, *, places: int, max_rank: int, dtype: torch.dtype
-    ) -> AdaptedEmbedding:
-        return AdaptedEmbedding(table, rows, places, max_rank)
-
-    def experts(
-        self, experts: Experts, size: ExpertsSize, rows: CpuAdapterRows, *, places: int, max_rank: int,
-        dtype: torch.dtype,
-    ) -> AdaptedExperts | None:  # fmt: skip
-        """Those of experts that ranks share are refused when they are read."""
-        if not isinstance(experts, CpuExperts | Fp8Experts):
-            return None
-        return AdaptedExperts(experts, size, rows, places, max_rank)
+    def among(self, tokens: Tensor) -> list[Group]:
+        """The groups of the step's ``tokens`` int64 [n], rows being numbered as these are."""
+        found = (Group(place, torch.nonzero(torch.isin(tokens, rows))[:, 0]) for place, rows in self.groups)
+        return [group for group in found if len(group.rows)]
 
 
 class Places:
@@ -266,47 +220,6 @@ def add_parts(y: Tensor, x: Tensor, parts: Sequence[Factors], place: int, rows: 
         if (more := part.delta(mine, place)) is not None:
             y[rows, first:last] = add_delta(y[rows, first:last], more)
         first = last
-
-
-class AdaptedExperts(Places):
-    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
-
-    def __init__(
-        self, inner: CpuExperts | Fp8Experts, size: ExpertsSize, rows: CpuAdapterRows, places: int, max_rank: int
-    ) -> None:
-        shapes = ((size.hidden, size.inner), (size.hidden, size.inner), (size.inner, size.hidden))
-        count = range(size.num_experts)
-        super().__init__([LinearFactors(*shape, places, max_rank) for _ in count for shape in shapes], rows)
-        self.inner, self._count = inner, size.num_experts
-
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], a new tensor."""
-        if not self._rows.groups:
-            return self.inner(x, logits)
-        chosen, weights = route(logits, self.inner.routing)
-        owners = torch.zeros(len(x), 1, dtype=torch.int64)  # 0: no adapter, as rows that fill up have none
-        for place, rows in self._rows.groups:
-            owners[rows] = place + 1
-        given = x.new_empty(chosen.numel(), x.shape[1])
-        for number, mine in visits(chosen, self._count):
-            tokens = mine // chosen.shape[1]
-            parts = zip(padded(x[tokens]), padded(owners[tokens]), strict=True)
-            given[mine] = torch.cat([self._block(number, *part) for part in parts])[: len(mine)]
-        return combine(given.view(len(x), chosen.shape[1], -1), weights)
-
-    def _block(self, number: int, x: Tensor, owners: Tensor) -> Tensor:
-        """Expert ``number`` of rows whose places, and one more, are ``owners`` [rows, 1]; 0 stands for none."""
-        groups = [Group(place, torch.nonzero(owners[:, 0] == place + 1)[:, 0]) for place, _ in self._rows.groups]
-        groups = [group for group in groups if len(group.rows)]
-        gate, up, down = self._parts[3 * number : 3 * number + 3]
-        y = self.inner.gate_up(number, x)
-        for place, rows in groups:
-            add_parts(y, x, (gate, up), place, rows)
-        inner_rows = silu_and_mul(y)
-        z = self.inner.down(number, inner_rows)
-        for place, rows in groups:
-            add_parts(z, inner_rows, (down,), place, rows)
-        return z
 
 
 class Factors(ABC):

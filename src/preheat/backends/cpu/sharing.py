@@ -82,7 +82,7 @@ class LeafExperts:
         leaves: int,
         collective: Collective,
     ) -> None:
-        self._routing, self._collective = routing, collective
+        self.routing, self.leaves, self.collective = routing, leaves, collective
         tile = down.shape[2] // leaves
         tiles = [tile] * (2 * leaves)
         self._gate_up = [_rows(weight, None, tiles) for weight in _each(gate_up)]
@@ -94,17 +94,22 @@ class LeafExperts:
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
-        chosen, weights = route(logits, self._routing)
-        partial = tree_sum(routed_leaves(x, chosen, weights, len(self._down), self._expert))
-        return all_ranks(partial, self._collective).to(x.dtype)
+        chosen, weights = route(logits, self.routing)
 
-    def _expert(self, number: int, rows: Tensor) -> list[Tensor]:
-        """Its leaves, fp32 [rows, hidden] each."""
+        def expert(number: int, slots: Tensor) -> list[Tensor]:
+            return self.down(number, silu_and_mul(self.gate_up(number, x[slots // chosen.shape[1]])))
 
-        def block(rows: Tensor) -> list[Tensor]:
-            return self._down[number](silu_and_mul(self._gate_up[number](rows)))
+        partial = tree_sum(routed_leaves(x, chosen, weights, len(self._down), expert))
+        return all_ranks(partial, self.collective).to(x.dtype)
 
-        return [torch.cat(parts)[: len(rows)] for parts in zip(*map(block, padded(rows)), strict=True)]
+    def gate_up(self, number: int, rows: Tensor) -> Tensor:
+        """What expert ``number`` gives for ``rows`` [rows, hidden] before its activation."""
+        return torch.cat([self._gate_up[number](part) for part in padded(rows)])[: len(rows)]
+
+    def down(self, number: int, rows: Tensor) -> list[Tensor]:
+        """The leaves of its last product, fp32 [rows, hidden] each, for ``rows`` [rows, inner numbers]."""
+        parts = zip(*map(self._down[number], padded(rows)), strict=True)
+        return [torch.cat(leaf)[: len(rows)] for leaf in parts]
 
 
 def _each(weight: Tensor | QuantizedWeight) -> Iterator[Tensor | QuantizedWeight]:

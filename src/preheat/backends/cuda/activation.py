@@ -28,10 +28,12 @@ def _silu_and_mul(gate_up, out, inner, COLUMNS: tl.constexpr, overlap: tl.conste
     tl.store(out + token * inner + at, silu_mul(gate, up), mask=inside)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for ``gate_up`` [tokens, 2 * inner], contiguous, gate first: a new tensor [tokens, inner]."""
+def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up for ``gate_up`` [tokens, 2 * inner], gate first: in ``out`` [tokens, inner] or a new tensor. All
+    are contiguous.
+    """
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(tokens, inner)
+    out = gate_up.new_empty(tokens, inner) if out is None else out
     programs = (tokens, triton.cdiv(inner, COLUMNS))
     _silu_and_mul[programs](gate_up, out, inner, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
     return out

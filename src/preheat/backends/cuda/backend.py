@@ -44,6 +44,7 @@ from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
 from preheat.backends.cuda.linear_quantized import DeviceWeight, can_be_dealt
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_experts import AdaptedExperts
+from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
@@ -191,8 +192,9 @@ class CudaBackend:
         settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
         leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
         settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
-        layers += [(each.inner, rows) for each, rows in layers if isinstance(each, AdaptedExperts)]
-        kinds = CudaExperts | CudaLeafExperts | AdaptedExperts
+        adapted = AdaptedExperts | AdaptedLeafExperts
+        layers += [(each.inner, rows) for each, rows in layers if isinstance(each, adapted)]
+        kinds = CudaExperts | CudaLeafExperts | adapted
         experts = {(type(each), each.shape): (each, rows) for each, rows in layers if isinstance(each, kinds)}
         settle_experts(experts.values(), invariant=self._configs.invariant)
 

@@ -42,9 +42,11 @@ from preheat.backends.cuda.lora_blocks import (
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_fused import MOST_ITEMS, adapt
+from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkSizes, shrink
 from preheat.backends.cuda.moe import CudaExperts
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
 from preheat.ops.kinds import Activation
@@ -133,15 +135,19 @@ class CudaAdapters:
     def experts(
         self, experts: Experts, size: ExpertsSize, rows: CudaAdapterRows, *, places: int, max_rank: int,
         dtype: torch.dtype,
-    ) -> AdaptedExperts | None:  # fmt: skip
-        """Those of experts that ranks share are refused when they are read."""
-        if not isinstance(experts, CudaExperts):
+    ) -> AdaptedExperts | AdaptedLeafExperts | None:  # fmt: skip
+        """Those of quantized experts that ranks share are refused when they are read."""
+        if not isinstance(experts, CudaExperts | CudaLeafExperts):
+            return None
+        if isinstance(experts, CudaLeafExperts) and experts.shape.scheme is not None:
             return None
         held = matrix_dtype(experts.shape.dtype, dtype)
         gate_up, down = (
             Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)
             for inputs, outputs, parts in ((size.hidden, size.inner, 2), (size.inner, size.hidden, 1))
         )
+        if isinstance(experts, CudaLeafExperts):
+            return AdaptedLeafExperts(experts, gate_up, down, rows)
         return AdaptedExperts(experts, gate_up, down, rows)
 
 

@@ -103,12 +103,14 @@ def _shrink_experts(
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _expand_experts(
-    y, shrunk, b, tiles, experts, starts, counts, tokens, slots, places, rows, most, columns,
+    y, shrunk, b, tiles, experts, starts, counts, tokens, slots, places, rows, most, columns, height,
     K: tl.constexpr, EXPERTS: tl.constexpr, BLOCKED: tl.constexpr, PARTS: tl.constexpr,
     TILES: tl.constexpr, TABLE: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to."""
+    """Add to ``COLUMNS`` outputs of one part of y [rows, PARTS * columns] what ``shrunk`` expands to. A part has
+    ``height`` rows of b, of which these are the first ones.
+    """
     begin(overlap)
     part = tl.program_id(2)
     expert, row, _, own = _rows_of(experts, starts, counts, tokens, slots, places, K, EXPERTS, BLOCKED, ROWS)
@@ -122,7 +124,7 @@ def _expand_experts(
             if count > 0:
                 acc = tl.zeros([COLUMNS, ROWS], tl.float32)
                 for tile in tl.range(0, count, num_stages=1):
-                    top = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * columns
+                    top = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * height
                     ws = tl.load(b + (top + tl.minimum(out, columns - 1))[:, None] * RANKS + rank)
                     given = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank
                     acc = _times(ws, tl.load(given, mask=mine[:, None], other=0.0).T, acc)
@@ -138,38 +140,64 @@ def add_experts(
     have in ``factors``: parts of expert 0 first. Its plain inputs are ``x``, [tokens, inputs] if ``gathered``, else
     [arranged rows, inputs]. Both are contiguous.
     """
-    a, b, tiles, scales = factors.matrices
-    (count, tiles_each, modules, _, inputs), experts = a.shape, len(arrangement.counts)
-    parts, rows, blocked = modules // experts, len(y), arrangement.block
-    assert blocked == 1 or blocked % BLOCK == 0
-    columns, width = y.shape[1] // parts, min(PART, max(triton.next_power_of_2(inputs), TILE))
-    shrunk = x.new_empty(parts, tiles_each, rows, TILE, dtype=torch.float32)
-    programs = rows if blocked == 1 else rows // BLOCK
-    sizes: dict[str, Any] = {
-        "K": arrangement.top_k, "EXPERTS": experts, "BLOCKED": blocked, "PARTS": parts, "TILES": tiles_each,
-        "TABLE": tiles.stride(0), "ROWS": BLOCK, "RANKS": TILE,
-    }  # fmt: skip
-    routed = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
-    step = *routed, blocks.slots, blocks.places
-    _shrink_experts[programs, parts * tiles_each](
+    shrunk = shrink_experts(x, factors, blocks, arrangement, gathered=gathered)
+    return expand_experts(y, shrunk, factors, blocks, arrangement)
+
+
+def shrink_experts(x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, gathered: bool) -> Tensor:
+    """What ``x``, [tokens, inputs] if ``gathered``, else [arranged rows, inputs], shrinks to, scaled: fp32 [parts,
+    tiles, arranged rows, TILE].
+    """
+    a, _, tiles, scales = factors.matrices
+    (count, tiles_each, modules, _, inputs), rows = a.shape, arrangement.rows
+    width = min(PART, max(triton.next_power_of_2(inputs), TILE))
+    shrunk = x.new_empty(modules // len(arrangement.counts), tiles_each, rows, TILE, dtype=torch.float32)
+    programs, step, sizes = _launched(factors, blocks, arrangement)
+    _shrink_experts[programs, len(shrunk) * tiles_each](
         x, a, shrunk, tiles, scales, *step, rows, count, inputs, WIDTH=width, CHUNK=min(CHUNK, width),
         EVEN=inputs % width == 0, gathered=gathered, **sizes, **options(num_warps=4, num_stages=3),
     )  # fmt: skip
+    return shrunk
+
+
+def expand_experts(
+    y: Tensor, shrunk: Tensor, factors: Factors, blocks: Blocks, arrangement: Arrangement, *, first: int = 0
+) -> Tensor:
+    """``y`` [arranged rows, parts * columns], to which is added, in place, what ``shrunk`` expands to: as many outputs
+    of each part, from the ``first`` one on.
+    """
+    _, b, tiles, _ = factors.matrices
+    programs, step, sizes = _launched(factors, blocks, arrangement)
+    parts, experts = len(shrunk), len(arrangement.counts)
+    columns, height = y.shape[1] // parts, b.shape[2] // (parts * experts)
     _expand_experts[programs, triton.cdiv(columns, WIDTH), parts](
-        y, shrunk, b, tiles, *step, rows, count, columns, COLUMNS=WIDTH, **sizes,
+        y, shrunk, b[:, :, first:], tiles, *step, len(y), len(b), columns, height, COLUMNS=WIDTH, **sizes,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return y
 
 
-class AdaptedExperts:
-    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`. ``gate_up`` have
-    two parts for each expert, ``down`` one.
-    """
+def _launched(
+    factors: Factors, blocks: Blocks, arrangement: Arrangement
+) -> tuple[int, tuple[Tensor, ...], dict[str, Any]]:
+    """How many programs there are for the arranged rows, and what both kernels are told of a step and its sizes."""
+    a, _, tiles, _ = factors.matrices
+    experts, blocked = len(arrangement.counts), arrangement.block
+    assert blocked == 1 or blocked % BLOCK == 0
+    sizes: dict[str, Any] = {
+        "K": arrangement.top_k, "EXPERTS": experts, "BLOCKED": blocked, "PARTS": a.shape[2] // experts,
+        "TILES": a.shape[1], "TABLE": tiles.stride(0), "ROWS": BLOCK, "RANKS": TILE,
+    }  # fmt: skip
+    routed = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
+    programs = arrangement.rows if blocked == 1 else arrangement.rows // BLOCK
+    return programs, (*routed, blocks.slots, blocks.places), sizes
 
-    def __init__(self, inner: CudaExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
-        self.inner, self._gate_up, self._down, self._rows = inner, gate_up, down, rows
-        self.shape, self.configs = inner.shape, inner.configs
+
+class ExpertPlaces:
+    """What the adapters in all places have for routed experts: ``gate_up`` have two parts for each, ``down`` one."""
+
+    def __init__(self, gate_up: Factors, down: Factors) -> None:
+        self._gate_up, self._down = gate_up, down
 
     @property
     def bytes(self) -> int:
@@ -190,6 +218,15 @@ class AdaptedExperts:
     def clear(self, place: int) -> None:
         self._gate_up.clear(place)
         self._down.clear(place)
+
+
+class AdaptedExperts(ExpertPlaces):
+    """``inner``, and what adapters add for each expert that a row visits, see :mod:`preheat.ops.lora`."""
+
+    def __init__(self, inner: CudaExperts, gate_up: Factors, down: Factors, rows: CudaAdapterRows) -> None:
+        super().__init__(gate_up, down)
+        self.inner, self._rows = inner, rows
+        self.shape, self.configs = inner.shape, inner.configs
 
     @property
     def fused_input(self) -> QuantizedInput | None:

@@ -22,6 +22,7 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, sum_leaves
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.lora_experts import AdaptedExperts
+from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.tuning import (
@@ -38,7 +39,7 @@ from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
 
-Provable = CudaExperts | CudaLeafExperts | AdaptedExperts
+Provable = CudaExperts | CudaLeafExperts | AdaptedExperts | AdaptedLeafExperts
 
 SEEDS = 3
 BITS = {2: torch.int16, 4: torch.int32}

@@ -1,0 +1,166 @@
+"""Adapters of experts whose inner numbers ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits.
+
+Ranks are slices of the experts, called one after the other, see :mod:`tests.kernels.test_lora_ranks`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from preheat.backends.base import ExpertsSize
+from preheat.backends.cuda import lora_leaf_experts
+from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
+from preheat.backends.cuda.moe import ExpertsConfigs, ExpertsShape
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.ops import lora
+from preheat.ops.leaves import tree_sum
+from preheat.ops.lora import NOTHING, LowRank, add_delta, delta
+from preheat.ops.moe import Routing, combine, route
+from preheat.ops.proof import noise
+from tests.kernels.test_lora_experts import CONFIGS
+from tests.kernels.test_lora_ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of rows that pad, which are undefined
+HIDDEN, INNER, EXPERTS, TOKENS = 40, 4 * 24, 3, 5
+ROUTING = Routing(2, True, False)
+WHOSE = [[0, -1, 1][token % 3] for token in range(TOKENS)]
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """A leaf of few numbers has several parts, and few outputs several programs."""
+    monkeypatch.setattr(lora_leaf_experts, "PART", 16)
+    monkeypatch.setattr(lora_leaf_experts, "WIDTH", 32)
+    monkeypatch.setattr(lora, "PART", 16)
+
+
+class Configs(ExpertsConfigs):
+    """The kernels whose experts have rows in blocks of ``block``."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self._block = block
+
+    def _find(self, shape: ExpertsShape, tokens: int):
+        return CONFIGS[self._block]
+
+
+@cache
+def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up, down = noise(EXPERTS * 2 * INNER, HIDDEN, seed=3) / 12, noise(EXPERTS * HIDDEN, INNER, seed=4) / 10
+    return gate_up.view(EXPERTS, 2 * INNER, HIDDEN).to(dtype), down.view(EXPERTS, HIDDEN, INNER).to(dtype)
+
+
+@cache
+def adapter(place: int, dtype: torch.dtype) -> dict[int, LowRank]:
+    """By part. Of expert 1 the first one leaves up and down alone, of expert 2 gate."""
+    found = {}
+    for part in range(3 * EXPERTS):
+        if place == 0 and part in (4, 5, 6):
+            continue
+        inputs, outputs = (INNER, HIDDEN) if part % 3 == 2 else (HIDDEN, INNER)
+        rank = (3, 16, 21)[(place + part // 3) % 3]
+        a = noise(rank, inputs, seed=100 * place + part) / inputs**0.5
+        b = noise(outputs, rank, seed=100 * place + part + 50) / 4
+        found[part] = LowRank(a.to(dtype), b.to(dtype), 0.3 + place)
+    return found
+
+
+def tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return noise(TOKENS, HIDDEN, seed=1).to(dtype), noise(TOKENS, EXPERTS, seed=2).to(dtype)
+
+
+def run(world: int, dtype: torch.dtype, block: int = 16, rows: list[int] | None = None,
+        whose: list[int] | None = None, order: tuple[int, int] = (0, 1), places: int = 2) -> list[Tensor]:  # fmt: skip
+    """What each of ``world`` ranks gives for the tokens ``rows``, whose adapters are those of ``WHOSE`` by default, in
+    the places of ``order``.
+    """
+    rows = list(range(TOKENS)) if rows is None else rows
+    given = [WHOSE[row] for row in rows] if whose is None else whose
+    x, logits = tokens(dtype)
+    gate_up, down = weights(dtype)
+
+    def experts(ranks: RankSums) -> Tensor:
+        part = INNER // ranks.world
+        kept = slice(ranks.rank * part, (ranks.rank + 1) * part)
+        halves = gate_up.view(EXPERTS, 2, INNER, HIDDEN)[:, :, kept].reshape(EXPERTS, -1, HIDDEN)
+        inner = CudaLeafExperts(halves, down[:, :, kept].contiguous(), ROUTING, 4 // ranks.world, ranks, Configs(block))
+        ops, size = CudaAdapters(torch.device("cpu")), ExpertsSize(EXPERTS, HIDDEN, part, ROUTING.top_k, None)
+        adapted = ops.rows(16, places)
+        made = ops.experts(inner, size, adapted, places=places, max_rank=21 + 16 * (places > 2), dtype=dtype)
+        assert made is not None
+        for number, place in enumerate(order):
+            made.write(place, made.pack({
+                at: each._replace(a=each.a[:, kept]) if at % 3 == 2 else each._replace(b=each.b[kept])
+                for at, each in adapter(number, dtype).items()
+            }))  # fmt: skip
+        adapted.describe(0, "tokens", np.array([order[each] if each >= 0 else -1 for each in given], np.int32))
+        adapted.use("tokens" if max(given) >= 0 else None)
+        found = made(x[rows], logits[rows])
+        assert not inner._counts.any()
+        return found
+
+    return on_ranks(world, experts)
+
+
+def right(dtype: torch.dtype) -> Tensor:
+    """By :func:`preheat.ops.lora.delta`, token by token, as :mod:`preheat.ops.lora` says."""
+    (x, logits), (gate_up, down) = tokens(dtype), weights(dtype)
+    chosen, shares = route(logits, ROUTING)
+    given = torch.zeros(4, TOKENS, 2, HIDDEN)
+    more = torch.full((TOKENS, 2, HIDDEN), NOTHING)
+    for token, place in enumerate(WHOSE):
+        own, row = adapter(place, dtype) if place >= 0 else {}, x[token, None]
+        for slot, expert in enumerate(chosen[token].tolist()):
+            halves = [(row.float() @ half.float().T).to(dtype) for half in gate_up[expert].chunk(2)]
+            for part, half in enumerate(halves):
+                if (factors := own.get(3 * expert + part)) is not None:
+                    halves[part] = add_delta(half, delta(row, *factors))
+            inner = (F.silu(halves[0].float()).to(dtype).float() * halves[1].float()).to(dtype)
+            for leaf, (mine, columns) in enumerate(zip(inner.chunk(4, 1), down[expert].chunk(4, 1), strict=True)):
+                given[leaf, token, slot] = mine.float() @ columns.float().T
+            if (factors := own.get(3 * expert + 2)) is not None:
+                more[token, slot] = delta(inner, *factors, leaves=4)
+    return add_delta(tree_sum([combine(leaf, shares) for leaf in given]).to(dtype), combine(more, shares))
+
+
+@pytest.mark.parametrize(("block", "dtype", "worlds"), [(1, torch.bfloat16, [2]), (16, torch.float32, [2, 4])], ids=str)
+def test_what_ranks_add_has_the_bits_of_one_and_is_the_references(block, dtype, worlds):
+    (one,) = run(1, dtype, block)
+    for world in worlds:
+        assert all(torch.equal(each, one) for each in run(world, dtype, block))
+    expected = right(dtype)
+    error = (one.double() - expected.double()).abs().amax(1) / expected.double().abs().amax(1)
+    assert (error < (1e-5 if dtype == torch.float32 else 1e-2)).all(), error
+    (plain,) = run(1, dtype, block, whose=[-1] * TOKENS)
+    alike = [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)]
+    assert alike == [place < 0 for place in WHOSE]
+
+
+def test_a_row_has_the_same_bits_alone_in_any_place_room_and_block():
+    (one,) = run(1, torch.float32)
+    for rows, block in (([0], 1), ([4, 3, 2], 32)):
+        (found,) = run(1, torch.float32, block, rows=rows, order=(3, 1), places=4)
+        assert torch.equal(found, one[rows])
+
+
+def test_parts_that_are_cut_from_a_ranks_first_input_on_have_other_bits(monkeypatch):
+    """What the test of bits would see."""
+    shrunk = AdaptedLeafExperts._shrunk
+
+    def wrong(self: AdaptedLeafExperts, leaves, blocks) -> Tensor:
+        leaves.rows = torch.cat(leaves.rows.unbind(), 1)[None]
+        return shrunk(self, leaves, blocks)
+
+    monkeypatch.setattr(AdaptedLeafExperts, "_shrunk", wrong)
+    one, two = (run(world, torch.float32)[0] for world in (1, 2))
+    alike = [torch.equal(*each) for each in zip(one, two, strict=True)]
+    assert alike == [place < 0 for place in WHOSE]
