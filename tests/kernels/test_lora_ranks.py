@@ -1,11 +1,7 @@
-"""Adapters of layers that ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits.
-
-Ranks are slices of one layer, called one after the other: first to hear what each sends, then again with what it gets.
-"""
+"""Adapters of layers that ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,33 +17,11 @@ from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.tuning import KernelConfigs
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from tests.kernels.ranks import Heard, on_ranks
 
 ROWS, OUTPUTS, PLACES = 21, 40, 2
 WHOSE = [[1, -1, 0, 1][row % 4] for row in range(ROWS)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-class Heard(RankSums):
-    """A rank that hears ``theirs``, what all of them said, if that is known."""
-
-    def __init__(self, rank: int, world: int, theirs: list[Tensor] | None) -> None:
-        self.rank, self.world, self.said, self._theirs = rank, world, list[Tensor](), theirs
-
-    def gather(self, x: Tensor) -> Tensor:
-        assert not self.said, "a layer has one exchange"
-        self.said.append(x.clone())
-        return torch.stack(self._theirs or [x] * self.world)
-
-
-def on_ranks(world: int, layer: Callable[[RankSums], Tensor]) -> list[Tensor]:
-    """What ``layer`` gives on each rank."""
-    if world == 1:
-        return [layer(RankSums())]
-    first = [Heard(rank, world, None) for rank in range(world)]
-    for each in first:
-        layer(each)
-    said = [each.said[0] for each in first if each.said]
-    return [layer(Heard(rank, world, said)) for rank in range(world)]
 
 
 def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank]]:

@@ -47,7 +47,7 @@ from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.prove import settle, settle_experts, settle_leaves
@@ -192,7 +192,7 @@ class CudaBackend:
         leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
         settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
         layers += [(each.inner, rows) for each, rows in layers if isinstance(each, AdaptedExperts)]
-        kinds = CudaExperts | CudaLeafExperts | AdaptedExperts
+        kinds = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | AdaptedExperts
         experts = {(type(each), each.shape): (each, rows) for each, rows in layers if isinstance(each, kinds)}
         settle_experts(experts.values(), invariant=self._configs.invariant)
 
