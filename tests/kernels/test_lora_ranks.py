@@ -13,10 +13,13 @@ from preheat.backends.cuda import lora
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
+from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.ops.kinds import Scheme
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from tests.cpu.test_quantized_layers import random_weight
 from tests.kernels.ranks import Heard, on_ranks
 
 ROWS, OUTPUTS, PLACES = 21, 40, 2
@@ -40,18 +43,24 @@ def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank
 
 
 def by_columns(
-    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers
-) -> list[Tensor]:
-    """Of a layer whose inputs ``world`` ranks share, in so many ``leaves``."""
+    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
+    scheme: Scheme | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Of a layer whose inputs ``world`` ranks share, in so many ``leaves``; quantized, if there is a ``scheme``."""
     x, given = make(inputs, dtype)
     weight, bias = (noise(OUTPUTS, inputs) / 50).to(dtype), noise(OUTPUTS, seed=4).to(dtype)
+    codes = scheme and random_weight(scheme, OUTPUTS, inputs, dtype=dtype)
 
     def layer(ranks: RankSums) -> Tensor:
         part = inputs // ranks.world
         mine = slice(ranks.rank * part, (ranks.rank + 1) * part)
         ops = CudaAdapters(torch.device("cpu"))
         rows = ops.rows(32, PLACES)
-        base = CudaLeafLinear(weight[:, mine].contiguous(), bias, leaves // ranks.world, ranks, LeafTiles())
+        own: Tensor | DeviceWeight = weight[:, mine].contiguous()
+        if codes is not None:
+            cut = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
+            own = DeviceWeight.of(cut, leaves=leaves // ranks.world)
+        base = CudaLeafLinear(own, bias, leaves // ranks.world, ranks, LeafTiles())
         made = ops.linear(
             base, part, [OUTPUTS], rows, places=PLACES, max_rank=40, dtype=dtype, activation=None, clip=None
         )
@@ -61,7 +70,7 @@ def by_columns(
         rows.use("tokens" if any(place >= 0 for place in whose) else None)
         return made(x[:, mine].contiguous())
 
-    return on_ranks(world, layer)
+    return on_ranks(world, layer, 1 if scheme is None else 2)
 
 
 @DTYPES
@@ -73,6 +82,14 @@ def test_what_ranks_add_to_a_layer_divided_by_columns_has_the_bits_of_one(inputs
     (plain,) = by_columns(1, inputs, dtype, whose=[-1] * ROWS)
     alike = [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)]
     assert alike == [place < 0 for place in WHOSE]
+
+
+def test_beside_float8_too():
+    """Ranks agree on the scales of rows first."""
+    given = {"scheme": Scheme(code="fp8", scales="channel", activations="token"), "make": plain_numbers}
+    one, plain = (by_columns(1, 4 * 32, torch.float32, whose=each, **given)[0] for each in (WHOSE, [-1] * ROWS))
+    assert all(torch.equal(each, one) for each in by_columns(2, 4 * 32, torch.float32, **given))
+    assert [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)] == [place < 0 for place in WHOSE]
 
 
 @DTYPES
