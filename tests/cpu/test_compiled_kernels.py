@@ -19,6 +19,7 @@ from triton.runtime.jit import mangle_type
 from preheat.backends.cuda import attention_hopper, linear_hopper_few, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
+from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
 from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.lora import _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
@@ -31,12 +32,15 @@ from preheat.backends.cuda.moe_codes import _experts_codes
 from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
-from preheat.backends.cuda.quantize import _quantize
+from preheat.backends.cuda.quantize import _greatest, _quantize
+from preheat.backends.cuda.tuning import Tile
+from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 232_448
 """Bytes of shared memory that a program may have."""
-FP8, NUMBERS = "*fp8e4nv", ("rows", "outputs", "inputs", "columns", "groups", "row_bytes", "X_GROUPS")
+FP8, NUMBERS = "*fp8e4nv", ("rows", "outputs", "inputs", "columns", "groups", "row_bytes", "X_GROUPS", "size")
+NUMBERS += ("leaf_bytes", "expert_scales", "y_leaf")
 TYPES = {
     **dict.fromkeys(("scales", "x_scales", "row_scales", "static"), "*fp32"), "zeros": "*fp32", "index": "*i32",
     **dict.fromkeys(("x", "y", "weight", "residual", "out"), "*bf16"), "share": "fp32", "eps": "fp32", "codes": FP8,
@@ -80,6 +84,7 @@ def instructions(found):
 FLOAT8 = {"bias": None, "EVEN": True}
 WHOLE = {"bias": None, "index": None, "EVEN": True}
 EXPERTS = {"K": 8, "EXPERTS": 128}
+FP32 = {"y": "*fp32"}
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -88,10 +93,38 @@ EXPERTS = {"K": 8, "EXPERTS": 128}
 )
 def test_float8_is_multiplied_by_the_matrix_unit(outputs, rows, inputs, gated, grouped):
     found = compiled(
-        in_order_fp8, 8 if rows == 128 else 4, 3, {"x": FP8}, **FLOAT8, OUTPUTS=outputs, ROWS=rows, INPUTS=inputs,
-        GROUPED=grouped, X_GROUPED=grouped, W_GROUPED=grouped, gated=gated,
+        in_order_fp8, 8 if rows == 128 else 4, 3, {"x": FP8}, **FLOAT8, LEAVES=1, OUTPUTS=outputs, ROWS=rows,
+        INPUTS=inputs, GROUPED=grouped, X_GROUPED=grouped, W_GROUPED=grouped, gated=gated,
     )  # fmt: skip
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3"}
+
+
+@pytest.mark.parametrize("code", ["fp8", "int4"])
+def test_leaves_are_multiplied_as_whole_layers_are(code):
+    """By the same instructions, in the same order, in a loop over leaves."""
+    quantized: Scheme = Scheme(code=code, scales="channel", activations="token" if code == "fp8" else None)
+    tile = leaf_tile(LeafShape(4096, 4096, 4, torch.bfloat16, quantized), 64)
+    assert isinstance(tile, Tile)
+    sizes = {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "INPUTS": tile.inputs, "gated": False}
+    if code == "fp8":
+        more = {**FLOAT8, "GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}
+        kernel, types = in_order_fp8, {"x": FP8, "y": "*fp32"}
+    else:
+        more = {**WHOLE, "FOUR": True, "GROUP": 0, "zeros": None}
+        kernel, types = in_order_codes, {"codes": "*u8", "y": "*fp32"}
+    whole, leaves = (compiled(kernel, tile.warps, tile.stages, types, LEAVES=n, **sizes, **more) for n in (1, 4))
+    assert instructions(whole) == instructions(leaves) and len(instructions(leaves)) == 1
+    assert whole.asm["ptx"].count("wgmma.mma_async") == leaves.asm["ptx"].count("wgmma.mma_async")
+    assert widths(whole) == widths(leaves)
+
+
+def test_parts_of_rows_are_quantized_by_what_ranks_say():
+    types = {"maxima": "*fp32", "places": "*i32"}
+    for places in ({}, {"places": None}):
+        sizes = {"SIZE": 1024, "WIDTH": 1024, **places}
+        assert "div.full" not in compiled(_greatest, 2, 1, types, **sizes).asm["ptx"]
+        found = compiled(_quantize, 2, 1, types, out=None, static=None, KIND="token", WORLD=4, **sizes)
+        assert "e4m3x2" in found.asm["ptx"] and "div.full" not in found.asm["ptx"]
 
 
 ADAPTERS = {
@@ -167,12 +200,13 @@ def test_adapters_of_experts_that_ranks_share_compile(blocked, leaves, world, dt
         assert len(instructions(expand)) == 1
 
 
-@pytest.mark.parametrize(("gated", "gathered", "arranged"), [
-    (False, False, False), (True, True, True), (False, True, True),
+@pytest.mark.parametrize(("gated", "gathered", "arranged", "leaves"), [
+    (False, False, False, 1), (True, True, True, 1), (False, True, True, 1), (False, False, True, 4),
 ])  # fmt: skip
-def test_experts_compile(gated, gathered, arranged):
+def test_experts_compile(gated, gathered, arranged, leaves):
     """The first layer gathers rows; beside adapters it is not gated."""
     tile = {"OUTPUTS": 64, "ROWS": 16, "INPUTS": 128, "gated": gated, "gathered": gathered, "arranged": arranged}
+    tile["LEAVES"] = leaves
     scales = {"GROUPED": False, "X_GROUPED": False, "W_GROUPED": False}
     found = compiled(_experts_fp8, 4, 4, {"x": FP8}, **EXPERTS, **tile, **scales, EVEN=True)
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"}
@@ -189,7 +223,7 @@ def test_experts_compile(gated, gathered, arranged):
 ])  # fmt: skip
 def test_codes_become_operands_of_the_matrix_unit(dtype, more):
     for outputs, instruction in ((64, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"), (32, "mma.sync")):
-        tile = {"OUTPUTS": outputs, "ROWS": 16, "INPUTS": 128, "gated": outputs == 64}
+        tile = {"OUTPUTS": outputs, "ROWS": 16, "INPUTS": 128, "gated": outputs == 64, "LEAVES": 1}
         made = compiled(in_order_codes, outputs // 16, 3, {"codes": dtype}, **tile, **more)
         found = instructions(made)
         assert len(found) == 1 and found.pop().startswith(instruction)
@@ -256,7 +290,7 @@ def test_a_norm_adds_up_its_row_in_the_same_order_whether_it_gives_codes_or_not(
 @pytest.mark.parametrize("kind", ["token", "block"])
 def test_rows_are_quantized_in_registers(kind):
     """Also those of an activation, which are kept beside their codes."""
-    row = {"static": None, "SIZE": 14336, "WIDTH": 16384, "KIND": kind}
+    row = {"SIZE": 14336, "WIDTH": 16384, "KIND": kind, "WORLD": 1, **dict.fromkeys(("static", "places", "maxima"))}
     found = compiled(_quantize, 32, 1, out=None, **row), compiled(_quantize, 8, 1, **row)
     assert not any("ld.local" in each.asm["ptx"] for each in found)
 

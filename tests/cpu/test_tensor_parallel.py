@@ -32,7 +32,7 @@ from preheat.model import sources
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH, read_config
-from preheat.model.loader import check_shares, load_weights
+from preheat.model.loader import FromHost, check_shares, load_weights
 from preheat.model.shard import shard
 from preheat.ops.leaves import tree_sum
 from preheat.parallel import channel
@@ -202,6 +202,14 @@ def test_quantized_layers_are_refused_where_ranks_have_no_kernels(monkeypatch):
     with pytest.raises(ModelError, match="cannot share quantized layers on cpu yet"):
         check_shares(spec, CpuBackend())
     check_shares(read_spec(read_config(BUNDLED_PATH)), CpuBackend())
+
+
+def test_shares_that_are_loaded_on_the_host_go_to_the_device(monkeypatch):
+    taken = []
+    backend, device = CpuBackend(), torch.device("meta")
+    monkeypatch.setattr(CpuSharing, "leaf_linear", lambda self, *given: taken.extend(given))
+    FromHost(backend, device, lambda source, out: None).sharing.leaf_linear(torch.ones(2, 8), None, 4)
+    assert [taken[0].device, *taken[1:]] == [device, None, 4]
 
 
 def test_ranks_have_the_same_threads_whatever_their_number():

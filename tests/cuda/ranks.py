@@ -127,13 +127,15 @@ def adapters_of(model: str, folder: Path) -> list[Path]:
     return [write_adapter(folder / str(rank), modules, rank=rank, seed=rank) for rank in (8, 40)]
 
 
-def engine(model: str, world: int, eager: bool, adapters: str | None = None) -> dict[str, Any]:
+def engine(
+    model: str, world: int, eager: bool, adapters: str | None = None, quantization: str | None = None
+) -> dict[str, Any]:
     """The digest of an engine on ``world`` GPUs, its answers, and how fast it decodes. ``adapters``: requests have
     some; ``divided``: first matrices are divided in all layers.
     """
     from preheat import LLM, LoRARequest, SamplingParams
 
-    options = {**OPTIONS, "enforce_eager": eager}
+    options = {**OPTIONS, "enforce_eager": eager, "quantization": quantization}
     if model != "bundled":
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     requests: list[LoRARequest | None] | None = None
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--adapters", choices=["whole", "divided"])
+    parser.add_argument("--quantization")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -179,7 +182,7 @@ def main() -> None:
     if args.what == "collective":
         collective(args.world)
         return
-    found = engine(args.model, args.world, args.eager, args.adapters)
+    found = engine(args.model, args.world, args.eager, args.adapters, args.quantization)
     if args.out:
         Path(args.out).write_text(json.dumps(found, default=str))
     stage("engine: done")

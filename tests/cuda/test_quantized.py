@@ -2,7 +2,7 @@
 is the dequantized model, or the contract of float8 within what its accumulator rounds.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafShape, LeafTiles, leaf_tile
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs, plain_config
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
+from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle_leaves
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuner import WIDE_FP8, candidates
 from preheat.backends.cuda.tuning import (
@@ -32,6 +33,8 @@ from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
 from preheat.ops.proof import noise
 from preheat.settings import Settings
+from tests.cpu.test_quantized_layers import random_weight as random_layer
+from tests.kernels.ranks import on_ranks
 
 FP8 = Scheme(code="fp8", scales="channel", activations="token")
 STATIC = Scheme(code="fp8", scales="tensor", activations="static")
@@ -192,6 +195,80 @@ def stacked(scheme, count, outputs, inputs):
 
     shape = torch.Size((count, outputs, inputs))
     return replace(parts[0], shape=shape, codes=stack("codes"), scales=stack("scales"), zeros=stack("zeros"))
+
+
+def parts(weight, rows, columns):
+    """Of a weight on the host, on the device."""
+    cut = weight.cut(rows, columns)
+    names = [field.name for field in fields(cut) if isinstance(getattr(cut, field.name), torch.Tensor)]
+    return replace(cut, **{name: getattr(cut, name).cuda() for name in names})
+
+
+LEAVES = [FP8, STATIC, BLOCKS, *WHOLE]
+
+
+@pytest.mark.parametrize("scheme", LEAVES, ids=named)
+def test_leaves_have_the_bits_of_their_reference(scheme):
+    """Nothing is rejected, so what was chosen first serves."""
+    shape, tiles = LeafShape(1152, 4 * 512, 4, torch.bfloat16, scheme), LeafTiles()
+    settle_leaves(tiles, [(shape, ROWS)], invariant=True)
+    assert [tiles(shape, rows) for rows in ROWS] == [leaf_tile(shape, rows) for rows in ROWS]
+
+
+@pytest.mark.parametrize("scheme", LEAVES, ids=named)
+def test_what_ranks_add_has_the_bits_of_one(scheme):
+    """Also of leaves that are no whole steps, where scales allow that."""
+    outputs, inputs = 1152, 4 * (448 if scheme.scales != "block" and scheme.group < 128 else 512)
+    whole, sharing = random_layer(scheme, outputs, inputs, dtype=torch.bfloat16), CudaBackend().sharing
+    for rows in (1, 40, 600):
+        x = torch.randn(rows, inputs, device="cuda").bfloat16()
+
+        def layer(ranks, x=x):
+            part = inputs // ranks.world
+            mine = ranks.rank * part, (ranks.rank + 1) * part
+            made = sharing.leaf_linear(parts(whole, ((0, outputs),), mine), None, 4 // ranks.world, ranks)
+            return made(x[:, slice(*mine)].contiguous()).view(torch.int16)
+
+        (one,) = on_ranks(1, layer)
+        for world in (2, 4):
+            assert all(torch.equal(each, one) for each in on_ranks(world, layer, exchanges=2))
+
+
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
+def test_what_ranks_add_of_experts_has_the_bits_of_one(scheme):
+    hidden, inner, count, sharing = 256, 512, 8, CudaBackend().sharing
+    gate_up = random_layer(scheme, count, 2 * inner, hidden, dtype=torch.bfloat16)
+    down = random_layer(scheme, count, hidden, inner, dtype=torch.bfloat16, seed=1)
+    for tokens in (1, 5, 200):
+        x, logits = (torch.randn(tokens, size, device="cuda").bfloat16() for size in (hidden, count))
+
+        def layer(ranks, x=x, logits=logits):
+            part = inner // ranks.world
+            first, last = ranks.rank * part, (ranks.rank + 1) * part
+            given = parts(gate_up, ((first, last), (inner + first, inner + last)), None)
+            taken = parts(down, ((0, hidden),), (first, last))
+            made = sharing.leaf_experts(given, taken, Routing(2, True, False), 4 // ranks.world, ranks)
+            return made(x, logits).view(torch.int16)
+
+        (one,) = on_ranks(1, layer)
+        for world in (2, 4):
+            assert all(torch.equal(each, one) for each in on_ranks(world, layer, exchanges=2))
+
+
+def test_leaves_say_the_same_in_graphs_eager_alone_and_in_company():
+    options = {"quantization": "fp8", "tp_invariant": True, "max_num_seqs": 4, "max_model_len": 128}
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    prompts, found = ["def add(a, b):", "class Stack:", "import os"], []
+    for more in ({"skip_warmup": False}, {"enforce_eager": True}):
+        llm = LLM(**options, **more, num_gpu_blocks_override=64)
+        kinds = {type(linear) for _, linear in llm.loop.executor.decoder.weights.linears()}
+        assert CudaLeafLinear in kinds
+        for asked in (prompts, *([prompt] for prompt in prompts)):
+            outputs = [output.outputs[0] for output in llm.generate(asked, params, use_tqdm=False)]
+            found.append([(output.token_ids, output.logprobs) for output in outputs])
+        assert "enforce_eager" in more or not any(llm.loop.listener.record.cold.values())
+    assert found[0] == found[4] == [each for alone in found[1:4] for each in alone]
+    assert found[1:4] == found[5:]
 
 
 @pytest.mark.parametrize("batches", [1, 7])

@@ -55,7 +55,7 @@ def test_leaves_and_their_sum_have_the_bits_of_one_gpu():
 
 
 @pytest.mark.parametrize("name", ["bundled", "moe"])
-@pytest.mark.parametrize("mode", [(), ("--eager",)], ids=["graphs", "eager"])
+@pytest.mark.parametrize("mode", [(), ("--eager",), ("--quantization", "fp8")], ids=["graphs", "eager", "fp8"])
 def test_one_and_two_gpus_have_one_digest(name, mode, tmp_path):
     model = named(name, tmp_path)
     one, two = (engine(model, world, tmp_path, *mode) for world in (1, 2))

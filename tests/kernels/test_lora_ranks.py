@@ -1,11 +1,7 @@
-"""Adapters of layers that ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits.
-
-Ranks are slices of one layer, called one after the other: first to hear what each sends, then again with what it gets.
-"""
+"""Adapters of layers that ranks share on CUDA: what 1, 2 and 4 ranks add has the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,37 +13,18 @@ from preheat.backends.cuda import lora
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
+from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.ops.kinds import Scheme
 from preheat.ops.lora import LowRank, add_delta, delta
 from preheat.ops.proof import noise, signed_pairs
+from tests.cpu.test_quantized_layers import random_weight
+from tests.kernels.ranks import Heard, on_ranks
 
 ROWS, OUTPUTS, PLACES = 21, 40, 2
 WHOSE = [[1, -1, 0, 1][row % 4] for row in range(ROWS)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-class Heard(RankSums):
-    """A rank that hears ``theirs``, what all of them said, if that is known."""
-
-    def __init__(self, rank: int, world: int, theirs: list[Tensor] | None) -> None:
-        self.rank, self.world, self.said, self._theirs = rank, world, list[Tensor](), theirs
-
-    def gather(self, x: Tensor) -> Tensor:
-        assert not self.said, "a layer has one exchange"
-        self.said.append(x.clone())
-        return torch.stack(self._theirs or [x] * self.world)
-
-
-def on_ranks(world: int, layer: Callable[[RankSums], Tensor]) -> list[Tensor]:
-    """What ``layer`` gives on each rank."""
-    if world == 1:
-        return [layer(RankSums())]
-    first = [Heard(rank, world, None) for rank in range(world)]
-    for each in first:
-        layer(each)
-    said = [each.said[0] for each in first if each.said]
-    return [layer(Heard(rank, world, said)) for rank in range(world)]
 
 
 def numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank]]:
@@ -66,18 +43,24 @@ def plain_numbers(inputs: int, dtype: torch.dtype) -> tuple[Tensor, list[LowRank
 
 
 def by_columns(
-    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers
-) -> list[Tensor]:
-    """Of a layer whose inputs ``world`` ranks share, in so many ``leaves``."""
+    world: int, inputs: int, dtype: torch.dtype, leaves: int = 4, whose: list[int] = WHOSE, make: Any = numbers,
+    scheme: Scheme | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Of a layer whose inputs ``world`` ranks share, in so many ``leaves``; quantized, if there is a ``scheme``."""
     x, given = make(inputs, dtype)
     weight, bias = (noise(OUTPUTS, inputs) / 50).to(dtype), noise(OUTPUTS, seed=4).to(dtype)
+    codes = scheme and random_weight(scheme, OUTPUTS, inputs, dtype=dtype)
 
     def layer(ranks: RankSums) -> Tensor:
         part = inputs // ranks.world
         mine = slice(ranks.rank * part, (ranks.rank + 1) * part)
         ops = CudaAdapters(torch.device("cpu"))
         rows = ops.rows(32, PLACES)
-        base = CudaLeafLinear(weight[:, mine].contiguous(), bias, leaves // ranks.world, ranks, LeafTiles())
+        own: Tensor | DeviceWeight = weight[:, mine].contiguous()
+        if codes is not None:
+            cut = codes.cut(((0, OUTPUTS),), (mine.start, mine.stop))
+            own = DeviceWeight.of(cut, leaves=leaves // ranks.world)
+        base = CudaLeafLinear(own, bias, leaves // ranks.world, ranks, LeafTiles())
         made = ops.linear(
             base, part, [OUTPUTS], rows, places=PLACES, max_rank=40, dtype=dtype, activation=None, clip=None
         )
@@ -87,7 +70,7 @@ def by_columns(
         rows.use("tokens" if any(place >= 0 for place in whose) else None)
         return made(x[:, mine].contiguous())
 
-    return on_ranks(world, layer)
+    return on_ranks(world, layer, 1 if scheme is None else 2)
 
 
 @DTYPES
@@ -99,6 +82,14 @@ def test_what_ranks_add_to_a_layer_divided_by_columns_has_the_bits_of_one(inputs
     (plain,) = by_columns(1, inputs, dtype, whose=[-1] * ROWS)
     alike = [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)]
     assert alike == [place < 0 for place in WHOSE]
+
+
+def test_beside_float8_too():
+    """Ranks agree on the scales of rows first."""
+    given = {"scheme": Scheme(code="fp8", scales="channel", activations="token"), "make": plain_numbers}
+    one, plain = (by_columns(1, 4 * 32, torch.float32, whose=each, **given)[0] for each in (WHOSE, [-1] * ROWS))
+    assert all(torch.equal(each, one) for each in by_columns(2, 4 * 32, torch.float32, **given))
+    assert [torch.equal(mine, base) for mine, base in zip(one, plain, strict=True)] == [place < 0 for place in WHOSE]
 
 
 @DTYPES

@@ -137,22 +137,24 @@ def test_gated_layers_too(scheme, dtype):
     assert torch.equal(apply(TILES[0], x, codes, bias, False), in_order(x, quantization.dequantize(weight), bias))
 
 
-def by_the_contract(x, weight, bias=None):
-    """Sums of 128 products in order, promoted one after the other."""
-    codes, x_scales = quantization.quantize_rows(x, weight.scheme.activations, weight.static)
+def products(codes, x_scales, weight):
+    """Sums of 128 products in order, promoted one after the other, with all scales: fp32."""
     a, w, scales = codes.float(), weight.codes.float(), weight.scales
     grouped = x_scales.shape[1] > 1 or scales.shape[1] > 1
-    total = torch.zeros(len(x), len(w))
-    for place, start in enumerate(range(0, x.shape[1], 128)):
+    total = torch.zeros(len(a), len(w))
+    for place, start in enumerate(range(0, a.shape[1], 128)):
         part = torch.zeros_like(total)
-        for k in range(start, min(start + 128, x.shape[1])):
+        for k in range(start, min(start + 128, a.shape[1])):
             part += a[:, k, None] * w[:, k]
         if grouped:
             part *= x_scales[:, [place if x_scales.shape[1] > 1 else 0]]
             part *= scales[:, place if scales.shape[1] > 1 else 0]
         total += part
-    if not grouped:
-        total = total * x_scales * scales[:, 0]
+    return total if grouped else total * x_scales * scales[:, 0]
+
+
+def by_the_contract(x, weight, bias=None):
+    total = products(*quantization.quantize_rows(x, weight.scheme.activations, weight.static), weight)
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 

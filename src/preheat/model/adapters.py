@@ -117,7 +117,7 @@ class AdapterSeats:
             places=self.places, max_rank=self.max_rank, dtype=self.dtype,
         )  # fmt: skip
         if layer is None:
-            self.without_experts = "with this device and quantization"
+            self.without_experts = "with this device, quantization and ranks"
             return experts
         rows = None if own.kept is None else torch.arange(*own.kept)
         gated = Seat(len(self._layers), 0, rows, own.hidden, inner)

@@ -253,15 +253,17 @@ def load_weights(
 
 
 class FromHost:
-    """A backend as a loader on the host sees it: tensors go to the device as it gets them, by
-    ``upload(source, out)``.
+    """A backend on ``device`` as a loader on the host sees it, or what makes the layers that its ranks share: tensors
+    go to the device as it gets them, by ``upload(source, out)``.
     """
 
-    def __init__(self, backend: Backend, upload: Copy) -> None:
-        self._backend, self._copy = backend, upload
+    def __init__(self, backend: Backend | Sharing, device: torch.device, upload: Copy) -> None:
+        self._backend, self._to, self._copy = backend, device, upload
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
+        if name == "sharing" and found is not None:
+            return FromHost(found, self._to, self._copy)
         if not callable(found):
             return found
 
@@ -274,9 +276,9 @@ class FromHost:
         """A tensor, on the device; anything else as it is."""
         if isinstance(value, QuantizedWeight):
             return replace(value, **{part.name: self.place(getattr(value, part.name)) for part in fields(value)})
-        if not isinstance(value, Tensor) or value.device == self._backend.device:
+        if not isinstance(value, Tensor) or value.device == self._to:
             return value
-        out = torch.empty_like(value, device=self._backend.device)
+        out = torch.empty_like(value, device=self._to)
         self._copy(value, out)
         return out
 
@@ -303,7 +305,7 @@ class WeightLoader:
         self._formats, self._device = formats, backend.device
         self._place: Callable[[Tensor], Tensor] = _as_it_is
         if from_host:
-            host = FromHost(backend, from_host)
+            host = FromHost(backend, backend.device, from_host)
             self.backend, self._device, self._place = cast(Backend, host), torch.device(HOST), host.place
 
     def model(self, spec: ModelSpec) -> Weights:

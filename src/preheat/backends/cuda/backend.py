@@ -48,7 +48,7 @@ from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear
 from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfigs
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.prove import settle, settle_experts, settle_leaves
@@ -194,7 +194,7 @@ class CudaBackend:
         settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
         adapted = AdaptedExperts | AdaptedLeafExperts
         layers += [(each.inner, rows) for each, rows in layers if isinstance(each, adapted)]
-        kinds = CudaExperts | CudaLeafExperts | adapted
+        kinds = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | adapted
         experts = {(type(each), each.shape): (each, rows) for each, rows in layers if isinstance(each, kinds)}
         settle_experts(experts.values(), invariant=self._configs.invariant)
 

@@ -139,8 +139,6 @@ class CudaAdapters:
         """Those of quantized experts that ranks share are refused when they are read."""
         if not isinstance(experts, CudaExperts | CudaLeafExperts):
             return None
-        if isinstance(experts, CudaLeafExperts) and experts.shape.scheme is not None:
-            return None
         held = matrix_dtype(experts.shape.dtype, dtype)
         gate_up, down = (
             Factors(inputs, [outputs] * parts * size.num_experts, places, max_rank, held, self._device)

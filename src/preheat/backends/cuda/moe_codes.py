@@ -15,9 +15,8 @@ from torch import Tensor
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import begin
 from preheat.backends.cuda.linear_quantized import (
-    STEP,
     DeviceWeight,
-    codes_step,
+    codes_leaf,
     dequantized,
     layout,
     scheme_options,
@@ -30,13 +29,14 @@ from preheat.backends.cuda.tuning import Tile
 
 @triton.jit
 def _experts_codes(
-    x, codes, scales, zeros, y, experts, starts, counts, tokens, columns, inputs, groups, row_bytes,
-    K: tl.constexpr, EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
-    FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, gathered: tl.constexpr,
-    arranged: tl.constexpr, overlap: tl.constexpr,
+    x, codes, scales, zeros, y, experts, starts, counts, tokens, columns, inputs, size, groups, row_bytes, leaf_bytes,
+    expert_scales, y_leaf, K: tl.constexpr, EXPERTS: tl.constexpr, LEAVES: tl.constexpr, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, FOUR: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    gated: tl.constexpr, gathered: tl.constexpr, arranged: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`.
-    ``gathered``: rows of x are tokens, else they lie as those of y.
+    ``gathered``: rows of x are tokens, else they lie as those of y. Each of LEAVES leaves, ``size`` inputs, has
+    ``y_leaf`` numbers.
     """
     begin(overlap)
     tile = tl.program_id(0)
@@ -53,22 +53,20 @@ def _experts_codes(
     source = source.to(tl.int64)
     height = columns * 2 if gated else columns
     codes += expert.to(tl.int64) * height * row_bytes
-    scales += expert.to(tl.int64) * groups * height
+    scales += expert.to(tl.int64) * expert_scales
     if zeros is not None:
-        zeros += expert.to(tl.int64) * groups * height
+        zeros += expert.to(tl.int64) * expert_scales
 
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for step in range(0, inputs, INPUTS):
-        for part in tl.static_range(INPUTS // STEP):
-            k = tl.cast(step, tl.int32) + part * STEP
-            acc, acc_up = codes_step(
-                acc, acc_up, x, codes, scales, zeros, None, source, there, out, k, inputs, columns, groups,
-                row_bytes, FOUR, GROUP, EVEN, gated,
-            )  # fmt: skip
+    leaf = tl.program_id(1) if LEAVES > 1 else 0
+    acc, acc_up = codes_leaf(
+        x, codes, scales, zeros, None, source, there, out, leaf, size, inputs, columns, groups, row_bytes, leaf_bytes,
+        INPUTS, FOUR, GROUP, EVEN, gated,
+    )  # fmt: skip
     result = acc.to(y.dtype.element_ty)
     if gated:
         result = silu_mul(result, acc_up.to(y.dtype.element_ty))
+    if LEAVES > 1:
+        y += tl.cast(leaf, tl.int64) * y_leaf
     outs, below = first + tl.arange(0, OUTPUTS)[:, None], below + tl.arange(0, ROWS)[None, :]
     stored = (outs < columns) & (below < rows)
     tl.store(y + (start + below).to(tl.int64) * columns + outs, result, mask=stored)
@@ -80,16 +78,29 @@ def experts_codes(
     """As :func:`preheat.backends.cuda.moe_linear.experts_linear`, with ``weight`` as codes. Groups of inputs
     follow each other: others are refused.
     """
-    num_experts, outputs, inputs = weight.shape
-    columns = outputs // 2 if gated else outputs
-    y = x.new_empty(arrangement.rows, columns)
-    _experts_codes[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
-        x, weight.codes, weight.scales, weight.zeros, y, arrangement.experts, arrangement.starts,
-        arrangement.counts, arrangement.tokens, columns, inputs, *layout(weight), K=arrangement.top_k,
-        EXPERTS=num_experts, gathered=gathered, arranged=arrangement.block > 1, **scheme_options(weight),
-        **tile_options(tile, inputs, gated),
-    )  # fmt: skip
+    y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
+    _launch(tile, x, weight, arrangement, y, gated=gated, gathered=gathered)
     return y
+
+
+def leaves_codes(tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement) -> Tensor:
+    """The leaves of ``weight``: fp32 [leaves, arranged rows, outputs]."""
+    y = x.new_empty(weight.leaves, arrangement.rows, weight.shape[1], dtype=torch.float32)
+    _launch(tile, x, weight, arrangement, y, gated=False, gathered=False)
+    return y
+
+
+def _launch(
+    tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, y: Tensor, *, gated: bool, gathered: bool
+) -> None:
+    (num_experts, _, inputs), columns, leaves = weight.shape, y.shape[-1], weight.leaves
+    _experts_codes[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs), leaves)](
+        x, weight.codes, weight.scales, weight.zeros, y, arrangement.experts, arrangement.starts,
+        arrangement.counts, arrangement.tokens, columns, inputs, *layout(weight), weight.scales[0].numel(),
+        arrangement.rows * columns, K=arrangement.top_k, EXPERTS=num_experts, LEAVES=leaves,
+        gathered=gathered, arranged=arrangement.block > 1, **scheme_options(weight),
+        **tile_options(tile, inputs // leaves, gated),
+    )  # fmt: skip
 
 
 def dequantized_experts(weight: DeviceWeight) -> Tensor:

@@ -15,8 +15,7 @@ from preheat.backends.cuda.linear_quantized import (
     STEP,
     DeviceWeight,
     codes_of,
-    fp8_result,
-    fp8_steps,
+    fp8_leaf,
     grouping,
     tile_options,
 )
@@ -28,13 +27,14 @@ from preheat.ops.quantization import QuantizedRows
 
 @triton.jit
 def _experts_fp8(
-    x, x_scales, codes, scales, y, experts, starts, counts, tokens, columns, inputs, X_GROUPS, groups, K: tl.constexpr,
-    EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, GROUPED: tl.constexpr,
-    X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr, gated: tl.constexpr, gathered: tl.constexpr,
-    arranged: tl.constexpr, overlap: tl.constexpr,
+    x, x_scales, codes, scales, y, experts, starts, counts, tokens, columns, inputs, size, X_GROUPS, groups, y_leaf,
+    K: tl.constexpr, EXPERTS: tl.constexpr, LEAVES: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    INPUTS: tl.constexpr, GROUPED: tl.constexpr, X_GROUPED: tl.constexpr, W_GROUPED: tl.constexpr, EVEN: tl.constexpr,
+    gated: tl.constexpr, gathered: tl.constexpr, arranged: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile [OUTPUTS, ROWS] of y a program, placed as those of :mod:`preheat.backends.cuda.moe_linear`.
-    ``gathered``: rows of x are tokens, else they lie as those of y.
+    ``gathered``: rows of x are tokens, else they lie as those of y. Each of LEAVES leaves, ``size`` inputs, has
+    ``y_leaf`` numbers.
     """
     begin(overlap)
     tile = tl.program_id(0)
@@ -52,20 +52,16 @@ def _experts_fp8(
     codes += expert.to(tl.int64) * height * inputs
     scales += expert.to(tl.int64) * groups * height
 
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for step in range(0, inputs, INPUTS):
-        for part in tl.static_range(INPUTS // STEP):
-            k = tl.cast(step, tl.int32) + part * STEP
-            acc, acc_up = fp8_steps(
-                acc, acc_up, x, codes, x_scales, scales, source, out, k, inputs, columns, X_GROUPS,
-                GROUPED, X_GROUPED, W_GROUPED, EVEN, gated,
-            )  # fmt: skip
-    dtype: tl.constexpr = y.dtype.element_ty
-    result = fp8_result(acc, x_scales, scales, None, source, out, GROUPED, dtype)
+    leaf = tl.program_id(1) if LEAVES > 1 else 0
+    acc, acc_up = fp8_leaf(
+        x, x_scales, codes, scales, source, out, leaf, size, inputs, columns, X_GROUPS, INPUTS, GROUPED, X_GROUPED,
+        W_GROUPED, EVEN, gated,
+    )  # fmt: skip
+    result = acc.to(y.dtype.element_ty)
     if gated:
-        up = fp8_result(acc_up, x_scales, scales, None, source, out + columns, GROUPED, dtype)
-        result = silu_mul(result, up)
+        result = silu_mul(result, acc_up.to(y.dtype.element_ty))
+    if LEAVES > 1:
+        y += tl.cast(leaf, tl.int64) * y_leaf
     outs, below = first + tl.arange(0, OUTPUTS)[:, None], below + tl.arange(0, ROWS)[None, :]
     stored = (outs < columns) & (below < rows)
     tl.store(y + (start + below).to(tl.int64) * columns + outs, result, mask=stored)
@@ -76,15 +72,30 @@ def experts_fp8(
     gathered: bool,
 ) -> Tensor:  # fmt: skip
     """As :func:`preheat.backends.cuda.moe_linear.experts_linear`, with ``weight`` and its activations in float8."""
-    num_experts, outputs, inputs = weight.shape
-    columns = outputs // 2 if gated else outputs
-    rows = codes_of(x, weight)
-    y = torch.empty((arrangement.rows, columns), dtype=weight.dtype, device=rows.codes.device)
-    _experts_fp8[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs),)](
-        rows.codes, rows.scales, weight.codes, weight.scales, y, arrangement.experts, arrangement.starts,
-        arrangement.counts, arrangement.tokens, columns, inputs, rows.scales.shape[1], weight.scales.shape[-2],
-        K=arrangement.top_k, EXPERTS=num_experts, gathered=gathered, arranged=arrangement.block > 1,
-        EVEN=inputs % STEP.value == 0, enable_fp_fusion=False, **grouping(rows.scales, weight),
-        **tile_options(tile, inputs, gated),
-    )  # fmt: skip
+    size = arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1]
+    y = torch.empty(size, dtype=weight.dtype, device=weight.codes.device)
+    _launch(tile, codes_of(x, weight), weight, arrangement, y, gated=gated, gathered=gathered)
     return y
+
+
+def leaves_fp8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, arrangement: Arrangement) -> Tensor:
+    """The leaves of ``weight``, with their scales: fp32 [leaves, arranged rows, outputs]."""
+    size = weight.leaves, arrangement.rows, weight.shape[1]
+    y = torch.empty(size, dtype=torch.float32, device=weight.codes.device)
+    _launch(tile, x, weight, arrangement, y, gated=False, gathered=False)
+    return y
+
+
+def _launch(
+    tile: Tile, rows: QuantizedRows, weight: DeviceWeight, arrangement: Arrangement, y: Tensor, *, gated: bool,
+    gathered: bool,
+) -> None:  # fmt: skip
+    (num_experts, _, inputs), columns, leaves = weight.shape, y.shape[-1], weight.leaves
+    size = inputs // leaves
+    _experts_fp8[(len(arrangement.experts) * triton.cdiv(columns, tile.outputs), leaves)](
+        rows.codes, rows.scales, weight.codes, weight.scales, y, arrangement.experts, arrangement.starts,
+        arrangement.counts, arrangement.tokens, columns, inputs, size, rows.scales.shape[1], weight.scales.shape[-2],
+        arrangement.rows * columns, K=arrangement.top_k, EXPERTS=num_experts, LEAVES=leaves,
+        gathered=gathered, arranged=arrangement.block > 1, EVEN=size % STEP.value == 0, enable_fp_fusion=False,
+        **grouping(rows.scales, weight), **tile_options(tile, size, gated),
+    )  # fmt: skip

@@ -3,6 +3,9 @@
 
 A leaf has a range of every expert's inner numbers: the rows of gate and up that make them, the columns of down that
 take them. It gives the weighted sum over a token's experts in slot order, in fp32.
+
+Of quantized experts a rank's gates and ups are one product, as a row's scale is that of all its inner numbers, and each
+leaf is a product of the columns of down.
 """
 
 from __future__ import annotations
@@ -13,10 +16,15 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape
+from preheat.backends.cuda.linear_quantized import DeviceWeight, codes_of, quantized_input
+from preheat.backends.cuda.moe import ExpertsConfig, ExpertsConfigs, ExpertsShape, Rows, experts_layer
+from preheat.backends.cuda.moe_codes import dequantized_experts, leaves_codes
+from preheat.backends.cuda.moe_fp8 import leaves_fp8
 from preheat.backends.cuda.moe_linear import experts_linear
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine
-from preheat.backends.cuda.tuning import Tile, Wide
+from preheat.backends.cuda.norm import QuantizedInput
+from preheat.backends.cuda.quantize import quantize_parts
+from preheat.backends.cuda.tuning import Expanded, Tile, Wide
 from preheat.ops.leaves import tree_sum
 from preheat.ops.moe import Routing
 
@@ -80,3 +88,66 @@ class CudaLeafExperts:
             self._counts.zero_()  # memory may have run out between its use and its end
             raise
         return tree_sum(sums)
+
+
+class QuantizedLeafExperts:
+    """The same of quantized ``gate_up`` and ``down``, these in their leaves."""
+
+    def __init__(
+        self, gate_up: DeviceWeight, down: DeviceWeight, routing: Routing, ranks: RankSums, configs: ExpertsConfigs
+    ) -> None:
+        self._gate_up, self._down, self._routing, self._ranks, self.configs = gate_up, down, routing, ranks, configs
+        experts, hidden, inner = down.shape
+        self.shape = ExpertsShape(experts, hidden, inner, routing.top_k, down.dtype, down.scheme)
+        self._counts = torch.zeros(experts, dtype=torch.int32, device=down.codes.device)
+
+    @property
+    def fused_input(self) -> QuantizedInput | None:
+        """Of experts with float8 activations: their norm may give them."""
+        return quantized_input(self._gate_up)
+
+    def __call__(self, x: Rows, logits: Tensor) -> Tensor:
+        """``x`` [tokens, hidden], ``logits`` [tokens, experts] -> [tokens, hidden], the same on all ranks."""
+        partial = self._partial(self.configs(self.shape, len(x)), x, logits, self._ranks)
+        if self._ranks.world == 1:
+            return partial.to(self.shape.dtype)
+        return self._ranks.sum(partial, None, self.shape.dtype)
+
+    def local(self, config: ExpertsConfig, x: Rows, logits: Tensor) -> Tensor:
+        """What this rank would add if no other had numbers of a row: fp32 [tokens, hidden]."""
+        return self._partial(config, x, logits, RankSums())
+
+    def _partial(self, config: ExpertsConfig, x: Rows, logits: Tensor, ranks: RankSums) -> Tensor:
+        """What this rank adds, by the kernels of ``config``: fp32 [tokens, hidden]."""
+        try:
+            arrangement = arrange(logits, self._routing, config.block, self._counts)
+            inner = experts_layer(config.gate_up, x, self._gate_up, arrangement, gated=True)
+            leaves = self._products(config.down, inner, arrangement, ranks)
+            return tree_sum([combine(leaf, arrangement) for leaf in leaves.unbind()])
+        except BaseException:
+            self._counts.zero_()  # memory may have run out between its use and its end
+            raise
+
+    def _products(
+        self, choice: Tile | Wide | Expanded, inner: Tensor, arrangement: Arrangement, ranks: RankSums
+    ) -> Tensor:
+        """Each leaf of ``inner``: fp32 [leaves, arranged rows, hidden]."""
+        down = self._down
+        if isinstance(choice, Expanded):
+            assert isinstance(choice.choice, Tile)
+            return _plain_products(choice.choice, inner, dequantized_experts(down), down.leaves, arrangement)
+        assert isinstance(choice, Tile)
+        if down.scheme.activations is None:
+            return leaves_codes(choice, inner, down, arrangement)
+        if down.scheme.activations != "token" or ranks.world == 1:
+            return leaves_fp8(choice, codes_of(inner, down), down, arrangement)
+        places = None if arrangement.block == 1 else arrangement.places
+        return leaves_fp8(choice, quantize_parts(inner, ranks, places), down, arrangement)
+
+
+def _plain_products(tile: Tile, inner: Tensor, down: Tensor, leaves: int, arrangement: Arrangement) -> Tensor:
+    parts = zip(inner.chunk(leaves, 1), down.chunk(leaves, 2), strict=True)
+    return torch.stack([
+        experts_linear(tile, x.contiguous(), w.contiguous(), arrangement, gated=False, dtype=torch.float32)
+        for x, w in parts
+    ])  # fmt: skip

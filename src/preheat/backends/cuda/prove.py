@@ -19,14 +19,13 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, sum_leaves
+from preheat.backends.cuda.linear_leaves import LeafShape, LeafTiles, plain_leaf_tile, sum_leaves
 from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.moe import CudaExperts, ExpertsShape, plain_config
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.cuda.tuning import (
-    REFERENCE,
     Expanded,
     KernelConfig,
     KernelConfigs,
@@ -39,7 +38,7 @@ from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
 
-Provable = CudaExperts | CudaLeafExperts | AdaptedExperts | AdaptedLeafExperts
+Provable = CudaExperts | CudaLeafExperts | QuantizedLeafExperts | AdaptedExperts | AdaptedLeafExperts
 
 SEEDS = 3
 BITS = {2: torch.int16, 4: torch.int32}
@@ -152,18 +151,18 @@ def settle_leaves(
     for shape, rows in used:
         sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
     for shape, numbers in sizes.items():
-        plain = LinearShape(shape.outputs, shape.inputs, dtype=shape.dtype)
-        x, weight, _, _ = _operands(plain, max(numbers))
-        assert isinstance(weight, Tensor)
+        layer = shape.of_leaf._replace(inputs=shape.inputs)
+        x, weight, _, _ = _operands(layer, max(numbers), shape.leaves)
         y = torch.empty(len(x), shape.outputs, device="cuda")
         expected = torch.empty_like(y)
+        plain = plain_leaf_tile(shape)
         with compiling(os.cpu_count() or 1):
-            for tile in {tiles(shape, size) for size in numbers} | {REFERENCE[shape.dtype]}:
+            for tile in {tiles(shape, size) for size in numbers} | {plain}:
                 sum_leaves(tile, x, weight, None, shape.leaves, y)
         wrong: set[int] = set()
         for seed in range(seeds if invariant else 0):
             fill(x, weight, seed)
-            sum_leaves(REFERENCE[shape.dtype], x, weight, None, shape.leaves, expected)
+            sum_leaves(plain, x, weight, None, shape.leaves, expected)
             for size in numbers:
                 sum_leaves(tiles(shape, size), x[:size], weight, None, shape.leaves, y[:size])
                 if _bits(y[:size]).ne(_bits(expected[:size])).any():
@@ -183,12 +182,14 @@ def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
     return x, torch.empty(tokens, shape.num_experts, device="cuda", dtype=shape.dtype)
 
 
-def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
+def _operands(
+    shape: LinearShape, rows: int, leaves: int = 1
+) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
     """x, W, b (zeros) and y of ``rows`` rows."""
     x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
     weight: Tensor | DeviceWeight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
     if shape.scheme is not None:
-        weight = random_weight(shape, x.device, 0)
+        weight = random_weight(shape, x.device, 0, leaves)
     bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
     return x, weight, bias, torch.empty(rows, shape.columns, device="cuda", dtype=shape.dtype)
 
@@ -202,8 +203,9 @@ def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
         shape = LinearShape(
             outputs, inputs, dtype=weight.dtype, scheme=weight.scheme, dealt=weight.dealt, narrow=weight.narrow
         )
-        for tensor, new in zip(weight.tensors, random_weight(shape, x.device, seed).tensors, strict=True):
-            tensor.copy_(new)
+        new = random_weight(shape, x.device, seed, weight.leaves)
+        for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
+            tensor.copy_(numbers)
     else:
         _fill(weight, -1.0, seed, random)
 
@@ -215,7 +217,7 @@ def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> No
         signed_pairs(tensor, sign)
 
 
-def random_weight(shape: LinearShape, device: torch.device, seed: int) -> DeviceWeight:
+def random_weight(shape: LinearShape, device: torch.device, seed: int, leaves: int = 1) -> DeviceWeight:
     """The same of a quantized weight: codes of all sizes and random scales for ``seed`` 0; else one scale, no zero
     points, and codes in pairs that cancel.
     """
@@ -241,7 +243,7 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int) -> Device
             weight.zeros.zero_()
     if shape.dealt:
         weight.scales.copy_(weight.scales.to(torch.bfloat16 if shape.narrow else torch.float16))
-    return DeviceWeight.of(weight, dealt=shape.dealt)
+    return DeviceWeight.of(weight, dealt=shape.dealt, leaves=leaves)
 
 
 def _bits(y: Tensor) -> Tensor:

@@ -1,16 +1,20 @@
 """Float8 codes and scales of activations on CUDA, by the contract of :mod:`preheat.ops.quantization`: one launch before
 a layer with float8 activations, or part of the norm before it (:mod:`preheat.backends.cuda.norm`) or of the activation.
 
-A maximum has no order, so how a row is laid out changes no bits. Divisions are IEEE's.
+A maximum has no order, so how a row is laid out changes no bits, nor how many ranks it is spread over: they exchange
+the greatest magnitudes of their parts, and each takes the greatest of all. Divisions are IEEE's.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import COMPILED, begin, options
 from preheat.ops.kinds import ActivationScales
@@ -22,8 +26,11 @@ GROUP: tl.constexpr = tl.constexpr(PROMOTED)
 
 
 @triton.jit
-def store_codes(row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
-    """Codes and scales of a ``row`` [WIDTH] of SIZE numbers, zeros beyond, go to the place of ``token``.
+def store_codes(
+    row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, greatest=None
+):
+    """Codes and scales of a ``row`` [WIDTH] of SIZE numbers, zeros beyond, go to the place of ``token``. ``greatest``:
+    its greatest magnitude, where it is a part of the token's row.
 
     They are stored as a matrix with a row for each group: a store of eight bits as wide as the row would change how the
     row itself is spread over threads, and so the order in which a norm adds it up.
@@ -36,7 +43,10 @@ def store_codes(row, static, codes, scales, token, SIZE: tl.constexpr, WIDTH: tl
     if KIND == "static":
         scale = tl.zeros([GROUPS], tl.float32) + tl.load(static)
     else:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 1), tl.full([GROUPS], MOST, tl.float32)), LEAST)
+        top = tl.max(tl.abs(wide), 1)
+        if greatest is not None:
+            top = tl.zeros([GROUPS], tl.float32) + greatest
+        scale = tl.maximum(tl.div_rn(top, tl.full([GROUPS], MOST, tl.float32)), LEAST)
     each = tl.zeros([GROUPS, WIDTH // GROUPS], tl.float32) + scale[:, None]
     if COMPILED and KIND != "static":
         quotient = divided(wide, each, tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)[:, None])
@@ -61,12 +71,24 @@ def divided(x, y, reciprocal):
 
 
 @triton.jit
+def _place(places):
+    """The row of a program: its own, or that of its slot."""
+    row = tl.program_id(0)
+    if places is not None:
+        row = tl.load(places + row)
+    return row.to(tl.int64)
+
+
+@triton.jit
 def _quantize(
-    x, out, static, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, overlap: tl.constexpr
-):
-    """One row a program; of silu of the first half of x times the other, which goes to ``out``, if there is one."""
+    x, out, static, places, maxima, codes, scales, SIZE: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    WORLD: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One row a program; of silu of the first half of x times the other, which goes to ``out``, if there is one; of
+    WORLD ranks' ``maxima`` [WORLD, programs], where its numbers are spread over them.
+    """
     begin(overlap)
-    token = tl.program_id(0).to(tl.int64)
+    token = _place(places)
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
     if out is None:
@@ -75,7 +97,19 @@ def _quantize(
         gate = tl.load(x + token * 2 * SIZE + at, mask=inside, other=0.0)
         row = silu_mul(gate, tl.load(x + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0))
         tl.store(out + token * SIZE + at, row, mask=inside)
-    store_codes(row, static, codes, scales, token, SIZE, WIDTH, KIND)
+    greatest = None
+    if maxima is not None:
+        greatest = tl.max(tl.load(maxima + tl.arange(0, WORLD) * tl.num_programs(0) + tl.program_id(0)), 0)
+    store_codes(row, static, codes, scales, token, SIZE, WIDTH, KIND, greatest)
+
+
+@triton.jit
+def _greatest(x, places, maxima, SIZE: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr):
+    """The greatest magnitude of one row a program."""
+    begin(overlap)
+    at = tl.arange(0, WIDTH)
+    row = tl.load(x + _place(places) * SIZE + at, mask=at < SIZE, other=0.0)
+    tl.store(maxima + tl.program_id(0), tl.max(tl.abs(row.to(tl.float32)), 0))
 
 
 def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
@@ -101,10 +135,25 @@ def _launch(
     x: Tensor, out: Tensor | None, room: tuple[Tensor, Tensor], kind: ActivationScales, static: Tensor | None
 ) -> QuantizedRows:
     codes, scales = room
-    size = codes.shape[1]
-    width = triton.next_power_of_2(size)
-    _quantize[(len(x),)](
-        x, out, static, codes, scales, SIZE=size, WIDTH=width, KIND=kind,
-        **options(num_warps=min(max(width // 512, 1), 8), num_stages=1),
-    )  # fmt: skip
+    _quantize[(len(x),)](x, out, static, None, None, codes, scales, KIND=kind, WORLD=1, **_layout(codes))
     return QuantizedRows(codes, scales, out)
+
+
+def quantize_parts(x: Tensor, ranks: RankSums, places: Tensor | None = None) -> QuantizedRows:
+    """``x`` [rows, inputs of this rank], contiguous, each row quantized with the scale of what all ``ranks`` have of
+    it: they send a number for each row. ``places`` int32: these rows alone, in an order that ranks agree on.
+    """
+    count = len(x) if places is None else len(places)
+    mine = torch.empty(count, dtype=torch.float32, device=x.device)
+    _greatest[(count,)](x, places, mine, **_layout(x))
+    codes, scales = empty_codes(x, "token")
+    _quantize[(count,)](
+        x, None, None, places, ranks.gather(mine), codes, scales, KIND="token", WORLD=ranks.world, **_layout(x)
+    )
+    return QuantizedRows(codes, scales, None)
+
+
+def _layout(x: Tensor) -> dict[str, Any]:
+    """Keywords of a launch of one program for each row of ``x``."""
+    width = triton.next_power_of_2(x.shape[1])
+    return {"SIZE": x.shape[1], "WIDTH": width, **options(num_warps=min(max(width // 512, 1), 8), num_stages=1)}

@@ -11,7 +11,8 @@ from preheat.backends.base import Collective
 from preheat.backends.cuda.collective import Nccl, RankSums
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles
-from preheat.backends.cuda.moe_leaves import CudaLeafExperts
+from preheat.backends.cuda.linear_quantized import DeviceWeight
+from preheat.backends.cuda.moe_leaves import CudaLeafExperts, QuantizedLeafExperts
 from preheat.backends.meeting import Meeting
 from preheat.ops.kinds import Activation
 from preheat.ops.moe import Routing
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class CudaSharing:
     """See :class:`preheat.backends.base.Sharing`; for a rank on the GPU of ``backend``."""
 
-    quantized = False
+    quantized = True
 
     def __init__(self, backend: CudaBackend, tiles: LeafTiles) -> None:
         self._backend, self._tiles = backend, tiles
@@ -47,8 +48,8 @@ class CudaSharing:
     def leaf_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, leaves: int, collective: Collective
     ) -> CudaLeafLinear:
-        assert isinstance(weight, Tensor)
-        return CudaLeafLinear(weight, bias, leaves, cast(RankSums, collective), self._tiles)
+        mine = weight if isinstance(weight, Tensor) else DeviceWeight.of(weight, leaves=leaves)
+        return CudaLeafLinear(mine, bias, leaves, cast(RankSums, collective), self._tiles)
 
     def leaf_experts(
         self,
@@ -57,8 +58,11 @@ class CudaSharing:
         routing: Routing,
         leaves: int,
         collective: Collective,
-    ) -> CudaLeafExperts:
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        return CudaLeafExperts(
-            gate_up, down, routing, leaves, cast(RankSums, collective), self._backend.experts_configs
+    ) -> CudaLeafExperts | QuantizedLeafExperts:
+        ranks, configs = cast(RankSums, collective), self._backend.experts_configs
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return CudaLeafExperts(gate_up, down, routing, leaves, ranks, configs)
+        assert isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight)
+        return QuantizedLeafExperts(
+            DeviceWeight.of(gate_up), DeviceWeight.of(down, leaves=leaves), routing, ranks, configs
         )

@@ -1,0 +1,159 @@
+"""Quantized layers that ranks share on CUDA: 1, 2 and 4 of them give the same bits, those of the contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat.backends.cpu.sharing import CpuSharing
+from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.linear_leaves import CudaLeafLinear, LeafTiles, leaf_tile, plain_leaf_tile, sum_leaves
+from preheat.backends.cuda.linear_quantized import DeviceWeight, dequantized
+from preheat.backends.cuda.tuning import Expanded
+from preheat.ops import quantization
+from preheat.ops.kinds import Scheme
+from preheat.ops.leaves import tree_sum
+from preheat.ops.moe import Routing
+from preheat.ops.proof import noise
+from preheat.ops.quantization import QuantizedWeight
+from tests.cpu.test_quantized_layers import W8A8, WHOLE, random_weight
+from tests.kernels.backend import InterpretedCuda
+from tests.kernels.ranks import Heard, on_ranks
+from tests.kernels.test_quantized import named, products
+
+# rows that fill up an expert's block are whatever memory held, and are divided too
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+CODES = [*WHOLE[:3], replace(WHOLE[0], group=128, zeros=True), Scheme(code="int4", scales="channel")]
+SIZES = {"token": 144, "static": 144, "block": 128, 32: 96, 128: 128, 0: 72}
+"""Inputs of a leaf by where scales end; steps of 128 fit where they have to."""
+OUTPUTS = 40
+
+
+def inputs_of(scheme: Scheme) -> int:
+    return 4 * SIZES["block" if scheme.scales == "block" else scheme.activations or scheme.group]
+
+
+def numbers(scheme: Scheme, rows: int, dtype: torch.dtype) -> tuple[Tensor, QuantizedWeight, Tensor]:
+    inputs = inputs_of(scheme)
+    x = (noise(rows, inputs) * noise(rows, inputs, seed=1).exp()).to(dtype)
+    return x, random_weight(scheme, OUTPUTS, inputs, dtype=dtype), noise(OUTPUTS, seed=2).to(dtype)
+
+
+def by_columns(
+    world: int, x: Tensor, weight: QuantizedWeight, bias: Tensor, leaves: int = 4, kind: type[Heard] = Heard
+) -> list[Tensor]:
+    """The layer's outputs on each of ``world`` ranks."""
+
+    def layer(ranks: RankSums) -> Tensor:
+        part = x.shape[1] // ranks.world
+        mine = ranks.rank * part, (ranks.rank + 1) * part
+        own = weight.cut(((0, OUTPUTS),), mine)
+        made = InterpretedCuda().sharing.leaf_linear(own, bias, leaves // ranks.world, ranks)
+        return made(x[:, slice(*mine)].contiguous())
+
+    return on_ranks(world, layer, 1 + (weight.scheme.activations == "token"), kind)
+
+
+def test_layers_in_float8_have_the_bits_of_the_contract():
+    """Static scales and those of a row, of 128 numbers or of all, the weight's of an output or of a block."""
+    for at, scheme in enumerate(W8A8):
+        x, weight, bias = numbers(scheme, 5, (torch.bfloat16, torch.float32)[at % 2])
+        codes, scales = quantization.quantize_rows(x, scheme.activations, weight.static)
+        size = x.shape[1] // 4
+        right = bias.float() + tree_sum([
+            products(
+                codes[:, start : start + size],
+                scales[:, start // 128 : (start + size) // 128] if scales.shape[1] > 1 else scales,
+                weight.cut(((0, OUTPUTS),), (start, start + size)),
+            )
+            for start in range(0, x.shape[1], size)
+        ])  # fmt: skip
+        for world in (1, 2, 4):
+            for found in by_columns(world, x, weight, bias):
+                assert torch.equal(found, right.to(x.dtype)), (scheme.name, world)
+
+
+@pytest.mark.parametrize("scheme", CODES, ids=named)
+def test_weights_of_codes_have_the_bits_of_the_dequantized_layer(scheme):
+    """Leaves need not be whole steps."""
+    x, weight, bias = numbers(scheme, 5, torch.bfloat16)
+    plain = quantization.dequantize(weight)
+    right = CudaLeafLinear(plain, bias, 4, RankSums(), LeafTiles())(x)
+    for world in (1, 2, 4):
+        assert all(torch.equal(found, right) for found in by_columns(world, x, weight, bias))
+    codes = DeviceWeight.of(weight, leaves=4)
+    assert torch.equal(dequantized(codes), plain)
+    shape = InterpretedCuda().sharing.leaf_linear(weight, bias, 4, RankSums()).shape
+    assert isinstance(leaf_tile(shape, 4096), Expanded) and isinstance(plain_leaf_tile(shape), Expanded)
+    assert torch.equal(sum_leaves(plain_leaf_tile(shape), x, codes, bias, 4, torch.empty_like(right)), right)
+
+
+@pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], CODES[0]], ids=named)
+def test_leaves_that_follow_the_number_of_ranks_have_other_bits(scheme):
+    x, weight, bias = numbers(scheme, 5, torch.float32)
+    one, four = (by_columns(world, x, weight, bias, leaves=world)[0] for world in (1, 4))
+    assert not torch.equal(one, four)
+
+
+class OwnMaxima(Heard):
+    """A rank's scales are those of the inputs that it has."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        found = super().gather(x)
+        return found[self.rank].expand_as(found).contiguous() if x.ndim == 1 else found
+
+
+def test_scales_of_a_ranks_own_inputs_have_other_bits():
+    x, weight, bias = numbers(W8A8[0], 5, torch.float32)
+    (one,) = by_columns(1, x, weight, bias)
+    for world in (2, 4):
+        assert not torch.equal(by_columns(world, x, weight, bias, kind=OwnMaxima)[0], one)
+
+
+@pytest.mark.parametrize("scheme", [W8A8[0], CODES[3]], ids=named)
+def test_outputs_have_the_same_bits_beside_any_others(scheme):
+    """Layers whose rows ranks share."""
+    x, weight, bias = numbers(scheme, 3, torch.bfloat16)
+    sharing, inputs = InterpretedCuda().sharing, x.shape[1]
+    whole = sharing.row_linear(weight, bias, [OUTPUTS])(x)
+    for rows in ((0, 20), (20, 40), (30, 40)):
+        mine = sharing.row_linear(weight.cut((rows,), (0, inputs)), bias[slice(*rows)].clone(), [10])
+        assert torch.equal(mine(x), whole[:, slice(*rows)])
+
+
+def experts(
+    world: int, scheme: Scheme, tokens: int, leaves: int = 4, kind: type[Heard] = Heard, sharing: Any = None
+) -> list[Tensor]:
+    """Of eight experts, what ``world`` ranks give that share each one's inner numbers."""
+    inner, hidden, count = 512 if scheme.scales == "block" else 128, 48, 8
+    gate_up, down = random_weight(scheme, count, 2 * inner, hidden), random_weight(scheme, count, hidden, inner, seed=1)
+    x, logits = noise(tokens, hidden), noise(tokens, count, seed=1)
+
+    def layer(ranks: RankSums) -> Tensor:
+        part = inner // ranks.world
+        first, last = ranks.rank * part, (ranks.rank + 1) * part
+        own = gate_up.cut(((first, last), (inner + first, inner + last)), None), down.cut(((0, hidden),), (first, last))
+        shared = sharing or InterpretedCuda().sharing
+        made: Tensor = shared.leaf_experts(*own, Routing(2, True, False), leaves // ranks.world, ranks)(x, logits)
+        return made
+
+    return on_ranks(world, layer, 1 + (scheme.activations == "token"), kind)
+
+
+@pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], CODES[0]], ids=named)
+def test_experts_on_ranks(scheme):
+    """A token alone, each of whose slots is a block of its own, and several, whose rows are arranged."""
+    for tokens, world in ((1, 4), (4, 2)):
+        one = experts(1, scheme, tokens)[0]
+        assert all(torch.equal(found, one) for found in experts(world, scheme, tokens))
+        right = experts(1, scheme, tokens, sharing=CpuSharing())[0]
+        error = (one - right).abs().max() / right.abs().max()
+        assert error <= (2e-2 if scheme.activations else 1e-5)  # what is rounded to float8 may differ by a code
+    assert not torch.equal(experts(2, scheme, 4, leaves=2)[0], one)
+    if scheme.activations == "token":
+        assert not torch.equal(experts(2, scheme, 4, kind=OwnMaxima)[0], one)
