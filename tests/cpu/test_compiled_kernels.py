@@ -24,7 +24,6 @@ from preheat.backends.cuda.linear_quantized import in_order_codes, in_order_fp8
 from preheat.backends.cuda.lora import _gather
 from preheat.backends.cuda.lora_expand import Expansion, _expand
 from preheat.backends.cuda.lora_experts import _expand_experts, _shrink_experts
-from preheat.backends.cuda.lora_fused import READY, _adapt
 from preheat.backends.cuda.lora_leaf_experts import _expand_tokens, _shrink_slots
 from preheat.backends.cuda.lora_leaves import _add_roots
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
@@ -139,8 +138,8 @@ def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
     """The same instruction for few rows and for many, which have all parts of a layer in one product."""
     sizes = ShrinkSizes(4096, 3, 2, leaves).constants
     found = compiled(
-        _shrink, 4, 2, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
-        STAGES=3, scaled=leaves == 1, beside=True,
+        _shrink, 4, 3, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
+        scaled=leaves == 1, beside=True,
     )  # fmt: skip
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
@@ -148,13 +147,8 @@ def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [16, 32])
 def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
-    """As few rows do in one launch with shrinking, and many in one of its own."""
-    own = {"COLUMNS": 128, "ROWS": rows, "WHOLE": True, "gated": gated}
-    if rows == 16:
-        sizes = ShrinkSizes(4096, 2, 2, 1).constants | {"ACROSS": 112, "READY": READY, "STAGES": 2}
-        found = compiled(_adapt, 4, 2, ADAPTERS, **sizes, **own, beside=True, shrinks=True, expands=True)
-    else:
-        found = compiled(_expand, 4, 2, ADAPTERS, **own, TILES=2, RANKS=16, WORLD=1, PARTS=2, chosen=False)
+    sizes = {"TILES": 2, "RANKS": 16, "COLUMNS": 128, "ROWS": rows, "WORLD": 1, "PARTS": 2, "WHOLE": True}
+    found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=gated, chosen=False)
     assert "F2FP.BF16.F32.PACK_AB" in found.asm["sass"] and "F2F.BF16" not in found.asm["sass"]
 
 

@@ -1,8 +1,8 @@
 """Linear layers with places for adapters on CUDA, see :mod:`preheat.ops.lora`.
 
 Rows shrink beside the layer itself, of which that needs nothing (:mod:`preheat.backends.cuda.lora_shrink`). Behind both
-they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Of few rows one launch does
-both (:mod:`preheat.backends.cuda.lora_fused`). Rows without an adapter get nothing added.
+they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows without an adapter get
+nothing added.
 
 Layers that take their inputs by columns shrink in leaves, see :mod:`preheat.backends.cuda.lora_leaves`. How many
 outputs a layer has changes no bit of any: what is added up is a part of the inputs, or a tile of ranks, in the order
@@ -32,7 +32,6 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
 from preheat.backends.cuda.lora_blocks import (
-    BLOCK,
     MOST_PARTS,
     TABLE_PARTS,
     TABLE_ROWS,
@@ -41,7 +40,6 @@ from preheat.backends.cuda.lora_blocks import (
 )
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_experts import AdaptedExperts
-from preheat.backends.cuda.lora_fused import MOST_ITEMS, adapt
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
 from preheat.backends.cuda.lora_leaves import AdaptedLeafLinear, add_roots
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkSizes, shrink
@@ -310,8 +308,6 @@ class Factors:
         """``y`` with what adapters add, see :func:`expand`, of rows that have not shrunk yet, which they may do
         ``beside`` the kernel that was launched last.
         """
-        if blocks.size == BLOCK and self._among.world == 1 and self._sizes.items <= MOST_ITEMS:
-            return adapt(y, given, to, self.bounds, self._sizes, beside=beside, gated=gated, out=out)
         self.shrink(given, to, blocks, beside=beside)
         return self.expand(y, to, gated=gated, out=out)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.elementwise import rounded, silu_mul
-from preheat.backends.cuda.launch import begin, begin_late, options
+from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE
 from preheat.ops.lora import TILE
 
@@ -80,57 +80,41 @@ def _shrunk_of(
     """[ranks, rows]: what the rows in ``slot`` shrank to for a tile of ranks."""
     own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
     at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
-    return tl.load(adapters.shrunk + at, cache_modifier=".cg").T  # others of this launch may have written it
+    return tl.load(adapters.shrunk + at).T
 
 
 @triton.jit
-def _delta(
-    ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
+def _expanded(
+    result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
     WORLD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [outputs, rows]: what the adapter in ``place`` adds to rows, whose ``part`` has ``count`` tiles of ranks, at
-    least one, the first of which is ``ws``. ``height`` are the outputs of all parts.
+    """``result`` [outputs, rows] and what the adapter in ``place`` adds to them, whose ``part`` has ``count`` tiles of
+    ranks, the first of which is ``ws``. ``height`` are the outputs of all parts.
     """
-    shrunk = _shrunk_of(slot, 0, part, adapters, slots, TILES, RANKS, WORLD, PARTS)
-    acc = _times(ws, shrunk, tl.zeros([ws.shape[0], slot.shape[0]], tl.float32))
-    if TILES > 1:
-        for tile in tl.range(1, count, num_stages=1):
-            more = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
-            acc = _times(more, _shrunk_of(slot, tile, part, adapters, slots, TILES, RANKS, WORLD, PARTS), acc)
-    return acc
+    if count > 0:
+        shrunk = _shrunk_of(slot, 0, part, adapters, slots, TILES, RANKS, WORLD, PARTS)
+        acc = _times(ws, shrunk, tl.zeros(result.shape, tl.float32))
+        if TILES > 1:
+            for tile in tl.range(1, count, num_stages=1):
+                more = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
+                acc = _times(more, _shrunk_of(slot, tile, part, adapters, slots, TILES, RANKS, WORLD, PARTS), acc)
+        result = rounded(result.to(tl.float32) + acc, result)
+    return result
 
 
-@triton.jit
-def _added(result, delta):
-    """``result`` of the layer, rounded already, plus fp32 ``delta``, rounded once."""
-    return rounded(result.to(tl.float32) + delta, result)
-
-
-@triton.jit
-def _await(word, sharing, READY: tl.constexpr):
-    """Wait until a block's rows have shrunk; the last of so many programs ``sharing`` it clears the counter."""
-    there = tl.load(word, volatile=True)
-    while there < READY:
-        there = tl.load(word, volatile=True)
-    if tl.atomic_add(word, 1, sem="acquire") == READY + sharing - 1:
-        tl.store(word, 0)
-    tl.debug_barrier()
-
-
-@triton.jit
-def expand_tile(
-    y, z, adapters, arrived, column, block, part, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    READY: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, waits: tl.constexpr, overlap: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "slots"])
+def _expand(
+    y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr,
+    chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
     y, which z then is. Behind the blocks that have ``slots``, if ``gated``, come rows without an adapter. What no
     kernel writes is read before the kernel ahead has ended.
 
-    ``WHOLE``: 16 divides all bounds. ``chosen``: the kernel ahead wrote the members of blocks, too. READY: what
-    ``arrived`` is once programs of this launch have shrunk a block, which is multiplied before y is there; ``waits``:
-    for the kernel that writes y, too. Zero: kernels before this one did both.
+    ``WHOLE``: 16 divides all bounds. ``chosen``: the kernel ahead wrote the members of blocks, too.
     """
+    block, part = tl.program_id(1), tl.program_id(2)
     slot = block * ROWS + tl.arange(0, ROWS)
     place = tl.load(adapters.places + block, mask=block * ROWS < slots, other=-1)
     row = slot
@@ -143,42 +127,24 @@ def expand_tile(
     count = tl.load(adapters.tiles + place * PLACE_IN_TABLE + part, mask=place >= 0, other=0)
     count_up = count
     if gated:
-        start, end, height = 0, columns, columns * 2
+        first, end, height = tl.program_id(0) * COLUMNS, columns, columns * 2
         count_up = tl.load(adapters.tiles + place * PLACE_IN_TABLE + 1, mask=place >= 0, other=0)
     else:
-        start, end, height = tl.load(adapters.bounds + part), tl.load(adapters.bounds + part + 1), columns
+        bounds = adapters.bounds + part
+        first, end, height = tl.load(bounds) + tl.program_id(0) * COLUMNS, tl.load(bounds + 1), columns
         if WHOLE:
-            start, end = tl.multiple_of(start, 16), tl.multiple_of(end, 16)
-    first = start + column * COLUMNS
+            first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
     out = first + tl.arange(0, COLUMNS)
     of = tl.minimum(out, end - 1)
     ws = _tile_of(of, place, 0, adapters, height, TILES, RANKS, count > 0)
     ws_up = ws
     if gated:
         ws_up = _tile_of(of + columns, place, 0, adapters, height, TILES, RANKS, count_up > 0)
-    if READY:
-        if place >= 0 and first < end:
-            sharing = (end - start + COLUMNS - 1) // COLUMNS
-            _await(arrived + block * PARTS + part, sharing, READY)
-            if gated:
-                _await(arrived + block * PARTS + 1, sharing, READY)
-    else:
-        begin(overlap)
+    begin(overlap)
     if chosen:
         row = tl.load(adapters.members + slot)
     there = (row >= 0) & (row < rows)
     if (gated or count > 0) and first < end and tl.max(there.to(tl.int32)) > 0:
-        if READY:
-            more = tl.zeros([COLUMNS, ROWS], tl.float32)
-            more_up = more
-            if count > 0:
-                more = _delta(ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS)
-            if gated and count_up > 0:
-                more_up = _delta(
-                    ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD, PARTS
-                )
-            if waits:
-                begin_late(overlap)
         stored = (out < end)[:, None] & there[None, :]
         token = tl.where(there, row, 0).to(tl.int64)[None, :]
         at = y + token * height + out[:, None]
@@ -187,47 +153,15 @@ def expand_tile(
         up = result
         if gated:
             up = tl.load(at + columns, mask=stored, other=0.0)
-        if count > 0:  # others keep the sign of their zeros
-            if READY == 0:
-                more = _delta(ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS)
-            result = _added(result, more)
+        result = _expanded(
+            result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS
+        )
         if gated:
-            if count_up > 0:
-                if READY == 0:
-                    more_up = _delta(
-                        ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD,
-                        PARTS,
-                    )  # fmt: skip
-                up = _added(up, more_up)
+            up = _expanded(
+                up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD, PARTS
+            )
             result = silu_mul(result, up)
         tl.store(to, result, mask=stored)
-    else:
-        if waits:
-            begin_late(overlap)
-
-
-@triton.jit(do_not_specialize=["rows", "slots"])
-def _expand(
-    y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr,
-    chosen: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    column, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    expand_tile(
-        y, z, adapters, None, column, block, part, rows, columns, slots, TILES, RANKS, COLUMNS, ROWS, WORLD, PARTS,
-        WHOLE, 0, gated, chosen, False, overlap,
-    )  # fmt: skip
-
-
-def output_of(
-    y: Tensor, adapters: Expansion, bounds: Sequence[int], *, gated: bool, out: Tensor | None
-) -> tuple[Tensor, tuple[int, int, int]]:
-    """Where what ``y`` [rows, outputs] becomes is written, and the tiles of it: across, blocks of rows, and parts."""
-    columns = y.shape[1] // 2 if gated else y.shape[1]
-    z = y if not gated else y.new_empty(len(y), columns) if out is None else out
-    across, parts = (columns, 1) if gated else (max(end - start for start, end in pairwise(bounds)), len(bounds) - 1)
-    blocks = adapters.shrunk.shape[3] // adapters.block + (triton.cdiv(len(y), adapters.block) if gated else 0)
-    return z, (triton.cdiv(across, WIDTH), blocks, parts)
 
 
 def expand(
@@ -242,11 +176,17 @@ def expand(
     """``y`` [rows, outputs] with what ``adapters`` add: in place, or, ``gated``, silu of its first half times the other
     in ``out`` or a new tensor. ``bounds`` are those of ``adapters``. ``chosen``: a kernel wrote which rows are members.
     """
-    z, tiles = output_of(y, adapters, bounds, gated=gated, out=out)
+    rows, outputs = y.shape
+    columns = outputs // 2 if gated else outputs
+    z = y if not gated else y.new_empty(rows, columns) if out is None else out
+    widest = max(end - start for start, end in pairwise(bounds))
+    across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
     world, stacked, _, slots, _ = adapters.shrunk.shape
-    _expand[tiles](
-        y, z, adapters, len(y), z.shape[1], slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH,
-        ROWS=adapters.block, WORLD=world, PARTS=stacked, WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated,
-        chosen=chosen, enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
+    size = adapters.block
+    blocks = slots // size + (triton.cdiv(rows, size) if gated else 0)
+    _expand[triton.cdiv(across, WIDTH), blocks, parts](
+        y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=size,
+        WORLD=world, PARTS=stacked, WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
+        enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return z

@@ -64,11 +64,6 @@ class ShrinkSizes:
         """Of a leaf."""
         return -(-self.leaf // self.width)
 
-    @property
-    def items(self) -> int:
-        """Products by which a block of rows shrinks, for each tile."""
-        return self.leaves * self.splits * self.parts
-
     @cached_property
     def constants(self) -> dict[str, int | bool]:
         """Of the kernels."""
@@ -87,18 +82,22 @@ def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
     return total
 
 
-@triton.jit
-def shrink_block(
-    given, shrunk, block, split, part, place, row, rows, inputs, size, slots,
+@triton.jit(do_not_specialize=["rows", "slots"])
+def _shrink(
+    given, shrunk, places, members, rows, inputs, size, slots,
     PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, ACROSS: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, READY: tl.constexpr, scaled: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    ACROSS: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` of the parts; by
     the last of a block's splits also what they are together, in the tree of leaves, ``scaled`` if that is the root. A
-    slot is a ``row``'s place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a power of
-    two, RANKS for each part or more. READY: what the counter is then: zero, unless others wait for it, and clear it.
+    slot is a row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a power of two,
+    RANKS for each part or more.
+
+    ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
+    waits for its.
     """
+    block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     across, k = tl.arange(0, ACROSS)[None, :], tl.arange(0, CHUNK)
     counter = given.arrived + block * (PARTS // TOGETHER) + part
     if TOGETHER > 1:
@@ -106,67 +105,50 @@ def shrink_block(
     rank = across % RANKS
     start, end = split // SPLITS * size + split % SPLITS * WIDTH, (split // SPLITS + 1) * size
     slot = block * ROWS + tl.arange(0, ROWS)[:, None]
-    there = (row >= 0) & (row < rows)
-    at = given.x + row.to(tl.int64) * inputs
-    counts = tl.load(given.tiles + place * PLACE_IN_TABLE + part)
-    count = tl.max(counts) if TOGETHER > 1 else counts
-    for tile in range(count):
-        of = given.a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
-        acc = tl.zeros([ROWS, ACROSS], tl.float32)
-        for first in tl.range(0, WIDTH, CHUNK, num_stages=STAGES):
-            here = start + first + k
-            if EVEN:
-                xs = tl.load(at + here[None, :], mask=there, other=0.0)
-                ws = tl.load(of + here[:, None])
-            else:
-                xs = tl.load(at + here[None, :], mask=there & (here < end)[None, :], other=0.0)
-                ws = tl.load(of + here[:, None], mask=(here < end)[:, None], other=0.0)
-            acc = tl.dot(xs.to(ws.dtype), ws, acc, input_precision="ieee")
-        to = (((part * TILES + tile) * LEAVES * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
-        tl.store(given.sums + to, acc, mask=tile < counts)
-    tl.debug_barrier()  # all warps have written before one of them says so
-    if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
-        tl.debug_barrier()
-        scale = tl.load(given.scales + place * PLACE_IN_TABLE + part)
-        for tile in range(count):
-            own = part * TILES + tile
-            of, step = given.sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank, slots * RANKS
-            total = _leaf_sum(of, 0, step, SPLITS)
-            if LEAVES >= 2:
-                total += _leaf_sum(of, 1, step, SPLITS)
-            if LEAVES == 4:
-                right = _leaf_sum(of, 2, step, SPLITS)
-                right += _leaf_sum(of, 3, step, SPLITS)
-                total += right
-            if scaled:
-                total *= scale
-            tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
-        tl.debug_barrier()
-        tl.atomic_xchg(counter, READY, sem="release")
-
-
-@triton.jit(do_not_specialize=["rows", "slots"])
-def _shrink(
-    given, shrunk, places, members, rows, inputs, size, slots,
-    PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    ACROSS: tl.constexpr, STAGES: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
-):  # fmt: skip
-    """``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's
-    end waits for its.
-    """
-    block = tl.program_id(0)
     place = tl.load(places + block)
-    row = tl.load(members + block * ROWS + tl.arange(0, ROWS)[:, None])
+    row = tl.load(members + slot)
     if beside:
         begin_early(overlap)
     else:
         begin(overlap)
     if place >= 0:
-        shrink_block(
-            given, shrunk, block, tl.program_id(1), tl.program_id(2), place, row, rows, inputs, size, slots, PARTS,
-            TOGETHER, TILES, LEAVES, SPLITS, WIDTH, CHUNK, ROWS, RANKS, ACROSS, EVEN, STAGES, 0, scaled,
-        )  # fmt: skip
+        there = (row >= 0) & (row < rows)
+        at = given.x + row.to(tl.int64) * inputs
+        counts = tl.load(given.tiles + place * PLACE_IN_TABLE + part)
+        count = tl.max(counts) if TOGETHER > 1 else counts
+        for tile in range(count):
+            of = given.a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
+            acc = tl.zeros([ROWS, ACROSS], tl.float32)
+            for first in range(0, WIDTH, CHUNK):
+                here = start + first + k
+                if EVEN:
+                    xs = tl.load(at + here[None, :], mask=there, other=0.0)
+                    ws = tl.load(of + here[:, None])
+                else:
+                    xs = tl.load(at + here[None, :], mask=there & (here < end)[None, :], other=0.0)
+                    ws = tl.load(of + here[:, None], mask=(here < end)[:, None], other=0.0)
+                acc = tl.dot(xs.to(ws.dtype), ws, acc, input_precision="ieee")
+            to = (((part * TILES + tile) * LEAVES * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
+            tl.store(given.sums + to, acc, mask=tile < counts)
+        tl.debug_barrier()  # all warps have written before one of them says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
+            tl.debug_barrier()
+            scale = tl.load(given.scales + place * PLACE_IN_TABLE + part)
+            for tile in range(count):
+                own = part * TILES + tile
+                of = given.sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank
+                step = slots * RANKS
+                total = _leaf_sum(of, 0, step, SPLITS)
+                if LEAVES >= 2:
+                    total += _leaf_sum(of, 1, step, SPLITS)
+                if LEAVES == 4:
+                    right = _leaf_sum(of, 2, step, SPLITS)
+                    right += _leaf_sum(of, 3, step, SPLITS)
+                    total += right
+                if scaled:
+                    total *= scale
+                tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
+            tl.store(counter, 0)
     if beside:
         begin_late(overlap)
 
@@ -182,5 +164,5 @@ def shrink(
     _shrink[slots // blocks.size, sizes.leaves * sizes.splits, sizes.parts // together](
         given, shrunk, blocks.places, blocks.members, len(given.x), sizes.inputs, sizes.leaf, slots,
         **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=triton.next_power_of_2(together * TILE),
-        STAGES=3 if many else 4, scaled=scaled, beside=beside, **options(num_warps=4, num_stages=2),
+        scaled=scaled, beside=beside, **options(num_warps=4, num_stages=3 if many else 4),
     )  # fmt: skip
