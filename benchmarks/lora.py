@@ -144,6 +144,7 @@ class Measured:
         for kind, adapters in kinds.items():
             found[kind] = {str(rows): round(self.between_tokens(rows, adapters), 3) for rows in batches}
             found[kind]["prompt"] = round(self.reading(adapters), 3)
+            show(f"{kind}, ms", found[kind])
         return found
 
 
@@ -257,7 +258,7 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
         more["http"] = over_http(args, folder, sizes, served, adapted)
         show("http, ms", more["http"])
     without = make(args, folder, sizes)
-    itl = {"without": without.figures(sizes.batches, {"none": [None]})["none"]}
+    itl = without.figures(sizes.batches, {"without": [None]})
     ready = {"without": without.ready}
     del without
     forget()
