@@ -25,10 +25,9 @@ from preheat.ops.leaves import tree_sum
 from preheat.ops.lora import NOTHING, LowRank, add_delta, delta
 from preheat.ops.moe import Routing, combine, route
 from preheat.ops.proof import noise
-from tests.kernels.test_lora_experts import CONFIGS
+from tests.kernels.test_lora_experts import config
 from tests.kernels.test_lora_ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of rows that pad, which are undefined
 HIDDEN, INNER, EXPERTS, TOKENS = 40, 4 * 24, 3, 5
 ROUTING = Routing(2, True, False)
 WHOSE = [[0, -1, 1][token % 3] for token in range(TOKENS)]
@@ -50,7 +49,7 @@ class Configs(ExpertsConfigs):
         self._block = block
 
     def _find(self, shape: ExpertsShape, tokens: int):
-        return CONFIGS[self._block]
+        return config(torch.float32, self._block)
 
 
 @cache

@@ -26,7 +26,6 @@ from tests.kernels.ranks import Heard, on_ranks
 from tests.kernels.test_quantized import named, products
 
 # rows that fill up an expert's block are whatever memory held, and are divided too
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 CODES = [*WHOLE[:3], replace(WHOLE[0], group=128, zeros=True), Scheme(code="int4", scales="channel")]
 SIZES = {"token": 144, "static": 144, "block": 128, 32: 96, 128: 128, 0: 72}
