@@ -31,13 +31,7 @@ from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_blocks import (
-    MOST_PARTS,
-    TABLE_PARTS,
-    TABLE_ROWS,
-    Blocks,
-    CudaAdapterRows,
-)
+from preheat.backends.cuda.lora_blocks import MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
