@@ -35,6 +35,7 @@ SINGLE = {
     "plan_fit": "making a plan, and choosing the bucket of a step",
     "quantization": "what a format of weights costs: held-out loss and bytes of the bundled model",
     "power": "speed, clock and power of a GPU at its power limit",
+    "ranks": "what two ranks on CPUs exchange: through memory, by TCP, by gloo",
     "sampler": "sampling, by rows, vocabulary and sampling parameters",
     "scheduler": "a step of the scheduler, and a long queue",
     "server_cpu": "the CPU time that the HTTP process spends on a streamed token",

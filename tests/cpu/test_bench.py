@@ -111,3 +111,11 @@ def test_adapters_are_measured_beside_an_engine_without(tmp_path):
     assert http["load_ms_max"] > 0 and http["first_token_ms_p50_after_load"] > 0
     assert (long["rows"], long["context"]) == (2, 100) and set(long) == {"rows", "context", "none", "mixed"}
     assert all(long[kind][what] > 0 for kind in ("none", "mixed") for what in ("prompt_ms", "itl_ms"))
+
+
+def test_what_ranks_exchange_is_measured_each_way(tmp_path):
+    assert main(["bench", "ranks", "--calls", "3", "--output", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / "ranks.json").read_text())["figures"]
+    assert set(figures["step_us"]) == {"memory", "TCP"}
+    for row in figures["gather_us"]:
+        assert set(row) == {"bytes", "memory", "TCP", "gloo"} and all(value > 0 for value in row.values())
