@@ -106,11 +106,10 @@ class Rank:
         return figures
 
 
-def other(pipe: Connection, folder: Path, calls: int) -> None:
-    """Rank 1."""
-    rank = Rank(1, pipe, folder)
-    rank.gathering(calls)
-    rank.telling(calls)
+def work(number: int, pipe: Connection, folder: Path, calls: int, results: Connection) -> None:
+    """One process."""
+    rank = Rank(number, pipe, folder)
+    results.send((rank.gathering(calls), rank.telling(calls)))
 
 
 def main(words: Sequence[str]) -> None:
@@ -122,12 +121,16 @@ def main(words: Sequence[str]) -> None:
     given = arguments.parse_args(words)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=other, args=(theirs, Path(name), given.calls), daemon=True)
-        process.start()
-        rank = Rank(0, pipe, Path(name))
-        gathering, telling = rank.gathering(given.calls), rank.telling(given.calls)
-        process.join()
+        pipes, found = context.Pipe(), [context.Pipe(duplex=False) for _ in range(2)]
+        processes = [
+            context.Process(target=work, args=(rank, pipes[rank], Path(name), given.calls, results), daemon=True)
+            for rank, (_, results) in enumerate(found)
+        ]
+        for process in processes:
+            process.start()
+        gathering, telling = found[0][0].recv()
+        for process in processes:
+            process.join()
     for figures in gathering:
         print(
             f"gather {figures['bytes'] >> 10:5} KiB:", ", ".join(f"{way} {figures[way]}" for way in list(figures)[1:])
