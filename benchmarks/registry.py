@@ -29,6 +29,7 @@ SINGLE = {
     "kernels": "each kernel of a decoding step, beside the time that its bytes need",
     "left_to_cublas": "`preheat verify` on an engine whose linear layers may differ: it must find differences",
     "lora": "adapters: time between tokens, prompts, long contexts, and loading meanwhile, also over HTTP",
+    "lora_layers": "what adapters add to the time of single layers on a GPU",
     "loss": "the loss on held-out text, plain and with other numerics, such as an FP8 KV cache",
     "mix": "where the time of `throughput` goes, by size of step",
     "overload": "/health while clients send what is large or hostile",
