@@ -116,7 +116,7 @@ def test_cutting_the_inputs_into_parts_is_seen():
     parts = differing(DEEP, [(rows, Library(split=True)) for rows in (1, 16, 64, 128)])
     assert parts
     rows = min(size for size, _ in parts)
-    found = KernelConfigs([Table("", (9, 0), [Entry.of(DEEP, rows, Library(split=True), 1.0, True)])])
+    found = KernelConfigs([Table("", (9, 0), [Entry.of(DEEP, rows, Library(split=True), 1.0)])])
     assert prove(found, [DEEP], [rows]) == {(DEEP, rows): False}
     assert found(DEEP, rows) == tile_rule(DEEP, rows)
 

@@ -10,6 +10,7 @@ import torch
 from benchmarks.common.shapes import SHAPES as CONFIGS
 from preheat.backends.cuda.tuning import (
     FP8_REFERENCE,
+    OWN_ROWS,
     PROCESSORS,
     REFERENCE,
     SHARED_BYTES,
@@ -44,8 +45,8 @@ WIDEST = Wide(256, 128, 4)
 HOPPER = (9, 0)
 
 
-def table(*entries, device="This GPU", shape=SHAPE, ordered=True):
-    return Table(device, HOPPER, [Entry.of(shape, rows, choice, 1.0, ordered) for rows, choice in entries])
+def table(*entries, device="This GPU", shape=SHAPE, **more):
+    return Table(device, HOPPER, [Entry.of(shape, rows, choice, 1.0, **more) for rows, choice in entries])
 
 
 def test_an_entry_counts_up_to_its_own_rows():
@@ -72,6 +73,26 @@ def test_without_invariance_the_fastest_of_all_counts():
     assert KernelConfigs([both])(SHAPE, 64) == NARROW
     varying = KernelConfigs([both], invariant=False)
     assert [varying(SHAPE, rows) for rows in (16, 64)] == [NARROW, Library(split=True)]
+
+
+def test_layers_with_adapters_do_without_cublas_for_few_rows():
+    both = table((1, NARROW), (64, Library()), (256, Library()))
+    both.entries += table((16, WIDE), own=True).entries
+    found = KernelConfigs([both])
+    assert [found(SHAPE, rows) for rows in (1, 16, 64)] == [NARROW, Library(), Library()]
+    assert [found.own(SHAPE, rows) for rows in (1, 2, 16, 17)] == [NARROW, WIDE, WIDE, tile_rule(SHAPE, 17)]
+    assert found.own(SHAPE, OWN_ROWS) == tile_rule(SHAPE, OWN_ROWS)
+    assert found.own(SHAPE, OWN_ROWS + 1) == Library()
+
+
+def test_the_kernel_for_many_rows_is_for_hopper_and_has_tiles_for_most_of_it():
+    found, wide = KernelConfigs(hopper=True), LinearShape(6144, 4096)
+    assert KernelConfigs().wide(wide, 2048) is None
+    assert found.wide(LinearShape(4096, 4096), 256) is None  # 64 tiles
+    assert found.wide(wide, 2048) == Wide(256, 128, 4)
+    assert found.wide(wide, 1024) == Wide(128, 128, 6)  # three rounds of half a tile, not two of a whole one
+    for other in (wide._replace(dtype=torch.float32), wide._replace(inputs=4100), FP8):
+        assert found.wide(other, 2048) is None
 
 
 def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():

@@ -22,6 +22,7 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.backends.cuda.tuning import (
+    OWN_ROWS,
     SHARED_BYTES,
     Entry,
     Expanded,
@@ -278,9 +279,12 @@ def entries_of(
         right = [choice for choice in taken if choice != Library(split=True) and (rows, choice) not in wrong]
         ordered, fastest = _best(taken, right), _best(taken, list(taken))
         if ordered is not None:
-            entries.append(Entry.of(shape, rows, ordered, taken[ordered], True))
+            entries.append(Entry.of(shape, rows, ordered, taken[ordered]))
+        own = _best(taken, [choice for choice in right if not isinstance(choice, Library)])
+        if isinstance(ordered, Library) and own is not None and rows <= OWN_ROWS:
+            entries.append(Entry.of(shape, rows, own, taken[own], own=True))
         if fastest is not None and fastest != ordered and (rows, fastest) in wrong:
-            entries.append(Entry.of(shape, rows, fastest, taken[fastest], False))
+            entries.append(Entry.of(shape, rows, fastest, taken[fastest], ordered=False))
     return entries
 
 

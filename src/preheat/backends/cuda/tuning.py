@@ -31,6 +31,12 @@ take ten times as long as tiles."""
 FEW_OUTPUTS = 1 << 17
 
 
+OWN_ROWS = 64
+"""Up to so many, layers with adapters are computed by kernels of ours where cuBLAS is a little faster: adapters shrink
+beside those, and would wait for it.
+"""
+
+
 class LinearShape(NamedTuple):
     """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W, ``scheme``
     says how they are quantized, if they are; ``dealt``: codes of four bits lie as Hopper's matrix unit takes them,
@@ -116,7 +122,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fastest implementation of a map up to ``rows``: ``tile`` or ``wide``, or cuBLAS where there is neither.
 
     ``ordered``: the fastest of those that keep the contract's order. The fastest of all has an entry of its own where
-    it is another one.
+    it is another one. ``own``: the fastest of those but for cuBLAS, where that is faster.
     """
 
     outputs: int
@@ -126,6 +132,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     gated: bool = False
     dtype: str = "bfloat16"
     ordered: bool = True
+    own: bool = False
     split: bool = False
     tile: Tile | None = None
     wide: Wide | None = None
@@ -145,7 +152,16 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, dealt=self.dealt)
 
     @classmethod
-    def of(cls, shape: LinearShape, rows: int, choice: KernelConfig, microseconds: float, ordered: bool) -> Entry:
+    def of(
+        cls,
+        shape: LinearShape,
+        rows: int,
+        choice: KernelConfig,
+        microseconds: float,
+        *,
+        ordered: bool = True,
+        own: bool = False,
+    ) -> Entry:
         expanded = isinstance(choice, Expanded)
         if isinstance(choice, Expanded):
             choice = choice.choice
@@ -157,6 +173,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             gated=shape.gated,
             dtype=str(shape.dtype).removeprefix("torch."),
             ordered=ordered,
+            own=own,
             split=isinstance(choice, Library) and choice.split,
             tile=choice if isinstance(choice, Tile) else None,
             wide=choice if isinstance(choice, Wide) else None,
@@ -208,10 +225,12 @@ class KernelConfigs:
     def __init__(self, tables: Iterable[Table] = (), *, invariant: bool = True, hopper: bool = False) -> None:
         self.invariant, self._hopper = invariant, hopper
         self._entries: dict[LinearShape, dict[int, KernelConfig]] = {}
+        self._own: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
         self._rejected: set[tuple[LinearShape, int]] = set()
         for table in tables:
             self._entries |= _by_shape(table, invariant)
+            self._own |= _by_shape(table, invariant, own=True)
 
     def __call__(self, shape: LinearShape, rows: int) -> KernelConfig:
         made = self._made.get((shape, rows))
@@ -222,9 +241,22 @@ class KernelConfigs:
     def _find(self, shape: LinearShape, rows: int) -> KernelConfig:
         if (shape, rows) in self._rejected:
             return tile_rule(shape, rows) if shape.scheme is None else reference(shape)
-        found = self._entries.get(shape._replace(bias=False, narrow=False), {})
-        size = min((size for size in found if size >= rows), default=None)
-        return rule(shape, rows, hopper=self._hopper) if size is None else found[size]
+        return _up_to(self._entries, shape, rows) or rule(shape, rows, hopper=self._hopper)
+
+    def own(self, shape: LinearShape, rows: int) -> KernelConfig:
+        """The same, but not cuBLAS up to ``OWN_ROWS`` rows."""
+        found = self(shape, rows)
+        if rows > OWN_ROWS or not isinstance(found, Library):
+            return found
+        return _up_to(self._own, shape, rows) or tile_rule(shape, rows)
+
+    def wide(self, shape: LinearShape, rows: int) -> Wide | None:
+        """The kernel for many rows on Hopper, also where cuBLAS is faster, to which nothing can be added; None where
+        it does not do, or has too few tiles.
+        """
+        whole = shape.dtype.itemsize == 2 and shape.inputs % 8 == shape.columns % 8 == 0
+        ours = self._hopper and shape.scheme is None and whole and not isinstance(self(shape, rows), Tile)
+        return wide_rule(shape, rows) if ours else None
 
     def reject(self, shape: LinearShape, rows: int) -> None:
         """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
@@ -232,10 +264,16 @@ class KernelConfigs:
         self._made.pop((shape, rows), None)
 
 
-def _by_shape(table: Table, invariant: bool) -> dict[LinearShape, dict[int, KernelConfig]]:
+def _up_to(entries: dict[LinearShape, dict[int, KernelConfig]], shape: LinearShape, rows: int) -> KernelConfig | None:
+    """What was measured for the least number of rows that is no less."""
+    found = entries.get(shape._replace(bias=False, narrow=False), {})
+    return found[min(size for size in found if size >= rows)] if any(size >= rows for size in found) else None
+
+
+def _by_shape(table: Table, invariant: bool, *, own: bool = False) -> dict[LinearShape, dict[int, KernelConfig]]:
     found: dict[LinearShape, dict[int, KernelConfig]] = {}
     for entry in sorted(table.entries, key=lambda entry: not entry.ordered):
-        if entry.ordered or not invariant:
+        if entry.own == own and (entry.ordered or not invariant):
             found.setdefault(entry.shape, {})[entry.rows] = entry.choice
     return found
 
@@ -360,16 +398,27 @@ def few_rule(shape: LinearShape, rows: int) -> Tile:
 
 def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
     """A guess for what is in no table."""
-    if hopper and wide_float8(shape):
-        for choice in (Wide(256, 128, 4), Wide(128, 128, 6)):
-            if -(-shape.outputs // choice.outputs) * -(-rows // choice.rows) >= PROCESSORS * 2 // 3:
-                return choice
+    if hopper and wide_float8(shape) and (wide := wide_rule(shape, rows)):
+        return wide
     if shape.scheme is not None:
         if shape.scheme.activations is None and rows >= MANY_ROWS:
             return Expanded(rule(shape._replace(scheme=None, dealt=False, narrow=False), rows))  # type: ignore[arg-type]  # plain: not expanded again
         return few_rule(shape, rows) if hopper and few_rows(shape) else codes_rule(shape, rows)
     many = rows >= FEW_ROWS and rows * shape.columns >= FEW_OUTPUTS
     return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
+
+
+def wide_rule(shape: LinearShape, rows: int) -> Wide | None:
+    """A guess: the tiles whose rounds take least, half a tile taking a little more than half. None where a third of a
+    Hopper GPU would have none.
+    """
+
+    def tiles(choice: Wide) -> int:
+        return -(-shape.outputs // choice.outputs) * -(-rows // choice.rows)
+
+    taken = {Wide(256, 128, 4): 1.0, Wide(128, 128, 6): 0.55}
+    best = min(taken, key=lambda choice: -(-tiles(choice) // PROCESSORS) * taken[choice])
+    return best if tiles(best) >= PROCESSORS * 2 // 3 else None
 
 
 def tile_rule(shape: LinearShape, rows: int) -> Tile:
