@@ -224,7 +224,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--batches", type=int, nargs="+")
     flags.add_argument("--context", type=int, help="tokens of the long prompts")
     flags.add_argument("--experts", action="store_true", help="adapt the experts, too")
-    flags.add_argument("--itl-alone", action="store_true", help="no server, no loading and no long prompts")
+    flags.add_argument("--itl-alone", action="store_true", help="no server, no loading and no long prompts; saved as lora_itl")
     flags.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
     flags.add_argument("--output", type=Path, help="the folder for the results, by default benchmarks/results")
     flags.add_argument("options", nargs="*", metavar="NAME=VALUE")
@@ -232,7 +232,8 @@ def main(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         figures = run(args, Path(name), sizes_of(args))
     if args.output or not args.tiny:
-        name = "lora" if args.shape == flags.get_default("shape") else f"lora_{args.shape}"
+        name = "lora_itl" if args.itl_alone else "lora"
+        name += "" if args.shape == flags.get_default("shape") else f"_{args.shape}"
         print(save(name, {"options": {**vars(args), "output": None}, **figures}, args.output or RESULTS))
 
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import attention_hopper, linear_hopper_few, linear_hopper_fp8
+from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_few, linear_hopper_fp8
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
 from preheat.backends.cuda.linear_leaves import LeafShape, leaf_tile
@@ -32,7 +32,7 @@ from preheat.backends.cuda.moe_fp8 import _experts_fp8
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode
 from preheat.backends.cuda.quantize import _greatest, _quantize
-from preheat.backends.cuda.tuning import Tile
+from preheat.backends.cuda.tuning import Tile, Wide
 from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -53,10 +53,13 @@ def compiled(kernel, warps, stages, types=(), **constants):
     names = kernel.arg_names
     constants["overlap"] = True
     signature = {name: "constexpr" if name in constants else known[name] for name in names}
-    whole = [name for name in names if name not in constants and known[name] not in {"fp32"} and name != "rows"]
+    whole = [(names.index(name),) for name in names if name not in constants | {"rows": 0} and known[name] != "fp32"]
+    for at, name in enumerate(names):  # each member of a tuple is an argument of its own
+        if isinstance(known.get(name), tuple):
+            whole += [(at, member) for member in range(len(known[name]))]
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in whole},
+        {path: [["tt.divisibility", 16]] for path in whole},
     )  # fmt: skip
     found = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
     assert found.metadata.shared <= SHARED
@@ -128,7 +131,7 @@ def test_parts_of_rows_are_quantized_by_what_ranks_say():
 
 ADAPTERS = {
     "given": Shrinking("*bf16", "*bf16", "*fp32", "*i32", "*fp32", "*i32"),
-    "adapters": Expansion("*fp32", "*bf16", "*i32", "*i32", "*i32", "*i32", "*i32"), "z": "*bf16", "shrunk": "*fp32",
+    "adapters": Expansion("*fp32", "*bf16", *["*i32"] * 8), "z": "*bf16", "shrunk": "*fp32",
     **dict.fromkeys(("places", "members"), "*i32"), "slots": "i32", "size": "i32",
 }  # fmt: skip
 
@@ -150,6 +153,43 @@ def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
     sizes = {"TILES": 2, "RANKS": 16, "COLUMNS": 128, "ROWS": rows, "WORLD": 1, "PARTS": 2, "WHOLE": True}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=gated, chosen=False)
     assert "F2FP.BF16.F32.PACK_AB" in found.asm["sass"] and "F2F.BF16" not in found.asm["sass"]
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_what_adapters_expand_to_is_added_behind_the_matrix_unit(tiles):
+    """Which begins with zero, also where it has one product: the layer's output is no number that it adds to."""
+    sizes = {"TILES": tiles, "RANKS": 16, "COLUMNS": 128, "ROWS": 16, "WORLD": 1, "PARTS": 3, "WHOLE": True}
+    found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=False, chosen=False)
+    first = re.search(r"tt\.dot .*?, (%\w+)", found.asm["ttir"].replace("\n", " "))
+    begins = re.search(r"tt\.dot %\w+, %\w+, (%\w+)", found.asm["ttir"])
+    assert first and begins and re.search(rf"{begins[1]} = arith\.constant dense<0\.0+e\+00>", found.asm["ttir"])
+    assert "add.rn.f32" in found.asm["ptx"]
+
+
+def many_rows(choice, gated, adapters):
+    """The kernel for many rows on Hopper, of a layer of two parts."""
+    sides = 2 if gated else 1
+    x, weight, y = (torch.empty(*size, dtype=torch.bfloat16) for size in ((2048, 512), (1024, 512), (2048, 1024)))
+    given = {
+        "x": descriptor(x, choice.rows // 2, 64),
+        "y": descriptor(y[:, : 1024 // sides], choice.rows // 2, choice.outputs // 2),
+        "weight": descriptor(weight.view(sides, -1, 512), sides, choice.outputs // sides, 64),
+    }  # fmt: skip
+    constants = dict.fromkeys(("bias", "experts", "starts", *(() if adapters else ("adapters",))))
+    constants |= {"gated": gated, "EXPERTS": 1, "STAGES": choice.stages, "overlap": True}
+    constants |= {"TILES": 1, "WORLD": 1, "PARTS": 2}
+    types = GLUON | {"adapters": ADAPTERS["adapters"], "slots": "i32"}
+    return of_gluon(linear_hopper._wide, given, constants, types, maxnreg=168)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6)])
+def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
+    """As many of them wait for the one before as without adapters: the compiler makes all of them wait where something
+    behind them does not suit it.
+    """
+    waits = [many_rows(choice, gated, each).asm["sass"].count("WARPGROUP.DEPBAR.LE") for each in (False, True)]
+    assert waits[0] == waits[1] > 0
 
 
 def test_the_roots_of_what_ranks_shrank_to_compile():

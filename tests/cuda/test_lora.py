@@ -25,7 +25,7 @@ from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import AdaptedLinear, CudaAdapters
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
-from preheat.backends.cuda.tuning import KernelConfigs
+from preheat.backends.cuda.tuning import KernelConfigs, Wide
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme
@@ -265,6 +265,42 @@ def test_what_runs_beside_a_layer_gives_the_bits_of_one_after_another(activation
             assert torch.equal(found[-1], right)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or not is_hopper(), reason="written for Hopper")
+@pytest.mark.parametrize("rank", [16, 40])
+@pytest.mark.parametrize("outputs", [(640, 128, 256), (128, 384), (1536, 1536)], ids=str)
+@pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6), Wide(128, 256, 4)], ids=str)
+def test_the_kernel_for_many_rows_adds_what_a_launch_of_its_own_does(
+    choice: Wide, outputs: tuple[int, ...], rank: int
+) -> None:
+    """Also where a tile is of two parts, where adapters leave one alone, and where ranks have several tiles."""
+    CudaBackend().prepare(Settings(), None)
+    device, inputs, gated = torch.device("cuda"), 1024, outputs == (1536, 1536)
+    rows = CudaAdapters(device).rows(700, PLACES)
+    base = CudaLinear((noise(sum(outputs), inputs) / 30).to(device, torch.bfloat16), configs=KernelConfigs())
+    made = CudaAdapters(device).linear(
+        base, inputs, outputs, rows, places=PLACES, max_rank=rank, dtype=torch.bfloat16,
+        activation="silu_and_mul" if gated else None, clip=None,
+    )  # fmt: skip
+    assert isinstance(made, AdaptedLinear)
+    for place in range(PLACES):
+        a = noise(rank - place, inputs, seed=place).bfloat16() / 30
+        b = [noise(size, len(a), seed=part).bfloat16() for part, size in enumerate(outputs)]
+        parts = {2: (0,), 5: (len(outputs) - 1,)}.get(place, range(len(outputs)))
+        made.write(place, made.pack({part: LowRank(a, b[part], 0.7) for part in parts}))
+    layer = made.plain if gated else made.inner
+    for count in (1, 50, 128, 300, 700):
+        x = noise(count, inputs, seed=count).to(device, torch.bfloat16)
+        for whose in ([row // 45 % (PLACES + 1) - 1 for row in range(count)], [row % 9 - 1 for row in range(count)]):
+            rows.describe(0, "tokens", np.array(whose, np.int32))
+            rows.use("tokens")
+            to = shrunk(made, x, rows)
+            right = expand(made.inner.by(choice, x), to, made._factors.bounds, gated=gated)
+            found = layer.by(choice, x, None, to)
+            assert torch.equal(found, right)
+            alone = [row for row in range(count) if whose[row] < 0]
+            assert torch.equal(found[alone], layer.by(choice, x)[alone])
+
+
 def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -> None:
     """In a graph, in which the launch that expands may begin before the one that gathers has ended."""
     CudaBackend().prepare(Settings(), None)
@@ -298,6 +334,19 @@ def test_embeddings_follow_the_rows_that_have_adapters_from_replay_to_replay() -
             torch.cuda.synchronize()
             made.add(tokens[row : row + 1], slots[:1], last, one)
             assert torch.equal(found[row], one[0])
+
+
+@DTYPES
+def test_room_for_more_ranks_changes_no_bit(dtype: torch.dtype) -> None:
+    """A single product of the matrix unit is added like the last one of several."""
+    x, y = noise(50, INPUTS, seed=1).to("cuda", dtype), noise(50, sum(OUTPUTS), seed=2).to("cuda", dtype)
+    a = (noise(12, INPUTS) / 30).to(dtype)
+    found = []
+    for max_rank in (16, 48):
+        made, rows = layer(dtype, max_rank=max_rank)
+        put(made, 3, *((a, noise(size, 12, seed=9 + part).to(dtype), 0.7) for part, size in enumerate(OUTPUTS)))
+        found.append(add(made, rows, x, y, [3] * 50))
+    assert torch.equal(*found)
 
 
 @DTYPES

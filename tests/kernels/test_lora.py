@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from typing import Any
 
@@ -16,7 +17,7 @@ from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
 from preheat.backends.cuda.lora import CudaAdapters, Factors
-from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, most_blocks, write_blocks
+from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, STRETCH, most_blocks, write_blocks, write_stretches
 from preheat.backends.cuda.lora_expand import expand
 from preheat.backends.cuda.lora_shrink import shrink
 from preheat.backends.cuda.quantize import quantize_rows
@@ -80,7 +81,8 @@ def test_what_is_added_is_the_references(rank, dtype):
     put(made, 1, *given)
     base, found = made.inner(x), run(made, rows, x, [1] * 19)
     more = torch.cat([delta(x, *each) for each in given], 1)
-    exact = torch.cat([(x.double() @ a.double().T) * scale @ b.double().T for a, b, scale in given], 1)
+    shrunk = [((x.double() @ a.double().T) * scale).to(dtype) for a, _, scale in given]
+    exact = torch.cat([each.double() @ b.double().T for each, (_, b, _) in zip(shrunk, given, strict=True)], 1)
     torch.testing.assert_close(more.double(), exact, atol=1e-5, rtol=1e-5)
     right = add_delta(base, more)
     if dtype == torch.float32:
@@ -257,7 +259,7 @@ def test_a_tokens_embedding_gets_what_its_adapter_has_for_it(dtype):
     ids = torch.tensor([7, 7, 11, 49, 0, 0] * 4)
     before, out = table[ids], table[ids].clone()
     made.add(tokens, slots, last, out)
-    right = add_delta(before, delta(torch.eye(vocab)[ids], a, b, 0.37))
+    right = add_delta(before, delta(torch.eye(vocab)[ids].to(dtype), a, b, 0.37))
     adapted = [token != -2 and place == 1 for token, place in zip(tokens.tolist(), whose, strict=True)]
     if dtype == torch.bfloat16:
         assert (out[adapted] != right[adapted]).float().mean() < 0.01
@@ -331,3 +333,19 @@ def test_blocks_hold_every_row_once_and_never_need_more_room(size):
                 found = [(int(row), int(place)) for place, rows in zip(blocks, members, strict=True)
                          for row in rows if row >= 0]  # fmt: skip
                 assert sorted(found) == [(row, place) for row, place in enumerate(places.tolist()) if place >= 0]
+
+
+@pytest.mark.parametrize("most", [1, 3, 200])
+def test_each_stretch_lists_the_adapters_that_its_rows_have(most):
+    draw = np.random.default_rng(0)
+    for count in (1, STRETCH - 1, STRETCH, STRETCH + 1, 700):
+        for chance in (0.0, 0.02, 1.0):
+            places = np.where(draw.random(count) < chance, draw.integers(0, most, count), -1).astype(np.int32)
+            stretches = -(-700 // STRETCH)
+            words = np.full(700 + stretches + 1 + stretches * min(STRETCH, most), 99, np.int32)
+            write_stretches(words, 700, places, most)
+            whose, starts, present = np.split(words, [700, 700 + stretches + 1])
+            assert (whose[:count] == places).all() and (whose[count:] == -1).all()
+            for number, (start, stop) in enumerate(pairwise(starts)):
+                own = places[number * STRETCH : (number + 1) * STRETCH]
+                assert present[start:stop].tolist() == sorted({*own.tolist()} - {-1})

@@ -1,6 +1,7 @@
 """Which implementation serves a linear layer: tables, the rule where they are silent, and what a proof rejects."""
 
 import logging
+from functools import partial
 from itertools import product
 
 import msgspec
@@ -88,11 +89,24 @@ def test_layers_with_adapters_do_without_cublas_for_few_rows():
 def test_the_kernel_for_many_rows_is_for_hopper_and_has_tiles_for_most_of_it():
     found, wide = KernelConfigs(hopper=True), LinearShape(6144, 4096)
     assert KernelConfigs().wide(wide, 2048) is None
-    assert found.wide(LinearShape(4096, 4096), 256) is None  # 64 tiles
+    assert found.wide(LinearShape(512, 4096), 1024) is None  # 32 tiles
+    assert found.wide(wide, 512) is None
     assert found.wide(wide, 2048) == Wide(256, 128, 4)
     assert found.wide(wide, 1024) == Wide(128, 128, 6)  # three rounds of half a tile, not two of a whole one
     for other in (wide._replace(dtype=torch.float32), wide._replace(inputs=4100), FP8):
         assert found.wide(other, 2048) is None
+    found.reject(wide, 2048)
+    assert found.wide(wide, 2048) is None
+
+
+def test_all_that_may_serve_a_layer_is_proven():
+    both = table((64, Library()), (8192, Library()), shape=LinearShape(6144, 4096))
+    both.entries += table((64, WIDE), shape=LinearShape(6144, 4096), own=True).entries
+    found = KernelConfigs([both], hopper=True)
+    few, many = (partial(found.used, LinearShape(6144, 4096), rows) for rows in (64, 2048))
+    assert few(adapted=False) == many(adapted=False) == [Library()]
+    assert few(adapted=True) == [Library(), WIDE]
+    assert many(adapted=True) == [Library(), WIDEST]
 
 
 def test_what_is_rejected_is_served_by_the_plain_kernel_from_then_on():
@@ -234,7 +248,7 @@ def test_a_table_that_cannot_be_read_is_told_and_done_without(tmp_path, caplog):
 
 def test_shipped_tables_say_nothing_twice_and_never_split_in_order():
     for own in shipped():
-        keys = [(entry.shape, entry.rows, entry.ordered) for entry in own.entries]
+        keys = [(entry.shape, entry.rows, entry.ordered, entry.own) for entry in own.entries]
         assert len(keys) == len(set(keys))
         ordered = {(entry.shape, entry.rows): entry.choice for entry in own.entries if entry.ordered}
         assert Library(split=True) not in ordered.values()

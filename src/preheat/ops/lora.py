@@ -6,7 +6,8 @@ even zero, which would turn -0.0 into 0.0. To any other row ``(x A^T * scale) B^
 1. shrink: the inputs are cut into parts of ``PART`` from the first one on; a part's dot products are accumulated in
    float32, and the parts' partial sums are added from the first to the last. The sum is multiplied by ``scale``.
 2. expand: the ranks are cut into tiles of ``TILE`` from the first one on; the tiles' dot products, each over the ranks
-   of the tile, are added from the first to the last. Ranks that fill up a tile are zeros.
+   of the tile, are added from the first to the last. Ranks that fill up a tile are zeros. Where the model and its
+   adapters are of bfloat16, what a row shrank to, scaled, is rounded to it first, as PEFT and vLLM do it.
 3. The layer's own output is rounded to the dtype first, as without adapters; the sum of that and of what is expanded is
    rounded once. Then comes the layer's activation.
 
@@ -71,16 +72,21 @@ class LowRank(NamedTuple):
     scale: float
 
 
+def matrix_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
+    """In which matrices of adapters are multiplied: bfloat16, if that is what all of them are, else fp32."""
+    return torch.bfloat16 if model == adapters == torch.bfloat16 else torch.float32
+
+
 def delta(x: Tensor, a: Tensor, b: Tensor, scale: float, leaves: int = 1) -> Tensor:
     """What is added to rows ``x`` [rows, inputs] of one adapter, ``a`` [rank, inputs] and ``b`` [outputs, rank]: fp32
     [rows, outputs], a new tensor. The inputs are cut into so many ``leaves``.
     """
     more = -len(a) % TILE
     downs, ups = F.pad(a.float(), (0, 0, 0, more)), F.pad(b.float(), (0, more))
-    inputs, expanded = x.float().chunk(leaves, 1), list[Tensor]()
+    inputs, expanded, dtype = x.float().chunk(leaves, 1), list[Tensor](), matrix_dtype(x.dtype, a.dtype)
     for down, up in zip(torch.split(downs, TILE), torch.split(ups, TILE, 1), strict=True):
         shrunk = tree_sum([_in_parts(*each) for each in zip(inputs, down.chunk(leaves, 1), strict=True)])
-        expanded.append((shrunk * scale) @ up.T)
+        expanded.append((shrunk * scale).to(dtype).float() @ up.T)
     return reduce(add, expanded)
 
 

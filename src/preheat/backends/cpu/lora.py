@@ -24,7 +24,7 @@ from preheat.backends.shards import LeafLinear
 from preheat.errors import NotInvariant
 from preheat.ops.kinds import Activation
 from preheat.ops.leaves import tree_sum
-from preheat.ops.lora import PART, TILE, LowRank, add_delta
+from preheat.ops.lora import PART, TILE, LowRank, add_delta, matrix_dtype
 from preheat.ops.proof import noise, signed_pairs
 
 ROWS = 8
@@ -59,6 +59,7 @@ class Packed(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+    dtype: torch.dtype
 
 
 class CpuAdapterRows:
@@ -117,7 +118,7 @@ class AdaptedEmbedding(Places):
         """Every token is known: a step has ended when the next one begins."""
         for place, mine in self._rows.groups:
             rows = mine[tokens.index_select(0, mine) >= 0]
-            if len(rows) and (more := self._parts[0].delta(tokens.index_select(0, rows), place)) is not None:
+            if len(rows) and (more := self._parts[0].delta(tokens.index_select(0, rows), place, out.dtype)) is not None:
                 out[rows] = add_delta(out[rows], more)
 
 
@@ -167,7 +168,7 @@ class AdaptedLinear(Places):
             wanted, torch.split(found, sizes, 1), mine, strict=True
         ):
             shrunk = in_order(all_ranks.view(-1, *own.shape))
-            y[rows, first:last] = add_delta(y[rows, first:last], part.expand(shrunk, place))
+            y[rows, first:last] = add_delta(y[rows, first:last], part.expand(shrunk, place, y.dtype))
 
 
 class AdaptedLeafLinear(Places):
@@ -188,7 +189,7 @@ class AdaptedLeafLinear(Places):
         shrunk = [factors.shrink(x.index_select(0, rows).float(), place) for place, rows in groups]
         y, shrunk = self.inner.with_others(x, shrunk)
         for (place, rows), each in zip(groups, shrunk, strict=True):
-            y[rows] = add_delta(y[rows], factors.expand(each, place))
+            y[rows] = add_delta(y[rows], factors.expand(each, place, y.dtype))
         return y
 
 
@@ -217,7 +218,7 @@ def add_parts(y: Tensor, x: Tensor, parts: Sequence[Factors], place: int, rows: 
     mine, first = x.index_select(0, rows).float(), 0
     for part in parts:
         last = first + part.outputs
-        if (more := part.delta(mine, place)) is not None:
+        if (more := part.delta(mine, place, y.dtype)) is not None:
             y[rows, first:last] = add_delta(y[rows, first:last], more)
         first = last
 
@@ -241,7 +242,7 @@ class Factors(ABC):
         self._share = share
         self._a = torch.zeros(places, share.of(tiles), *tile)
         self._b = torch.zeros(places, tiles, outputs, TILE)
-        self._scale, self._tiles = [0.0] * places, [0] * places
+        self._scale, self._tiles, self._dtype = [0.0] * places, [0] * places, [torch.float32] * places
         self._expanded = {size: rows_at_once(TILE, size, torch.get_num_threads()) for size in self._cut}
 
     @property
@@ -251,13 +252,13 @@ class Factors(ABC):
     def pack(self, given: LowRank) -> Packed:
         """``given`` as a place holds it."""
         a = self._first(given.a.float())[self._share.rank :: self._share.world]
-        return Packed(a.contiguous(), _in_tiles(given.b).contiguous(), given.scale)
+        return Packed(a.contiguous(), _in_tiles(given.b).contiguous(), given.scale, given.a.dtype)
 
     def write(self, place: int, packed: Packed) -> None:
         """Put what was packed into ``place``."""
         self._a[place, : len(packed.a)].copy_(packed.a)
         self._b[place, : len(packed.b)].copy_(packed.b)
-        self._scale[place], self._tiles[place] = packed.scale, len(packed.b)
+        self._scale[place], self._tiles[place], self._dtype[place] = packed.scale, len(packed.b), packed.dtype
 
     def clear(self, place: int) -> None:
         """Leave the part alone for rows of ``place``."""
@@ -267,9 +268,9 @@ class Factors(ABC):
         """Whether the adapter in ``place`` adds anything."""
         return self._tiles[place] > 0
 
-    def delta(self, x: Tensor, place: int) -> Tensor | None:
-        """What is added to rows ``x``; None: nothing is."""
-        return self.expand(self.shrink(x, place), place) if self.has(place) else None
+    def delta(self, x: Tensor, place: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to rows ``x`` of a model of this dtype; None: nothing is."""
+        return self.expand(self.shrink(x, place), place, dtype) if self.has(place) else None
 
     def shrink(self, x: Tensor, place: int) -> Tensor:
         """What rows ``x`` shrink to: fp32 [tiles in use, rows, TILE], not scaled. Of a share as many on each rank: one
@@ -280,11 +281,12 @@ class Factors(ABC):
         more = -(-used // self._share.world) - len(mine)
         return torch.stack([*mine, *[torch.zeros(len(x), TILE)] * more])
 
-    def expand(self, shrunk: Tensor, place: int) -> Tensor:
-        """What is added to rows that ``shrunk`` to this."""
-        used, scale = self._tiles[place], self._scale[place]
-        given = zip(shrunk[:used], self._b[place, :used], strict=True)
-        return functools.reduce(Tensor.add_, (self._expand(one * scale, b) for one, b in given))
+    def expand(self, shrunk: Tensor, place: int, dtype: torch.dtype) -> Tensor:
+        """What is added to rows of a model of this dtype that ``shrunk`` to this."""
+        used, rounded = self._tiles[place], matrix_dtype(dtype, self._dtype[place])
+        scaled = (shrunk[:used] * self._scale[place]).to(rounded).float()
+        given = zip(scaled, self._b[place, :used], strict=True)
+        return functools.reduce(Tensor.add_, (self._expand(one, b) for one, b in given))
 
     def _expand(self, shrunk: Tensor, b: Tensor) -> Tensor:
         tiles = [product(shrunk, each, self._expanded[len(each)]) for each in torch.split(b, self._cut)]

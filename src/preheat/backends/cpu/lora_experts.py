@@ -99,7 +99,7 @@ class AdaptedLeafExperts(Places):
         total, *roots = all_ranks_at_once([partial, *(each.sums for each in shrunk)], self.inner.collective)
         more = torch.full((chosen.numel(), x.shape[1]), NOTHING)
         for each, root in zip(shrunk, roots, strict=True):
-            more[each.slots] = each.factors.expand(root, each.place)
+            more[each.slots] = each.factors.expand(root, each.place, x.dtype)
         return add_delta(total.to(x.dtype), combine(more.view(len(x), chosen.shape[1], -1), weights))
 
     def _expert(self, number: int, x: Tensor, slots: Tensor, shrunk: list[_Shrunk]) -> list[Tensor]:

@@ -184,12 +184,15 @@ class CudaBackend:
 
     def settle(self, layers: Iterable[tuple[Linear | Experts, Sequence[int]]]) -> None:
         """Kernels are compiled side by side; what has not the contract's bits at one of its sizes is done without."""
+        given = list(layers)
         layers = [
             (layer, rows)
-            for each, rows in layers
+            for each, rows in given
             for layer in (each.linears if isinstance(each, AdaptedLinear | AdaptedLeafLinear) else [each])
         ]
-        settle(self._configs, [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)])
+        with_adapters = {layer.shape for each, _ in given if isinstance(each, AdaptedLinear) for layer in each.linears}
+        linears = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLinear)]
+        settle(self._configs, linears, with_adapters)
         leaves = [(each.shape, rows) for each, rows in layers if isinstance(each, CudaLeafLinear)]
         settle_leaves(self._leaf_tiles, leaves, invariant=self._configs.invariant)
         adapted = AdaptedExperts | AdaptedLeafExperts

@@ -25,6 +25,20 @@ def rounded(wide, like):
 
 
 @triton.jit
+def plus(wide, product):
+    """The sum of two fp32 numbers, of which ``product`` may be one of the matrix unit that began with zero: Triton
+    would have that begin with ``wide`` instead, which is rounded in another way.
+    """
+    if COMPILED:
+        found = tl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;", "=f,f,f", [wide, product], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        found = wide + product
+    return found
+
+
+@triton.jit
 def silu_mul(gate, up):
     """silu(``gate``) * ``up``: silu in fp32, rounded to the dtype of both; the product rounded again."""
     wide = gate.to(tl.float32)

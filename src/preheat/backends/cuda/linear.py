@@ -37,6 +37,7 @@ from preheat.backends.cuda.linear_quantized import (
     quantized_input,
 )
 from preheat.backends.cuda.linear_tile import corner, rounded
+from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.tuning import Expanded, KernelConfig, KernelConfigs, Library, LinearShape, Tile, Wide
 from preheat.ops.kinds import Activation
@@ -114,11 +115,13 @@ def apply(
     bias: Tensor | None,
     gated: bool,
     out: Tensor | None = None,
+    adapters: Expansion | None = None,
 ) -> Tensor:
     """``x`` [rows, inputs] through the map by the implementation ``choice``, into ``out`` where it is given.
 
-    All are contiguous.
+    All are contiguous. Wide kernels of plain weights take ``adapters``, whose rows the launch ahead shrinks.
     """
+    assert adapters is None or (isinstance(choice, Wide) and isinstance(weight, Tensor))
     if isinstance(weight, DeviceWeight) and isinstance(choice, Tile | Wide):
         return _quantized(choice, x, weight, bias, gated, out)
     if isinstance(x, QuantizedRows):
@@ -135,7 +138,7 @@ def apply(
         return y if out is None else out.copy_(y)
     y = x.new_empty(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
     if isinstance(choice, Wide):
-        wide(choice, x, weight, bias, gated, y)
+        wide(choice, x, weight, bias, gated, y, adapters=adapters)
     else:
         assert isinstance(choice, Tile)
         by_tiles(choice, x, weight, bias, gated, y)
@@ -235,9 +238,15 @@ class CudaLinear:
         """
         return self.by(self.configs(self.shape, len(x)), x, out)
 
-    def by(self, choice: KernelConfig, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
-        """The same by another implementation."""
-        return apply(choice, x, self._weight, self._bias, self._gated, out)
+    def by(
+        self,
+        choice: KernelConfig,
+        x: Tensor | QuantizedRows,
+        out: Tensor | None = None,
+        adapters: Expansion | None = None,
+    ) -> Tensor:
+        """The same by another implementation, with what ``adapters`` add, see :func:`apply`."""
+        return apply(choice, x, self._weight, self._bias, self._gated, out, adapters)
 
     def finished(self, activation: Activation | None, limit: float | None) -> CudaLinear:
         """The layer with the same weights, followed by an ``activation`` or kept within ``limit``."""

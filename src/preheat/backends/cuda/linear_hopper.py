@@ -27,8 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
-from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.tuning import LinearShape, Wide
+from preheat.backends.cuda.launch import begin, begin_early, begin_late, options, processors
+from preheat.backends.cuda.lora_expand import Expansion
+from preheat.backends.cuda.lora_hopper import adapters_of, add_adapters
+from preheat.backends.cuda.tuning import LinearShape, Wide, fits_wide
 
 INPUTS = gl.constexpr(64)
 """Depth of a tile: what 128-byte rows of shared memory hold."""
@@ -108,8 +110,9 @@ def store_tile(y, row, first, result, memory):
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated: gl.constexpr,
-    EXPERTS: gl.constexpr, WIDTH: gl.constexpr,
+    half: gl.constexpr, x, y, bias, experts, starts, adapters, slots, xs, weights, memory, full, empty,
+    gated: gl.constexpr, EXPERTS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, WORLD: gl.constexpr,
+    PARTS: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     """One half of the rows of each tile of y."""
     ROWS: gl.constexpr = x.block_shape[0]
@@ -117,10 +120,15 @@ def _multiply(
     OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, OUTPUTS, 16])
     memory = memory.index(half)
-    columns = y.shape[1]
+    rows, columns = x.shape[0], y.shape[1]
     at = 0
     for tile in range(gl.program_id(0), num_tiles(x, y, starts, EXPERTS, WIDTH), gl.num_programs(0)):
         row, first, _ = tile_place(tile, x, y, experts, starts, WIDTH)
+        row += half * ROWS
+        other = columns if gated else OUTPUTS // 2
+        if adapters is not None:
+            height = 2 * columns if gated else columns
+            given = adapters_of(row, rows, first, first + other, adapters, height, ROWS, OUTPUTS // 2, TILES, PARTS)
         acc = gl.zeros([ROWS, OUTPUTS], gl.float32, SUMS)
         before = 0
         for k in range(0, x.shape[1], INPUTS):
@@ -137,56 +145,66 @@ def _multiply(
 
         left, right = acc.reshape([ROWS, 2, OUTPUTS // 2]).permute([0, 2, 1]).split()
         left = rounded_outputs(left, bias, first, columns - 1, y.dtype)
+        right = rounded_outputs(right, bias, first + other, (2 if gated else 1) * columns - 1, y.dtype)
+        if adapters is not None:
+            begin_late(overlap)
+            left, right = add_adapters(
+                left, right, first, first + other, given, adapters, slots, height, TILES, WORLD, PARTS
+            )
         if gated:
-            right = rounded_outputs(right, bias, columns + first, 2 * columns - 1, y.dtype)
-            store_tile(y, row + half * ROWS, first, silu_mul(left, right), memory)
+            store_tile(y, row, first, silu_mul(left, right), memory)
         else:
-            right = rounded_outputs(right, bias, first + OUTPUTS // 2, columns - 1, y.dtype)
-            store_tile(y, row + half * ROWS, first, left, memory)
-            store_tile(y, row + half * ROWS, first + OUTPUTS // 2, right, memory)
+            store_tile(y, row, first, left, memory)
+            store_tile(y, row, first + OUTPUTS // 2, right, memory)
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["slots"])
 def _wide(
-    x, weight, y, bias, experts, starts, gated: gl.constexpr, EXPERTS: gl.constexpr, STAGES: gl.constexpr,
-    overlap: gl.constexpr,
+    x, weight, y, bias, experts, starts, adapters, slots, gated: gl.constexpr, EXPERTS: gl.constexpr,
+    STAGES: gl.constexpr, overlap: gl.constexpr, TILES: gl.constexpr = 0, WORLD: gl.constexpr = 1,
+    PARTS: gl.constexpr = 1,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     memory = gl.allocate_shared_memory(x.dtype, [2] + y.block_shape, y.layout)  # noqa: RUF005
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     WIDTH: gl.constexpr = y.block_shape[1] if gated else 2 * y.block_shape[1]
-    begin(overlap)
+    if adapters is None:
+        begin(overlap)
+    else:
+        begin_early(overlap)
     gl.warp_specialize(
         [
-            (_multiply, (0, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated, EXPERTS, WIDTH)),
-            (_multiply, (1, x, y, bias, experts, starts, xs, weights, memory, full, empty, gated, EXPERTS, WIDTH)),
+            (_multiply, (
+                0, x, y, bias, experts, starts, adapters, slots, xs, weights, memory, full, empty, gated, EXPERTS,
+                WIDTH, TILES, WORLD, PARTS, overlap,
+            )),
+            (_multiply, (
+                1, x, y, bias, experts, starts, adapters, slots, xs, weights, memory, full, empty, gated, EXPERTS,
+                WIDTH, TILES, WORLD, PARTS, overlap,
+            )),
             (load_tiles, (x, weight, y, experts, starts, xs, weights, full, empty, EXPERTS, WIDTH)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip
 
 
 def fits(shape: LinearShape) -> bool:
     """Whether this kernel does for a map, on this device."""
-    return (
-        is_hopper()
-        and shape.dtype.itemsize == 2
-        and shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
-    )
+    return is_hopper() and fits_wide(shape)
 
 
 def wide(
     choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor,
-    experts: Tensor | None = None, starts: Tensor | None = None,
+    experts: Tensor | None = None, starts: Tensor | None = None, adapters: Expansion | None = None,
 ) -> None:  # fmt: skip
     """``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
 
     With ``experts`` and ``starts`` of an arrangement in blocks of ``choice.rows`` (:mod:`preheat.backends.cuda.moe`),
     ``weight`` [experts, outputs, inputs] has the weights of each block. The grid has at most one program for each
-    multiprocessor.
+    multiprocessor. ``adapters``: see :func:`preheat.backends.cuda.linear.apply`; their second matrices are of bfloat16.
     """
     num_experts, outputs, inputs = weight.shape if weight.dim() == 3 else (1, *weight.shape)
     halves = 2 if gated else 1
@@ -199,8 +217,11 @@ def wide(
         bias,
         experts,
         starts,
+        adapters,
+        adapters.shrunk.shape[3] if adapters else 0,
         gated=gated,
         EXPERTS=num_experts,
         STAGES=choice.stages,
+        **(adapters.constants if adapters else {}),
         **options(num_warps=4, num_stages=1, maxnreg=168),
     )

@@ -40,13 +40,10 @@ from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, Shrinking, ShrinkS
 from preheat.backends.cuda.moe import CudaExperts
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
 from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.tuning import KernelConfig, Library, Tile, tile_rule
+from preheat.backends.cuda.tuning import KernelConfig, Tile, Wide
 from preheat.ops.kinds import Activation
-from preheat.ops.lora import TILE, LowRank
+from preheat.ops.lora import TILE, LowRank, matrix_dtype
 from preheat.ops.quantization import QuantizedRows, plain_rows
-
-FEW_ROWS = 64
-"""Up to so many, tiles beside which adapters shrink cost less than cuBLAS, where they wait."""
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -141,11 +138,6 @@ class CudaAdapters:
         return AdaptedExperts(experts, gate_up, down, rows)
 
 
-def matrix_dtype(model: torch.dtype, adapters: torch.dtype) -> torch.dtype:
-    """In which matrices of adapters are held: what the matrix unit multiplies, if that is what all of them are."""
-    return torch.bfloat16 if model == adapters == torch.bfloat16 else torch.float32
-
-
 class AdaptedLinear:
     """``inner``, then what the adapters of its rows add to each of its parts, then its activation. In steps without
     adapters it is ``plain``, the layer that an engine without adapters has.
@@ -183,9 +175,15 @@ class AdaptedLinear:
         finished = gated or (self._activation is None and self._limit is None)
         rows = plain_rows(x)
         given, to = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
-        choice, beside = self._choice(len(x))
-        y = self.inner.by(choice, x, out if finished and not gated else None)
-        y = self._factors.add(y, given, to, blocks, beside=beside, gated=gated, out=out)
+        layer = self.plain if gated else self.inner
+        wide = layer.configs.wide(layer.shape, len(x))
+        if wide is not None and self._factors.fit(wide):
+            self._factors.shrink(given, to, blocks, beside=False)
+            y = layer.by(wide, rows, out if finished else None, self._factors.gathered(to))
+        else:
+            choice, beside = self._choice(len(x))
+            y = self.inner.by(choice, x, out if finished and not gated else None)
+            y = self._factors.add(y, given, to, blocks, beside=beside, gated=gated, out=out)
         if self._activation is not None and not gated:
             y = activate(y, self._activation)
         return y if self._limit is None else clip(y, self._limit)
@@ -195,9 +193,7 @@ class AdaptedLinear:
         that stream weights let the next one begin before they have waited for x themselves.
         """
         shape = self.inner.shape
-        choice = self.inner.configs(shape, rows)
-        if isinstance(choice, Library) and rows <= FEW_ROWS:
-            choice = tile_rule(shape, rows)
+        choice = self.inner.configs.own(shape, rows)
         return choice, shape.scheme is None or not isinstance(choice, Tile) or not choice.bulk
 
 
@@ -293,7 +289,7 @@ class Factors:
         sums = x.new_empty(room, dtype=torch.float32)
         shrunk = x.new_empty(1, sizes.parts, sizes.tiles, slots, TILE, dtype=torch.float32)
         given = Shrinking(x, self._a, sums, self._own, self._scales, blocks.arrived)
-        return given, Expansion(shrunk, self._b, blocks.places, blocks.members, blocks.slots, self._tiles, self._bounds)
+        return given, self._expansion(shrunk, blocks, blocks.members)
 
     def add(
         self, y: Tensor, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, gated: bool = False,
@@ -313,9 +309,16 @@ class Factors:
         """See :func:`expand`; of what rows shrank to on all ranks that divide the first matrices. Nothing is added to
         that.
         """
-        if self._among.world > 1:
-            to = to._replace(shrunk=self._among.gather(to.shrunk[0]))
-        return expand(y, to, self.bounds, gated=gated, out=out)
+        return expand(y, self.gathered(to), self.bounds, gated=gated, out=out)
+
+    def fit(self, choice: Wide) -> bool:
+        """Whether a layer's kernel can add them: tiles are whole, and each half of one is of one part."""
+        whole = self.bounds[-1] % choice.outputs == 0
+        return whole and self._b.dtype == torch.bfloat16 and all(b % (choice.outputs // 2) == 0 for b in self.bounds)
+
+    def gathered(self, to: Expansion) -> Expansion:
+        """``to`` with what rows shrank to on all ranks that divide the first matrices."""
+        return to if self._among.world == 1 else to._replace(shrunk=self._among.gather(to.shrunk[0]))
 
     def add_roots(self, parts: Tensor, to: Expansion) -> None:
         """Let ``to`` be the scaled sum of what ranks shrank to: fp32 ``parts`` [ranks, tiles * slots * TILE], those of
@@ -333,4 +336,9 @@ class Factors:
             self._scales, len(tokens), count * blocks.size, self._sizes.inputs, TILES=self._sizes.tiles,
             ROWS=blocks.size, RANKS=TILE, **options(num_warps=1, num_stages=1),
         )  # fmt: skip
-        return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds)
+        return self._expansion(shrunk, blocks, members)
+
+    def _expansion(self, shrunk: Tensor, blocks: Blocks, members: Tensor) -> Expansion:
+        """Of ``members``, which are those of ``blocks`` or some of them."""
+        by_rows = blocks.whose, blocks.starts, blocks.present
+        return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds, *by_rows)

@@ -1,7 +1,8 @@
 """Which rows of a step have which adapter, as the kernels of adapters on CUDA read it.
 
 The rows of each adapter are cut into blocks, filled up with none. Launches of few rows have blocks of ``BLOCK``, those
-of many rows longer ones; a step's rows are described in both, since its program decides which it is, not they.
+of many rows longer ones; a step's rows are described in both, since its program decides which it is, not they. Kernels
+whose tiles have rows as they come find listed which adapters those have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ LONG_BLOCK, MANY_ROWS = 32, 512
 """Rows of a block in launches of so many rows or more: a program then reads an adapter for more of them. Changes no
 bits, as each number is a sum of its own, whatever is multiplied with it.
 """
+
+STRETCH = 128
+"""Rows for which is listed which adapters they have: as many as a tile of a layer's kernel may have."""
 
 MOST_PARTS = 3
 """Of a layer: queries, keys and values."""
@@ -38,18 +42,24 @@ class Blocks:
     """The blocks of a step's rows on the device, for at most ``tokens`` rows and ``places`` adapters, of ``size`` rows
     each. ``places`` int32 [blocks] has the adapter of each, ``members`` int32 [blocks * size] its rows, ``slots`` int32
     [tokens] where each row is among those; -1 stands for none. A launch with fewer rows has the first blocks.
+
+    By rows: ``whose`` int32 [tokens] has the adapter of each, or -1; those of ``STRETCH`` rows are listed in
+    ``present``, from ``starts[stretch]`` to ``starts[stretch + 1]``.
     """
 
     def __init__(self, tokens: int, places: int, device: torch.device, size: int) -> None:
         self.size, self._most = size, places
         self._count = self.count(tokens)
-        self._device = torch.full((self._count * (1 + size) + tokens,), -1, dtype=torch.int32, device=device)
+        stretches = -(-tokens // STRETCH)
+        ends = [self._count, self._count * size, tokens, tokens, stretches + 1, stretches * min(STRETCH, places)]
+        self._device = torch.full((sum(ends),), -1, dtype=torch.int32, device=device)
         cuda = device.type == "cuda"
         self._host = [torch.full_like(self._device, -1, device="cpu", pin_memory=cuda) for _ in range(HOST_COPIES)]
         self._copied = [torch.cuda.Event() for _ in range(HOST_COPIES)] if cuda else []
         self._there = np.empty(0, np.int32)
-        ends = [self._count, self._count * size, tokens]
-        self.places, self.members, self.slots = self._device.split(ends)
+        self.places, self.members, self.slots, self.whose, self.starts, self.present = self._device.split(ends)
+        self._by_rows = sum(ends[:3])
+        self.starts.zero_()
         self.arrived = torch.zeros(self._count * MOST_PARTS, dtype=torch.int32, device=device)
 
     def count(self, rows: int) -> int:
@@ -62,7 +72,9 @@ class Blocks:
             return
         if self._copied:
             self._copied[turn].synchronize()  # long since done, unless one step describes rows twice
-        write_blocks(self._host[turn].numpy(), self._count, places, self.size)
+        words = self._host[turn].numpy()
+        write_blocks(words[: self._by_rows], self._count, places, self.size)
+        write_stretches(words[self._by_rows :], len(self.whose), places, self._most)
         self._device.copy_(self._host[turn], non_blocking=True)
         if self._copied:
             self._copied[turn].record()
@@ -83,6 +95,23 @@ def write_blocks(words: np.ndarray, count: int, places: np.ndarray, size: int) -
     slots = np.arange(len(rows)) + skipped.repeat(sizes)
     words[count + slots] = rows
     words[count * (1 + size) + rows] = slots
+
+
+def write_stretches(words: np.ndarray, tokens: int, places: np.ndarray, most: int) -> None:
+    """Write ``words`` int32: the place of each of ``tokens`` rows, -1 for none, where the list of each stretch begins
+    and the last one ends, then the lists. There are ``most`` places.
+    """
+    stretches = -(-tokens // STRETCH)
+    whose, starts, present = np.split(words, (tokens, tokens + stretches + 1))
+    whose[: len(places)] = places
+    whose[len(places) :] = -1
+    rows = np.flatnonzero(places >= 0)
+    there = np.zeros((stretches, most), bool)
+    there[rows // STRETCH, places[rows]] = True
+    found = there.nonzero()[1]
+    starts[0] = 0
+    there.sum(1).cumsum(out=starts[1:])
+    present[: len(found)] = found
 
 
 class CudaAdapterRows:

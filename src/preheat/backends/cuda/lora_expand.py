@@ -1,8 +1,7 @@
 """The second product of adapters on CUDA, and the activation behind it, see :mod:`preheat.backends.cuda.lora`.
 
-With bfloat16 matrices the shrunk rows are cut into three bfloat16 numbers each, whose sum they are, so that the matrix
-unit loses nothing of them; the three products and those of all tiles of ranks are added in one fp32 accumulator. Other
-matrices are held and multiplied in fp32.
+What rows shrank to is rounded to the dtype of the matrices, bfloat16 or fp32; the products of all tiles of ranks are
+added in one fp32 accumulator.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.elementwise import rounded, silu_mul
+from preheat.backends.cuda.elementwise import plus, rounded, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE
 from preheat.ops.lora import TILE
@@ -30,7 +29,7 @@ class Expansion(NamedTuple):
     outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * rows of one] are the blocks of rows, of
     which a launch has the first, ``slots`` int32 [rows] the place of each row among them, -1 for none; ``tiles`` int32
     [places, TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32
-    [parts + 1] are outputs.
+    [parts + 1] are outputs. ``whose``, ``starts`` and ``present`` int32 say by rows which adapters there are.
     """
 
     shrunk: Tensor
@@ -40,29 +39,28 @@ class Expansion(NamedTuple):
     slots: Tensor
     tiles: Tensor
     bounds: Tensor
+    whose: Tensor
+    starts: Tensor
+    present: Tensor
 
     @property
     def block(self) -> int:
         """Rows of a block."""
         return len(self.members) // len(self.places)
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of the kernel of a layer to whose own outputs it is added."""
+        world, parts = self.shrunk.shape[:2]
+        return {"TILES": self.b.shape[1], "WORLD": world, "PARTS": parts}
+
 
 @triton.jit
-def _times(ws, shrunk, acc):
-    """``acc`` [outputs, rows] plus ``ws`` [outputs, ranks] times fp32 ``shrunk`` [ranks, rows], as if both were of
-    fp32.
+def times(ws, shrunk, acc):
+    """``acc`` [outputs, rows] plus ``ws`` [outputs, ranks] times fp32 ``shrunk`` [ranks, rows], rounded to their
+    dtype.
     """
-    if ws.dtype == tl.float32:
-        acc = tl.dot(ws, shrunk, acc, input_precision="ieee")
-    else:
-        high = rounded(shrunk, ws)
-        rest = shrunk - high.to(tl.float32)
-        middle = rounded(rest, ws)
-        low = rounded(rest - middle.to(tl.float32), ws)
-        acc = tl.dot(ws, low, acc)
-        acc = tl.dot(ws, middle, acc)
-        acc = tl.dot(ws, high, acc)
-    return acc
+    return tl.dot(ws, rounded(shrunk, ws), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -93,12 +91,12 @@ def _expanded(
     """
     if count > 0:
         shrunk = _shrunk_of(slot, 0, part, adapters, slots, TILES, RANKS, WORLD, PARTS)
-        acc = _times(ws, shrunk, tl.zeros(result.shape, tl.float32))
+        acc = times(ws, shrunk, tl.zeros(result.shape, tl.float32))
         if TILES > 1:
             for tile in tl.range(1, count, num_stages=1):
                 more = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
-                acc = _times(more, _shrunk_of(slot, tile, part, adapters, slots, TILES, RANKS, WORLD, PARTS), acc)
-        result = rounded(result.to(tl.float32) + acc, result)
+                acc = times(more, _shrunk_of(slot, tile, part, adapters, slots, TILES, RANKS, WORLD, PARTS), acc)
+        result = rounded(plus(result.to(tl.float32), acc), result)
     return result
 
 

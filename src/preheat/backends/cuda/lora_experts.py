@@ -20,7 +20,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK
-from preheat.backends.cuda.lora_expand import WIDTH, _times
+from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.moe import CudaExperts, ExpertsConfig, Rows
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import QuantizedInput
@@ -127,7 +127,7 @@ def _expand_experts(
                     top = (module.to(tl.int64) + (place * TILES + tile) * (EXPERTS * PARTS)) * height
                     ws = tl.load(b + (top + tl.minimum(out, columns - 1))[:, None] * RANKS + rank)
                     given = shrunk + (row.to(tl.int64) + (part * TILES + tile) * rows)[:, None] * RANKS + rank
-                    acc = _times(ws, tl.load(given, mask=mine[:, None], other=0.0).T, acc)
+                    acc = times(ws, tl.load(given, mask=mine[:, None], other=0.0).T, acc)
                 stored = (out < columns)[:, None] & mine[None, :]
                 result = tl.load(at, mask=stored, other=0.0).to(tl.float32) + acc
                 tl.store(at, result.to(y.dtype.element_ty), mask=stored)

@@ -20,7 +20,7 @@ from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.collective import add_ranks, root_of
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK
-from preheat.backends.cuda.lora_expand import WIDTH, _times
+from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.lora_experts import CHUNK, ExpertPlaces, expand_experts, shrink_experts
 from preheat.backends.cuda.moe import ExpertsConfig
 from preheat.backends.cuda.moe_leaves import CudaLeafExperts
@@ -130,7 +130,7 @@ def _expand_tokens(
                     else:
                         root = root_of(parts, stride.to(tl.int64), at, (lanes == 0) & (rank >= 0), WORLD)
                     top = (expert.to(tl.int64) + (place * TILES + tile) * EXPERTS) * columns * RANKS
-                    acc = _times(tl.load(b + top + given), (root * scale).T, acc)
+                    acc = times(tl.load(b + top + given), (root * scale).T, acc)
                 total += acc * tl.load(weights + slot)
         stored = (out < columns)[:, None] & (lanes == 0).T
         to = y + token.to(tl.int64) * columns + out[:, None] + (lanes * 0).T

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -45,23 +45,31 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def settle(
-    configs: KernelConfigs, layers: Iterable[tuple[LinearShape, Sequence[int]]]
+    configs: KernelConfigs,
+    layers: Iterable[tuple[LinearShape, Sequence[int]]],
+    adapted: Collection[LinearShape] = (),
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Settle what serves the linear layers of a model at their numbers of rows.
+    """Settle what serves the linear layers of a model at their numbers of rows; those that are ``adapted`` have
+    adapters.
 
     Kernels are compiled side by side, then whatever has not the contract's bits is rejected; without invariance nothing
-    is. The answer says of each layer and number of rows whether the first config has them.
+    is. The answer says of each layer and number of rows whether all that may serve it have them.
     """
     sizes: dict[LinearShape, dict[int, None]] = {}
     for shape, rows in layers:
         sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
-    used = [(shape, configs(shape, size)) for shape, numbers in sizes.items() for size in numbers]
+    used = [
+        (shape, choice)
+        for shape, numbers in sizes.items()
+        for size in numbers
+        for choice in configs.used(shape, size, adapted=shape in adapted)
+    ]
     used += [(shape, reference(shape)) for shape in sizes]
     compile_kernels(used)
     proven: dict[tuple[LinearShape, int], bool] = {}
     if configs.invariant:
         for shape, numbers in sizes.items():
-            proven |= prove(configs, [shape], list(numbers))
+            proven |= prove(configs, [shape], list(numbers), adapted=shape in adapted)
     return proven
 
 
@@ -78,16 +86,17 @@ def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_
 
 
 def prove(
-    configs: KernelConfigs, shapes: Iterable[LinearShape], rows: Sequence[int]
+    configs: KernelConfigs, shapes: Iterable[LinearShape], rows: Sequence[int], *, adapted: bool = False
 ) -> dict[tuple[LinearShape, int], bool]:
-    """Whether what ``configs`` say for ``shapes`` at ``rows`` has the contract's bits. What has not is refused."""
-    proven = {}
+    """Whether all that ``configs`` say for ``shapes`` at ``rows`` has the contract's bits. What has not is refused."""
+    proven: dict[tuple[LinearShape, int], bool] = {}
     for shape in dict.fromkeys(shapes):
-        chosen = [(size, configs(shape, size)) for size in rows]
+        chosen = [(size, choice) for size in rows for choice in configs.used(shape, size, adapted=adapted)]
         wrong = differing(shape, chosen)
+        proven |= {(shape, size): True for size in rows}
         for size, choice in chosen:
-            proven[shape, size] = (size, choice) not in wrong
-            if not proven[shape, size]:
+            if (size, choice) in wrong:
+                proven[shape, size] = False
                 configs.reject(shape, size)
                 logger.info("%s has other bits than the reference for %d rows of %s: not used", choice, size, shape)
     return proven

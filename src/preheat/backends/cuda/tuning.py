@@ -36,6 +36,11 @@ OWN_ROWS = 64
 beside those, and would wait for it.
 """
 
+ADDED_ROWS = 1024
+"""From so many on, the kernel for many rows on Hopper adds what adapters do to its own outputs, by measurement on an
+H200: to write these and read them again takes longer then.
+"""
+
 
 class LinearShape(NamedTuple):
     """What a choice of implementation depends on, but for the number of rows. ``outputs`` are the rows of W, ``scheme``
@@ -251,12 +256,18 @@ class KernelConfigs:
         return _up_to(self._own, shape, rows) or tile_rule(shape, rows)
 
     def wide(self, shape: LinearShape, rows: int) -> Wide | None:
-        """The kernel for many rows on Hopper, also where cuBLAS is faster, to which nothing can be added; None where
-        it does not do, or has too few tiles.
+        """The kernel to which what adapters do is added, where it is: that for many rows on Hopper, also if cuBLAS is
+        faster, unless it has too few tiles.
         """
-        whole = shape.dtype.itemsize == 2 and shape.inputs % 8 == shape.columns % 8 == 0
-        ours = self._hopper and shape.scheme is None and whole and not isinstance(self(shape, rows), Tile)
-        return wide_rule(shape, rows) if ours else None
+        many = self._hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
+        return wide_rule(shape, rows) if many else None
+
+    def used(self, shape: LinearShape, rows: int, *, adapted: bool) -> list[KernelConfig]:
+        """All that may serve ``rows`` rows of ``shape``, in layers with adapters, if ``adapted``, too."""
+        found = [self(shape, rows)]
+        if adapted:
+            found += [self.own(shape, rows), self.wide(shape, rows) or found[0]]
+        return list(dict.fromkeys(found))
 
     def reject(self, shape: LinearShape, rows: int) -> None:
         """From now on serve ``rows`` rows of ``shape`` by the kernel whose order is beyond doubt."""
@@ -347,6 +358,12 @@ def encode(table: Table) -> bytes:
             lines = b",\n  ".join(msgspec.json.encode(entry) for entry in entries)
             head += b',"%s":[\n  %s\n]' % (name.encode(), lines)
     return head + b"}\n"
+
+
+def fits_wide(shape: LinearShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.linear_hopper` does for a layer, on Hopper."""
+    whole = shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
+    return shape.scheme is None and shape.dtype.itemsize == 2 and whole
 
 
 def wide_float8(shape: LinearShape) -> bool:
