@@ -224,7 +224,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--batches", type=int, nargs="+")
     flags.add_argument("--context", type=int, help="tokens of the long prompts")
     flags.add_argument("--experts", action="store_true", help="adapt the experts, too")
-    flags.add_argument("--itl-alone", action="store_true", help="no server, no loading and no long prompts; saved as lora_itl")
+    flags.add_argument("--itl-alone", action="store_true", help="only engines; saved as lora_itl")
     flags.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
     flags.add_argument("--output", type=Path, help="the folder for the results, by default benchmarks/results")
     flags.add_argument("options", nargs="*", metavar="NAME=VALUE")

@@ -31,7 +31,7 @@ from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_leaves import CudaLeafLinear
-from preheat.backends.cuda.lora_blocks import MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
+from preheat.backends.cuda.lora_blocks import BLOCK, MOST_PARTS, TABLE_PARTS, TABLE_ROWS, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.lora_experts import AdaptedExperts
 from preheat.backends.cuda.lora_leaf_experts import AdaptedLeafExperts
@@ -176,7 +176,7 @@ class AdaptedLinear:
         rows = plain_rows(x)
         given, to = self._factors.room(rows, blocks)  # before the layer, whose memory for itself is another then
         layer = self.plain if gated else self.inner
-        wide = layer.configs.wide(layer.shape, len(x))
+        wide = layer.configs.wide(layer.shape, len(x)) if blocks.size > BLOCK else None
         if wide is not None and self._factors.fit(wide):
             self._factors.shrink(given, to, blocks, beside=False)
             y = layer.by(wide, rows, out if finished else None, self._factors.gathered(to))

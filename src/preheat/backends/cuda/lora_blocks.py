@@ -1,8 +1,8 @@
 """Which rows of a step have which adapter, as the kernels of adapters on CUDA read it.
 
 The rows of each adapter are cut into blocks, filled up with none. Launches of few rows have blocks of ``BLOCK``, those
-of many rows longer ones; a step's rows are described in both, since its program decides which it is, not they. Kernels
-whose tiles have rows as they come find listed which adapters those have.
+of many rows longer ones; a step's rows are described in both, since its program decides which it is, not they. A
+layer's kernel for many rows, whose tiles have rows as they come, finds listed which adapters those have.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Blocks:
     each. ``places`` int32 [blocks] has the adapter of each, ``members`` int32 [blocks * size] its rows, ``slots`` int32
     [tokens] where each row is among those; -1 stands for none. A launch with fewer rows has the first blocks.
 
-    By rows: ``whose`` int32 [tokens] has the adapter of each, or -1; those of ``STRETCH`` rows are listed in
-    ``present``, from ``starts[stretch]`` to ``starts[stretch + 1]``.
+    Beside long blocks there is the same by rows: ``whose`` int32 [tokens] has the adapter of each, or -1; those of
+    ``STRETCH`` rows are listed in ``present``, from ``starts[stretch]`` to ``starts[stretch + 1]``.
     """
 
     def __init__(self, tokens: int, places: int, device: torch.device, size: int) -> None:
         self.size, self._most = size, places
         self._count = self.count(tokens)
-        stretches = -(-tokens // STRETCH)
-        ends = [self._count, self._count * size, tokens, tokens, stretches + 1, stretches * min(STRETCH, places)]
+        stretches, ends = -(-tokens // STRETCH), [self._count, self._count * size, tokens]
+        ends += [tokens, stretches + 1, stretches * min(STRETCH, places)] if size > BLOCK else [0, 0, 0]
         self._device = torch.full((sum(ends),), -1, dtype=torch.int32, device=device)
         cuda = device.type == "cuda"
         self._host = [torch.full_like(self._device, -1, device="cpu", pin_memory=cuda) for _ in range(HOST_COPIES)]
@@ -59,7 +59,7 @@ class Blocks:
         self._there = np.empty(0, np.int32)
         self.places, self.members, self.slots, self.whose, self.starts, self.present = self._device.split(ends)
         self._by_rows = sum(ends[:3])
-        self.starts.zero_()
+        self.starts.zero_()  # a graph may run before anything is described
         self.arrived = torch.zeros(self._count * MOST_PARTS, dtype=torch.int32, device=device)
 
     def count(self, rows: int) -> int:
@@ -74,7 +74,8 @@ class Blocks:
             self._copied[turn].synchronize()  # long since done, unless one step describes rows twice
         words = self._host[turn].numpy()
         write_blocks(words[: self._by_rows], self._count, places, self.size)
-        write_stretches(words[self._by_rows :], len(self.whose), places, self._most)
+        if len(self.whose):
+            write_stretches(words[self._by_rows :], len(self.whose), places, self._most)
         self._device.copy_(self._host[turn], non_blocking=True)
         if self._copied:
             self._copied[turn].record()
