@@ -260,7 +260,8 @@ class KernelConfigs:
         faster, unless it has too few tiles.
         """
         many = self._hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
-        return wide_rule(shape, rows) if many else None
+        guesses = wide_guesses(shape, rows) if many else []
+        return min(guesses, key=lambda choice: rounds(shape, rows, choice), default=None)
 
     def used(self, shape: LinearShape, rows: int, *, adapted: bool) -> list[KernelConfig]:
         """All that may serve ``rows`` rows of ``shape``, in layers with adapters, if ``adapted``, too."""
@@ -415,8 +416,8 @@ def few_rule(shape: LinearShape, rows: int) -> Tile:
 
 def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig:
     """A guess for what is in no table."""
-    if hopper and wide_float8(shape) and (wide := wide_rule(shape, rows)):
-        return wide
+    if hopper and wide_float8(shape) and (wide := wide_guesses(shape, rows)):
+        return wide[0]
     if shape.scheme is not None:
         if shape.scheme.activations is None and rows >= MANY_ROWS:
             return Expanded(rule(shape._replace(scheme=None, dealt=False, narrow=False), rows))  # type: ignore[arg-type]  # plain: not expanded again
@@ -425,17 +426,22 @@ def rule(shape: LinearShape, rows: int, *, hopper: bool = False) -> KernelConfig
     return Library() if many and shape.dtype == torch.bfloat16 else tile_rule(shape, rows)
 
 
-def wide_rule(shape: LinearShape, rows: int) -> Wide | None:
-    """A guess: the tiles whose rounds take least, half a tile taking a little more than half. None where a third of a
-    Hopper GPU would have none.
+def wide_tiles(shape: LinearShape, rows: int, choice: Wide) -> int:
+    """How many of them there are."""
+    return -(-shape.outputs // choice.outputs) * -(-rows // choice.rows)
+
+
+def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
+    """Tiles of which most processors of a Hopper GPU have one, the largest first."""
+    sizes = (Wide(256, 128, 4), Wide(128, 128, 6))
+    return [choice for choice in sizes if wide_tiles(shape, rows, choice) >= PROCESSORS * 2 // 3]
+
+
+def rounds(shape: LinearShape, rows: int, choice: Wide) -> float:
+    """What the rounds of a Hopper GPU over all tiles take, in those of the largest; half a tile is guessed
+    to take a little more than half.
     """
-
-    def tiles(choice: Wide) -> int:
-        return -(-shape.outputs // choice.outputs) * -(-rows // choice.rows)
-
-    taken = {Wide(256, 128, 4): 1.0, Wide(128, 128, 6): 0.55}
-    best = min(taken, key=lambda choice: -(-tiles(choice) // PROCESSORS) * taken[choice])
-    return best if tiles(best) >= PROCESSORS * 2 // 3 else None
+    return -(-wide_tiles(shape, rows, choice) // PROCESSORS) * (1.0 if choice.outputs == 256 else 0.55)
 
 
 def tile_rule(shape: LinearShape, rows: int) -> Tile:
