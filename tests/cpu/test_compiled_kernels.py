@@ -131,7 +131,7 @@ def test_parts_of_rows_are_quantized_by_what_ranks_say():
 
 ADAPTERS = {
     "given": Shrinking("*bf16", "*bf16", "*fp32", "*i32", "*fp32", "*i32"),
-    "adapters": Expansion("*fp32", "*bf16", *["*i32"] * 8), "z": "*bf16", "shrunk": "*fp32",
+    "adapters": Expansion("*fp32", "*bf16", *["*i32"] * 4, "*fp32", *["*i32"] * 4), "z": "*bf16", "shrunk": "*fp32",
     **dict.fromkeys(("places", "members"), "*i32"), "slots": "i32", "size": "i32",
 }  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
     sizes = ShrinkSizes(4096, 3, 2, leaves).constants
     found = compiled(
         _shrink, 4, 3, ADAPTERS, **sizes, TOGETHER=together, ROWS=rows, ACROSS=triton.next_power_of_2(together * 16),
-        scaled=leaves == 1, beside=True,
+        adds=rows == 32, scaled=leaves == 1, beside=True,
     )  # fmt: skip
     assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
 
@@ -151,6 +151,7 @@ def test_adapters_shrink_by_the_matrix_unit(leaves, rows, together):
 @pytest.mark.parametrize("rows", [16, 32])
 def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
     sizes = {"TILES": 2, "RANKS": 16, "COLUMNS": 128, "ROWS": rows, "WORLD": 1, "PARTS": 2, "WHOLE": True}
+    sizes |= {"LEAVES": 1, "SPLITS": 8 if rows == 16 else 0}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=gated, chosen=False)
     assert "F2FP.BF16.F32.PACK_AB" in found.asm["sass"] and "F2F.BF16" not in found.asm["sass"]
 
@@ -159,6 +160,7 @@ def test_adapters_expand_without_rounding_one_number_at_a_time(rows, gated):
 def test_what_adapters_expand_to_is_added_behind_the_matrix_unit(tiles):
     """Which begins with zero, also where it has one product: the layer's output is no number that it adds to."""
     sizes = {"TILES": tiles, "RANKS": 16, "COLUMNS": 128, "ROWS": 16, "WORLD": 1, "PARTS": 3, "WHOLE": True}
+    sizes |= {"LEAVES": 1, "SPLITS": 8}
     found = compiled(_expand, 4, 2, ADAPTERS, **sizes, gated=False, chosen=False)
     begins = re.search(r"tt\.dot %\w+, %\w+, (%\w+)", found.asm["ttir"])
     assert begins and re.search(rf"{begins[1]} = arith\.constant dense<0\.0+e\+00>", found.asm["ttir"])

@@ -298,18 +298,15 @@ class Factors:
         """``y`` with what adapters add, see :func:`expand`, of rows that have not shrunk yet, which they may do
         ``beside`` the kernel that was launched last.
         """
-        self.shrink(given, to, blocks, beside=beside)
-        return self.expand(y, to, gated=gated, out=out)
+        if blocks.size > BLOCK or self._among.world > 1:
+            self.shrink(given, to, blocks, beside=beside)
+            return expand(y, self.gathered(to), self.bounds, gated=gated, out=out)
+        shrink(given, to.shrunk, blocks, self._sizes, beside=beside, adds=False)
+        return expand(y, to._replace(shrunk=given.sums[None]), self.bounds, gated=gated, sums=self._sizes, out=out)
 
     def shrink(self, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, scaled: bool = True) -> None:
         """See :func:`preheat.backends.cuda.lora_shrink.shrink`."""
         shrink(given, to.shrunk, blocks, self._sizes, beside=beside, scaled=scaled)
-
-    def expand(self, y: Tensor, to: Expansion, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
-        """See :func:`expand`; of what rows shrank to on all ranks that divide the first matrices. Nothing is added to
-        that.
-        """
-        return expand(y, self.gathered(to), self.bounds, gated=gated, out=out)
 
     def fit(self, choice: Wide) -> bool:
         """Whether a layer's kernel can add them: tiles are whole, and each half of one is of one part."""
@@ -341,4 +338,5 @@ class Factors:
     def _expansion(self, shrunk: Tensor, blocks: Blocks, members: Tensor) -> Expansion:
         """Of ``members``, which are those of ``blocks`` or some of them."""
         by_rows = blocks.whose, blocks.starts, blocks.present
-        return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, self._tiles, self._bounds, *by_rows)
+        of_places = self._tiles, self._scales, self._bounds
+        return Expansion(shrunk, self._b, blocks.places, members, blocks.slots, *of_places, *by_rows)

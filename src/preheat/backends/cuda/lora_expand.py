@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.elementwise import plus, rounded, silu_mul
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE
+from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, ShrinkSizes, added_up
 from preheat.ops.lora import TILE
 
 WIDTH = 128
@@ -25,11 +25,13 @@ WIDTH = 128
 
 class Expansion(NamedTuple):
     """What rows of a step are expanded by. ``shrunk`` fp32 [ranks, parts, tiles of a rank, slots, TILE], scaled: tile t
-    is that of rank t % ranks, of which there is one unless the first matrices are divided; ``b`` [places, tiles,
-    outputs, TILE]; ``places`` int32 [blocks] and ``members`` int32 [blocks * rows of one] are the blocks of rows, of
-    which a launch has the first, ``slots`` int32 [rows] the place of each row among them, -1 for none; ``tiles`` int32
-    [places, TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32
-    [parts + 1] are outputs. ``whose``, ``starts`` and ``present`` int32 say by rows which adapters there are.
+    is that of rank t % ranks, of which there is one unless the first matrices are divided; or the sums that are to be
+    added up for that, [1, parts, tiles, splits of the inputs, slots, TILE]; ``b`` [places, tiles, outputs, TILE];
+    ``places`` int32 [blocks] and ``members`` int32 [blocks * rows of one] are the blocks of rows, of which a launch has
+    the first, ``slots`` int32 [rows] the place of each row among them, -1 for none; ``tiles`` int32 [places,
+    TABLE_PARTS] are in use, where a place's begin ``PLACE_IN_TABLE`` behind the one's before; ``bounds`` int32 [parts +
+    1] are outputs; ``scales`` fp32 lie like the tiles. ``whose``, ``starts`` and ``present`` int32 say by rows which
+    adapters there are.
     """
 
     shrunk: Tensor
@@ -38,6 +40,7 @@ class Expansion(NamedTuple):
     members: Tensor
     slots: Tensor
     tiles: Tensor
+    scales: Tensor
     bounds: Tensor
     whose: Tensor
     starts: Tensor
@@ -72,30 +75,39 @@ def _tile_of(out, place, tile, adapters, height, TILES: tl.constexpr, RANKS: tl.
 
 @triton.jit
 def _shrunk_of(
-    slot, tile, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
-    PARTS: tl.constexpr,
+    slot, tile, place, part, adapters, slots, TILES: tl.constexpr, RANKS: tl.constexpr, WORLD: tl.constexpr,
+    PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """[ranks, rows]: what the rows in ``slot`` shrank to for a tile of ranks."""
+    """[ranks, rows]: what the rows in ``slot`` shrank to for a tile of ranks of the adapter in ``place``."""
     own = (tile % WORLD * PARTS + part) * ((TILES + WORLD - 1) // WORLD) + tile // WORLD
-    at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
-    return tl.load(adapters.shrunk + at).T
+    if SPLITS == 0:
+        at = ((own * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+        found = tl.load(adapters.shrunk + at)
+    else:
+        at = ((own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS)[:, None] + tl.arange(0, RANKS)[None, :]
+        found = added_up(adapters.shrunk + at, slots * RANKS, LEAVES, SPLITS)
+        found *= tl.load(adapters.scales + place * PLACE_IN_TABLE + part)
+    return found.T
 
 
 @triton.jit
 def _expanded(
     result, ws, out, slot, place, count, part, adapters, height, slots, TILES: tl.constexpr, RANKS: tl.constexpr,
-    WORLD: tl.constexpr, PARTS: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """``result`` [outputs, rows] and what the adapter in ``place`` adds to them, whose ``part`` has ``count`` tiles of
     ranks, the first of which is ``ws``. ``height`` are the outputs of all parts.
     """
     if count > 0:
-        shrunk = _shrunk_of(slot, 0, part, adapters, slots, TILES, RANKS, WORLD, PARTS)
+        shrunk = _shrunk_of(slot, 0, place, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS)
         acc = times(ws, shrunk, tl.zeros(result.shape, tl.float32))
         if TILES > 1:
             for tile in tl.range(1, count, num_stages=1):
                 more = _tile_of(out, place, tile, adapters, height, TILES, RANKS, True)
-                acc = times(more, _shrunk_of(slot, tile, part, adapters, slots, TILES, RANKS, WORLD, PARTS), acc)
+                shrunk = _shrunk_of(
+                    slot, tile, place, part, adapters, slots, TILES, RANKS, WORLD, PARTS, LEAVES, SPLITS
+                )
+                acc = times(more, shrunk, acc)
         result = rounded(plus(result.to(tl.float32), acc), result)
     return result
 
@@ -103,14 +115,15 @@ def _expanded(
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
     y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, gated: tl.constexpr,
-    chosen: tl.constexpr, overlap: tl.constexpr,
+    ROWS: tl.constexpr, WORLD: tl.constexpr, PARTS: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
     y, which z then is. Behind the blocks that have ``slots``, if ``gated``, come rows without an adapter. What no
     kernel writes is read before the kernel ahead has ended.
 
-    ``WHOLE``: 16 divides all bounds. ``chosen``: the kernel ahead wrote the members of blocks, too.
+    ``SPLITS``: of a leaf, of which so many sums are to be added up, or 0. ``WHOLE``: 16 divides all bounds. ``chosen``:
+    the kernel ahead wrote the members of blocks, too.
     """
     block, part = tl.program_id(1), tl.program_id(2)
     slot = block * ROWS + tl.arange(0, ROWS)
@@ -152,12 +165,14 @@ def _expand(
         if gated:
             up = tl.load(at + columns, mask=stored, other=0.0)
         result = _expanded(
-            result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS
-        )
+            result, ws, of, slot, place, count, part, adapters, height, slots, TILES, RANKS, WORLD, PARTS, LEAVES,
+            SPLITS,
+        )  # fmt: skip
         if gated:
             up = _expanded(
-                up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD, PARTS
-            )
+                up, ws_up, of + columns, slot, place, count_up, 1, adapters, height, slots, TILES, RANKS, WORLD, PARTS,
+                LEAVES, SPLITS,
+            )  # fmt: skip
             result = silu_mul(result, up)
         tl.store(to, result, mask=stored)
 
@@ -169,22 +184,25 @@ def expand(
     *,
     gated: bool = False,
     chosen: bool = False,
+    sums: ShrinkSizes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``y`` [rows, outputs] with what ``adapters`` add: in place, or, ``gated``, silu of its first half times the other
     in ``out`` or a new tensor. ``bounds`` are those of ``adapters``. ``chosen``: a kernel wrote which rows are members.
+    With ``sums`` of a layer of these sizes, those are added up first.
     """
     rows, outputs = y.shape
     columns = outputs // 2 if gated else outputs
     z = y if not gated else y.new_empty(rows, columns) if out is None else out
     widest = max(end - start for start, end in pairwise(bounds))
     across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
-    world, stacked, _, slots, _ = adapters.shrunk.shape
+    (world, stacked), slots = adapters.shrunk.shape[:2], adapters.shrunk.shape[-2]
     size = adapters.block
     blocks = slots // size + (triton.cdiv(rows, size) if gated else 0)
     _expand[triton.cdiv(across, WIDTH), blocks, parts](
         y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=size,
-        WORLD=world, PARTS=stacked, WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
+        WORLD=world, PARTS=stacked, LEAVES=sums.leaves if sums else 1, SPLITS=sums.splits if sums else 0,
+        WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
     return z

@@ -1,8 +1,9 @@
 """The first product of adapters on CUDA, see :mod:`preheat.backends.cuda.lora`.
 
 A program has a block of rows of one adapter, a part of the inputs and one of the layer's matrices, or all of them, and
-writes its sums, which no other adds to. The one that is the last of its block adds them up in order. How many of a
-block have written, is counted in ``arrived``, which is zero again at the end.
+writes its sums, which no other adds to. They are added up in order: where rows are few by each program that expands
+them, which takes less than to wait for each other; else by the one that is the last of its block. How many of a block
+have written, is counted in ``arrived`` then, which is zero again at the end.
 """
 
 from __future__ import annotations
@@ -82,17 +83,32 @@ def _leaf_sum(sums, leaf: tl.constexpr, step, SPLITS: tl.constexpr):
     return total
 
 
+@triton.jit
+def added_up(sums, step, LEAVES: tl.constexpr, SPLITS: tl.constexpr):
+    """All that rows shrank to: the leaves, in their tree, of which each is the sum of ``SPLITS``. ``step`` numbers lie
+    between two of those.
+    """
+    total = _leaf_sum(sums, 0, step, SPLITS)
+    if LEAVES >= 2:
+        total += _leaf_sum(sums, 1, step, SPLITS)
+    if LEAVES == 4:
+        right = _leaf_sum(sums, 2, step, SPLITS)
+        right += _leaf_sum(sums, 3, step, SPLITS)
+        total += right
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _shrink(
     given, shrunk, places, members, rows, inputs, size, slots,
     PARTS: tl.constexpr, TOGETHER: tl.constexpr, TILES: tl.constexpr, LEAVES: tl.constexpr, SPLITS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    ACROSS: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
+    ACROSS: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr, beside: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` of the parts; by
-    the last of a block's splits also what they are together, in the tree of leaves, ``scaled`` if that is the root. A
-    slot is a row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a power of two,
-    RANKS for each part or more.
+    """Sums [part, tile of ranks, split of the inputs, slot, rank] of one block, split and ``TOGETHER`` of the parts; if
+    it ``adds``, by the last of a block's splits also what they are together, in the tree of leaves, ``scaled`` if that
+    is the root. A slot is a row's place among all blocks; a leaf has ``size`` inputs, and SPLITS splits. ``ACROSS``: a
+    power of two, RANKS for each part or more.
 
     ``beside``: the kernel before this one has waited for x, and writes nothing that is read here: only this one's end
     waits for its.
@@ -130,39 +146,41 @@ def _shrink(
                 acc = tl.dot(xs.to(ws.dtype), ws, acc, input_precision="ieee")
             to = (((part * TILES + tile) * LEAVES * SPLITS + split) * slots + slot).to(tl.int64) * RANKS + rank
             tl.store(given.sums + to, acc, mask=tile < counts)
-        tl.debug_barrier()  # all warps have written before one of them says so
-        if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
-            tl.debug_barrier()
-            scale = tl.load(given.scales + place * PLACE_IN_TABLE + part)
-            for tile in range(count):
-                own = part * TILES + tile
-                of = given.sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank
-                step = slots * RANKS
-                total = _leaf_sum(of, 0, step, SPLITS)
-                if LEAVES >= 2:
-                    total += _leaf_sum(of, 1, step, SPLITS)
-                if LEAVES == 4:
-                    right = _leaf_sum(of, 2, step, SPLITS)
-                    right += _leaf_sum(of, 3, step, SPLITS)
-                    total += right
-                if scaled:
-                    total *= scale
-                tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
-            tl.store(counter, 0)
+        if adds:
+            tl.debug_barrier()  # all warps have written before one of them says so
+            if tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES * SPLITS - 1:
+                tl.debug_barrier()
+                scale = tl.load(given.scales + place * PLACE_IN_TABLE + part)
+                for tile in range(count):
+                    own = part * TILES + tile
+                    of = given.sums + (own * LEAVES * SPLITS * slots + slot).to(tl.int64) * RANKS + rank
+                    total = added_up(of, slots * RANKS, LEAVES, SPLITS)
+                    if scaled:
+                        total *= scale
+                    tl.store(shrunk + (own * slots + slot).to(tl.int64) * RANKS + rank, total, mask=tile < counts)
+                tl.store(counter, 0)
     if beside:
         begin_late(overlap)
 
 
 def shrink(
-    given: Shrinking, shrunk: Tensor, blocks: Blocks, sizes: ShrinkSizes, *, beside: bool, scaled: bool = True
+    given: Shrinking,
+    shrunk: Tensor,
+    blocks: Blocks,
+    sizes: ShrinkSizes,
+    *,
+    beside: bool,
+    adds: bool = True,
+    scaled: bool = True,
 ) -> None:
-    """Write what rows shrink to into ``shrunk`` fp32 [1, parts, tiles, slots, TILE], ``beside`` the kernel that was
-    launched last. Not ``scaled``: it is what a rank has, and no root yet.
+    """Write what rows shrink to into ``shrunk`` fp32 [1, parts, tiles, slots, TILE], or, unless it ``adds``, into the
+    sums of ``given`` alone; ``beside`` the kernel that was launched last. Not ``scaled``: it is what a rank has, and no
+    root yet.
     """
     slots, many = shrunk.shape[3], blocks.size > BLOCK
     together = sizes.parts if many else 1  # few rows gain more from more programs
     _shrink[slots // blocks.size, sizes.leaves * sizes.splits, sizes.parts // together](
         given, shrunk, blocks.places, blocks.members, len(given.x), sizes.inputs, sizes.leaf, slots,
         **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=triton.next_power_of_2(together * TILE),
-        scaled=scaled, beside=beside, **options(num_warps=4, num_stages=3 if many else 4),
+        adds=adds, scaled=scaled, beside=beside, **options(num_warps=4, num_stages=3 if many else 4),
     )  # fmt: skip
