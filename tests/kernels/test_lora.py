@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -152,9 +154,17 @@ COMPANIES = {
 }
 
 
+def behind(monkeypatch) -> None:
+    """Let rows shrink behind the layer, as they do behind cuBLAS."""
+    monkeypatch.setattr(
+        lora.AdaptedLinear, "_choice", lambda self, rows: (self.inner.configs(self.inner.shape, rows), False)
+    )
+
+
+@pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks"])
 @pytest.mark.parametrize("company", COMPANIES)
-def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, monkeypatch):
-    """Also in long blocks, which launches of many rows have."""
+def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, monkeypatch):
+    """Whoever adds up what it shrank to."""
     x, given = cancelling()
     whose = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
     made, rows = layer()
@@ -162,7 +172,10 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, monkeypa
         put(made, place, each)
     expected = run(made, rows, x, whose)
     assert (expected[0] != made.inner(x)[0]).any()
-    monkeypatch.setattr(lora_blocks, "MANY_ROWS", 16)
+    if how == "behind it":
+        behind(monkeypatch)
+    elif how == "in long blocks":
+        monkeypatch.setattr(lora_blocks, "MANY_ROWS", 1)
     other, theirs = layer(max_rank=70)
     for place, each in enumerate(given):
         put(other, (place + 1) % PLACES, each)
@@ -172,9 +185,12 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, monkeypa
         assert torch.equal(found, expected[group])
 
 
-def test_sums_in_another_order_have_other_bits(monkeypatch):
+@pytest.mark.parametrize("how", ["beside the layer", "behind it"])
+def test_sums_in_another_order_have_other_bits(how, monkeypatch):
     """What the test above would see, as atomic additions do it: the parts of the inputs from the last to the first."""
     x, given = cancelling()
+    if how == "behind it":
+        behind(monkeypatch)
     made, rows = layer()
     put(made, 0, given[0])
     expected = run(made, rows, x, [0] * 37)
@@ -182,6 +198,7 @@ def test_sums_in_another_order_have_other_bits(monkeypatch):
     def backwards(shrinking, shrunk, *rest, **more):
         shrink(shrinking, shrunk, *rest, **more)
         shrinking.sums.copy_(shrinking.sums.flip(2))
+        shrunk[0].copy_(reduce(add, shrinking.sums.unbind(2)) * given[0][2])
 
     monkeypatch.setattr(lora, "shrink", backwards)
     assert not torch.equal(run(made, rows, x, [0] * 37), expected)

@@ -189,12 +189,13 @@ class AdaptedLinear:
         return y if self._limit is None else clip(y, self._limit)
 
     def _choice(self, rows: int) -> tuple[KernelConfig, bool]:
-        """By what the layer is computed, and whether adapters may shrink beside it: those kernels of quantized layers
-        that stream weights let the next one begin before they have waited for x themselves.
+        """By what the layer is computed, and whether rows shrink beside it. cuBLAS lets nothing begin before it ends,
+        and those kernels of quantized layers that stream weights let the next one begin before they have waited for x.
         """
-        shape = self.inner.shape
-        choice = self.inner.configs.own(shape, rows)
-        return choice, shape.scheme is None or not isinstance(choice, Tile) or not choice.bulk
+        choice = self.inner.configs.own(self.inner.shape, rows)
+        if isinstance(choice, Tile):
+            return choice, self.inner.shape.scheme is None or not choice.bulk
+        return choice, isinstance(choice, Wide)
 
 
 class AdaptedEmbedding:
@@ -295,13 +296,13 @@ class Factors:
         self, y: Tensor, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, gated: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """``y`` with what adapters add, see :func:`expand`, of rows that have not shrunk yet, which they may do
-        ``beside`` the kernel that was launched last.
+        """``y`` with what adapters add, see :func:`expand`, of rows that have not shrunk yet, which they do ``beside``
+        the kernel that was launched last, or behind it.
         """
-        if blocks.size > BLOCK or self._among.world > 1:
+        if beside or blocks.size > BLOCK or self._among.world > 1:
             self.shrink(given, to, blocks, beside=beside)
             return expand(y, self.gathered(to), self.bounds, gated=gated, out=out)
-        shrink(given, to.shrunk, blocks, self._sizes, beside=beside, adds=False)
+        shrink(given, to.shrunk, blocks, self._sizes, beside=False, adds=False)
         return expand(y, to._replace(shrunk=given.sums[None]), self.bounds, gated=gated, sums=self._sizes, out=out)
 
     def shrink(self, given: Shrinking, to: Expansion, blocks: Blocks, *, beside: bool, scaled: bool = True) -> None:

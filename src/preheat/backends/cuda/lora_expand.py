@@ -112,6 +112,17 @@ def _expanded(
     return result
 
 
+@triton.jit
+def _column_of(column, adapters, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which tile of COLUMNS outputs of which part is the one of this number among all."""
+    part = 0
+    for each in tl.static_range(1, PARTS):
+        tiles = tl.cdiv(tl.load(adapters.bounds + each) - tl.load(adapters.bounds + each - 1), COLUMNS)
+        behind = (part == each - 1) & (column >= tiles)
+        column, part = tl.where(behind, column - tiles, column), tl.where(behind, each, part)
+    return column, part
+
+
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _expand(
     y, z, adapters, rows, columns, slots, TILES: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -119,13 +130,15 @@ def _expand(
     WHOLE: tl.constexpr, gated: tl.constexpr, chosen: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """A tile [COLUMNS, ROWS] of ``z``, whose rows are a block: of both halves of y, if ``gated``, else of one part of
-    y, which z then is. Behind the blocks that have ``slots``, if ``gated``, come rows without an adapter. What no
-    kernel writes is read before the kernel ahead has ended.
+    y, which z then is; the tiles of parts follow each other. Behind the blocks that have ``slots``, if ``gated``, come
+    rows without an adapter. What no kernel writes is read before the kernel ahead has ended.
 
     ``SPLITS``: of a leaf, of which so many sums are to be added up, or 0. ``WHOLE``: 16 divides all bounds. ``chosen``:
     the kernel ahead wrote the members of blocks, too.
     """
-    block, part = tl.program_id(1), tl.program_id(2)
+    column, block, part = tl.program_id(0), tl.program_id(1), 0
+    if not gated:
+        column, part = _column_of(column, adapters, PARTS, COLUMNS)
     slot = block * ROWS + tl.arange(0, ROWS)
     place = tl.load(adapters.places + block, mask=block * ROWS < slots, other=-1)
     row = slot
@@ -138,11 +151,11 @@ def _expand(
     count = tl.load(adapters.tiles + place * PLACE_IN_TABLE + part, mask=place >= 0, other=0)
     count_up = count
     if gated:
-        first, end, height = tl.program_id(0) * COLUMNS, columns, columns * 2
+        first, end, height = column * COLUMNS, columns, columns * 2
         count_up = tl.load(adapters.tiles + place * PLACE_IN_TABLE + 1, mask=place >= 0, other=0)
     else:
         bounds = adapters.bounds + part
-        first, end, height = tl.load(bounds) + tl.program_id(0) * COLUMNS, tl.load(bounds + 1), columns
+        first, end, height = tl.load(bounds) + column * COLUMNS, tl.load(bounds + 1), columns
         if WHOLE:
             first, end = tl.multiple_of(first, 16), tl.multiple_of(end, 16)
     out = first + tl.arange(0, COLUMNS)
@@ -155,7 +168,7 @@ def _expand(
     if chosen:
         row = tl.load(adapters.members + slot)
     there = (row >= 0) & (row < rows)
-    if (gated or count > 0) and first < end and tl.max(there.to(tl.int32)) > 0:
+    if (gated or count > 0) and tl.max(there.to(tl.int32)) > 0:
         stored = (out < end)[:, None] & there[None, :]
         token = tl.where(there, row, 0).to(tl.int64)[None, :]
         at = y + token * height + out[:, None]
@@ -194,12 +207,11 @@ def expand(
     rows, outputs = y.shape
     columns = outputs // 2 if gated else outputs
     z = y if not gated else y.new_empty(rows, columns) if out is None else out
-    widest = max(end - start for start, end in pairwise(bounds))
-    across, parts = (columns, 1) if gated else (widest, len(bounds) - 1)
+    parts = [columns] if gated else [end - start for start, end in pairwise(bounds)]
     (world, stacked), slots = adapters.shrunk.shape[:2], adapters.shrunk.shape[-2]
     size = adapters.block
     blocks = slots // size + (triton.cdiv(rows, size) if gated else 0)
-    _expand[triton.cdiv(across, WIDTH), blocks, parts](
+    _expand[sum(triton.cdiv(part, WIDTH) for part in parts), blocks](
         y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=size,
         WORLD=world, PARTS=stacked, LEAVES=sums.leaves if sums else 1, SPLITS=sums.splits if sums else 0,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,

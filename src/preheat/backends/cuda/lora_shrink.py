@@ -1,9 +1,9 @@
 """The first product of adapters on CUDA, see :mod:`preheat.backends.cuda.lora`.
 
 A program has a block of rows of one adapter, a part of the inputs and one of the layer's matrices, or all of them, and
-writes its sums, which no other adds to. They are added up in order: where rows are few by each program that expands
-them, which takes less than to wait for each other; else by the one that is the last of its block. How many of a block
-have written, is counted in ``arrived`` then, which is zero again at the end.
+writes its sums, which no other adds to. They are added up in order: where few rows shrink behind the layer itself, by
+each program that expands them, which takes less than to wait for each other; else by the one that is the last of its
+block. How many of a block have written, is counted in ``arrived`` then, which is zero again at the end.
 """
 
 from __future__ import annotations
@@ -182,5 +182,5 @@ def shrink(
     _shrink[slots // blocks.size, sizes.leaves * sizes.splits, sizes.parts // together](
         given, shrunk, blocks.places, blocks.members, len(given.x), sizes.inputs, sizes.leaf, slots,
         **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=triton.next_power_of_2(together * TILE),
-        adds=adds, scaled=scaled, beside=beside, **options(num_warps=4, num_stages=3 if many else 4),
+        adds=adds, scaled=scaled, beside=beside, **options(num_warps=4 if many else 2, num_stages=3 if many else 4),
     )  # fmt: skip
