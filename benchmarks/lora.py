@@ -6,10 +6,10 @@
 First over HTTP: streams that decode, without an adapter and with half of ``--adapters`` in turn, while ``--adapters``
 others are loaded one after the other, each of which then has its first request. The rest in this process:
 
-An engine without adapters, then one with places for ``--adapters`` of them, each for every linear layer of the decoder,
-and with ``--experts`` for all routed experts.
-Reported are milliseconds between tokens for batches of rows without adapters (of both engines), with one adapter, and
-with all of them in turn; the same for reading prompts; the seconds until each engine is ready; and, while rows decode,
+An engine without adapters, and beside it one with places for ``--adapters`` of them, each for every linear layer of the
+decoder, and with ``--experts`` for all routed experts. In turns they take rows without adapters (both), with one, and
+with all of them in turn. Reported are the milliseconds between tokens for batches of such rows; the same for reading
+prompts; the seconds until each engine is ready, which are made one after the other; and, while rows decode,
 the seconds that it takes to read another adapter and to put it into its place, and the longest gaps between steps
 meanwhile. Then an engine for 8 prompts of ``--context`` tokens: the milliseconds to read one, and between tokens while
 all of them decode, without adapters and with all of them in turn.
@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,12 @@ from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED
 from preheat.utils.adapters import LoraModule
+from preheat.warmup.cold_monitor import ColdMonitor
 
 Adapters = Sequence[LoRARequest | None]
+
+TRIES = 4
+"""The best of which counts."""
 
 
 @dataclass
@@ -76,6 +81,8 @@ class Measured:
     def seconds(self, rows: int, length: int, tokens: int, adapters: Adapters, tries: int) -> float:
         """The best time of so many to answer ``rows`` prompts, which have ``adapters`` in turn."""
         found = []
+        if isinstance(monitor := self.llm.loop.listener, ColdMonitor):
+            monitor.forget()  # what another engine did meanwhile is not this one's
         for _ in range(tries):
             prompts = self.prompts(rows, length)
             asked = [adapters[row % len(adapters)] for row in range(rows)] if any(adapters) else None
@@ -83,19 +90,6 @@ class Measured:
             self.llm.generate(prompts, greedy(tokens), use_tqdm=False, lora_request=asked)
             found.append(time.perf_counter() - began)
         return min(found)
-
-    def between_tokens(self, rows: int, adapters: Adapters) -> float:
-        """Milliseconds."""
-        sizes = self.sizes
-        self.seconds(rows, sizes.context, 4, adapters, 1)
-        short = self.seconds(rows, sizes.context, 2, adapters, 3)
-        long = self.seconds(rows, sizes.context, 2 + sizes.steps, adapters, 2)
-        return (long - short) / sizes.steps * 1e3
-
-    def reading(self, adapters: Adapters) -> float:
-        """Milliseconds that a prompt takes, of several read one after the other."""
-        sizes = self.sizes
-        return self.seconds(sizes.prompts, sizes.prompt, 1, adapters, 3) / sizes.prompts * 1e3
 
     def start(self, length: int, tokens: int, adapters: Adapters) -> list[RequestState]:
         """Begin a request of random tokens with each of ``adapters``, which must be served."""
@@ -138,14 +132,33 @@ class Measured:
         self.stop(states)
         return {"prompt_ms": round(prompt * 1e3, 3), "itl_ms": round(found * 1e3, 3)}
 
-    def figures(self, batches: Sequence[int], kinds: dict[str, Adapters]) -> dict[str, dict[str, float]]:
-        """Of each kind of rows."""
-        found: dict[str, dict[str, float]] = {}
-        for kind, adapters in kinds.items():
-            found[kind] = {str(rows): round(self.between_tokens(rows, adapters), 3) for rows in batches}
-            found[kind]["prompt"] = round(self.reading(adapters), 3)
-            show(f"{kind}, ms", found[kind])
-        return found
+
+Kinds = Mapping[str, tuple[Measured, Adapters]]
+"""Of rows: an engine, and the adapters that they have in turn."""
+
+
+def seconds(kinds: Kinds, rows: int, length: int, tokens: int) -> dict[str, float]:
+    """See :meth:`Measured.seconds`; the kinds take turns."""
+    best = dict.fromkeys(kinds, math.inf)
+    for _ in range(TRIES):
+        for kind, (engine, adapters) in kinds.items():
+            best[kind] = min(best[kind], engine.seconds(rows, length, tokens, adapters, 1))
+    return best
+
+
+def figures(kinds: Kinds, batches: Sequence[int], sizes: Sizes) -> dict[str, dict[str, float]]:
+    """Of each kind milliseconds between tokens, by rows, and those that a prompt takes, of several read one after the
+    other.
+    """
+    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    for rows in batches:
+        short, long = (seconds(kinds, rows, sizes.context, tokens) for tokens in (2, 2 + sizes.steps))
+        for kind in kinds:
+            found[kind][str(rows)] = round((long[kind] - short[kind]) / sizes.steps * 1e3, 3)
+        show(f"{rows} rows, ms", {kind: found[kind][str(rows)] for kind in kinds})
+    for kind, spent in seconds(kinds, sizes.prompts, sizes.prompt, 1).items():
+        found[kind]["prompt"] = round(spent / sizes.prompts * 1e3, 3)
+    return found
 
 
 def options_of(args: argparse.Namespace, sizes: Sizes, more: dict[str, Any]) -> dict[str, Any]:
@@ -259,16 +272,15 @@ def run(args: argparse.Namespace, folder: Path, sizes: Sizes) -> dict[str, Any]:
         more["http"] = over_http(args, folder, sizes, served, adapted)
         show("http, ms", more["http"])
     without = make(args, folder, sizes)
-    itl = without.figures(sizes.batches, {"without": [None]})
-    ready = {"without": without.ready}
-    del without
-    forget()
     engine = make(args, folder, sizes, **adapted, max_cpu_loras=args.adapters + 1)
-    ready["with"] = engine.ready
-    every = served[: args.adapters]
-    itl |= engine.figures(sizes.batches, {"base rows": [None], "one": every[:1], "mixed": every})
-    print(table(itl["without"], itl))
+    ready, every = {"without": without.ready, "with": engine.ready}, served[: args.adapters]
     show("ready, s", ready)
+    of_rows: dict[str, Adapters] = {"base rows": [None], "one": every[:1], "mixed": every}
+    kinds = {"without": (without, [None])} | {kind: (engine, adapters) for kind, adapters in of_rows.items()}
+    itl = figures(kinds, sizes.batches, sizes)
+    print(table(itl["without"], itl))
+    del without, kinds
+    forget()
     if not args.itl_alone:
         running, rows = every[: max(args.adapters // 2, 1)], min(32, max(sizes.batches) - 1)
         more["loading"] = loading(engine, rows, running, served[args.adapters])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preheat.backends.cuda import lora, lora_blocks
+from preheat.backends.cuda import lora, lora_blocks, lora_expand
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.linear import CudaLinear
 from preheat.backends.cuda.linear_quantized import DeviceWeight
@@ -161,10 +161,10 @@ def behind(monkeypatch) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks"])
+@pytest.mark.parametrize("how", ["beside the layer", "behind it", "in long blocks", "with a head's programs"])
 @pytest.mark.parametrize("company", COMPANIES)
 def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, monkeypatch):
-    """Whoever adds up what it shrank to."""
+    """Whoever adds up what it shrank to, and however many outputs a program has."""
     x, given = cancelling()
     whose = [[0, 1, 2, -1, 1][row % 5] for row in range(37)]
     made, rows = layer()
@@ -176,6 +176,8 @@ def test_a_row_has_the_same_bits_in_any_company_place_and_room(company, how, mon
         behind(monkeypatch)
     elif how == "in long blocks":
         monkeypatch.setattr(lora_blocks, "MANY_ROWS", 1)
+    elif how == "with a head's programs":
+        monkeypatch.setattr(lora_expand, "HEAD_OUTPUTS", 1)
     other, theirs = layer(max_rank=70)
     for place, each in enumerate(given):
         put(other, (place + 1) % PLACES, each)

@@ -2,7 +2,8 @@
 
 With programmatic dependent launch a kernel's blocks are placed while the kernel before it still runs, so that launches
 overlap. A kernel then must wait before it touches anything that an earlier kernel writes or reads: each begins with
-:func:`begin`, whose wait covers all earlier kernels, because each of them waited in turn.
+:func:`begin`, whose wait covers all earlier kernels, because each of them waited in turn. Programs that touch nothing
+may end without it, if another one of the launch waits.
 """
 
 from __future__ import annotations

@@ -19,8 +19,13 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_shrink import PLACE_IN_TABLE, ShrinkSizes, added_up
 from preheat.ops.lora import TILE
 
-WIDTH = 128
+WIDTH, WARPS = 128, 4
 """Outputs of a program, by measurement on an H200."""
+
+HEAD_WIDTH, HEAD_WARPS, HEAD_OUTPUTS = 512, 8, 1 << 16
+"""The same of layers with so many outputs or more: of an output head, which few adapters adapt, so that most programs
+have nothing to do but to begin.
+"""
 
 
 class Expansion(NamedTuple):
@@ -136,7 +141,8 @@ def _expand(
     ``SPLITS``: of a leaf, of which so many sums are to be added up, or 0. ``WHOLE``: 16 divides all bounds. ``chosen``:
     the kernel ahead wrote the members of blocks, too.
     """
-    column, block, part = tl.program_id(0), tl.program_id(1), 0
+    column, part = tl.program_id(0), 0
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those that a step has not come first, while others still run
     if not gated:
         column, part = _column_of(column, adapters, PARTS, COLUMNS)
     slot = block * ROWS + tl.arange(0, ROWS)
@@ -164,11 +170,14 @@ def _expand(
     ws_up = ws
     if gated:
         ws_up = _tile_of(of + columns, place, 0, adapters, height, TILES, RANKS, count_up > 0)
-    begin(overlap)
     if chosen:
+        begin(overlap)
         row = tl.load(adapters.members + slot)
     there = (row >= 0) & (row < rows)
-    if (gated or count > 0) and tl.max(there.to(tl.int32)) > 0:
+    needed = (gated or count > 0) and tl.max(there.to(tl.int32)) > 0
+    if not chosen and (needed or tl.program_id(0) + block == 0):  # one must, or this may end before what is ahead
+        begin(overlap)
+    if needed:
         stored = (out < end)[:, None] & there[None, :]
         token = tl.where(there, row, 0).to(tl.int64)[None, :]
         at = y + token * height + out[:, None]
@@ -211,10 +220,11 @@ def expand(
     (world, stacked), slots = adapters.shrunk.shape[:2], adapters.shrunk.shape[-2]
     size = adapters.block
     blocks = slots // size + (triton.cdiv(rows, size) if gated else 0)
-    _expand[sum(triton.cdiv(part, WIDTH) for part in parts), blocks](
-        y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=WIDTH, ROWS=size,
+    width, warps = (WIDTH, WARPS) if outputs < HEAD_OUTPUTS else (HEAD_WIDTH, HEAD_WARPS)
+    _expand[sum(triton.cdiv(part, width) for part in parts), blocks](
+        y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=width, ROWS=size,
         WORLD=world, PARTS=stacked, LEAVES=sums.leaves if sums else 1, SPLITS=sums.splits if sums else 0,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,
-        enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
+        enable_fp_fusion=False, **options(num_warps=warps, num_stages=2),
     )  # fmt: skip
     return z

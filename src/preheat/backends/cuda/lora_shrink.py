@@ -132,7 +132,7 @@ def _shrink(
         at = given.x + row.to(tl.int64) * inputs
         counts = tl.load(given.tiles + place * PLACE_IN_TABLE + part)
         count = tl.max(counts) if TOGETHER > 1 else counts
-        for tile in range(count):
+        for tile in range(tl.maximum(count, 1)):  # the first without waiting for how many there are
             of = given.a + (((place * TILES + tile) * PARTS + part) * RANKS + rank).to(tl.int64) * inputs
             acc = tl.zeros([ROWS, ACROSS], tl.float32)
             for first in range(0, WIDTH, CHUNK):
