@@ -142,7 +142,7 @@ def _expand(
     the kernel ahead wrote the members of blocks, too.
     """
     column, part = tl.program_id(0), 0
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those that a step has not come first, while others still run
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # blocks that a step has not begin and end beside what is ahead
     if not gated:
         column, part = _column_of(column, adapters, PARTS, COLUMNS)
     slot = block * ROWS + tl.arange(0, ROWS)
