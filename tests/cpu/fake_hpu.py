@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
 from preheat import LLM
 from preheat.model.files import BUNDLED_PATH
+from preheat.warmup import cold_monitor
 from tests.meta.source import ROOT
 from tests.tokenizers import byte_level
 
@@ -38,7 +40,8 @@ def model(folder: Path, **more: Any) -> str:
 @contextmanager
 def inserted(env: dict[str, str] | None = None, **how: Any) -> Iterator[Any]:
     """A new fake card, with the variables ``env``; the environment, which the bridge reads, is put back afterwards."""
-    before, path = dict(os.environ), list(sys.path)
+    before, path, engines = dict(os.environ), list(sys.path), cold_monitor._OF_THIS_PROCESS
+    cold_monitor._OF_THIS_PROCESS = WeakSet()  # as in another process, which another card has
     sys.path.insert(0, str(FAKES))
     os.environ.update(env or {})
     from habana_frameworks.simulator import plugged_in
@@ -47,7 +50,7 @@ def inserted(env: dict[str, str] | None = None, **how: Any) -> Iterator[Any]:
         with plugged_in(**how) as card:
             yield card
     finally:
-        sys.path[:] = path
+        sys.path[:], cold_monitor._OF_THIS_PROCESS = path, engines
         os.environ.clear()
         os.environ.update(before)
 

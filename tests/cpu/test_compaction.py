@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,7 +145,8 @@ def watched(on_cold: str) -> tuple[LLM, ColdMonitor]:
     llm = LLM(**TIGHT, defrag_threshold=0)
     guard = llm.loop.listener
     assert isinstance(guard, ColdMonitor)
-    guard.on_cold, guard._sources = on_cold, SimpleNamespace(taken=list)
+    guard.on_cold = on_cold
+    guard._sources.sources.clear()
     for entry in guard.record.entries:
         entry.outcome = "pending" if entry.kind == "swap" else "ready"
     return llm, guard

@@ -117,6 +117,17 @@ def test_a_compilation_is_counted_and_told(llm, on_cold, caplog):
     assert ("Cold after ready: dynamo: triple" in caplog.text) == (on_cold == "warn")
 
 
+@pytest.mark.parametrize("booted", [True, False])
+def test_what_another_engine_builds_before_it_is_ready_is_not_this_ones(llm, booted):
+    guard = watch(llm, "count")
+    compile_something()
+    if booted:
+        plan = llm.loop.packer.plan
+        ColdMonitor(Record.of(plan), plan, "count", ColdSources(CpuBackend()))
+    serve(llm, 1)
+    assert ("dynamo" in guard.record.cold) == (not booted)
+
+
 def test_raise_fails_the_steps_requests_with_the_sources_name_and_no_others(llm):
     guard = watch(llm, "raise")
     expected = tokens(serve(llm, 1)[0])

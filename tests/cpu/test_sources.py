@@ -203,6 +203,15 @@ def test_what_is_dear_to_read_is_read_seldom_and_nothing_is_lost():
     assert len(reads) == 1 + 12 // 4
 
 
+def test_what_is_forgotten_is_not_told_later_either():
+    tally = Tally()
+    source = Counted("x", tally.read, tally.last, every=4)
+    tally.add("before")
+    source.forget()
+    tally.add("after")
+    assert [list(source.taken()) for _ in range(4)] == [[], [], [], ["after"]]
+
+
 def triton_event(knobs: Any, **how: Any) -> None:
     knobs.compilation.listener(
         src=SimpleNamespace(name="add_kernel"), metadata={}, metadata_group={}, times=None, **how

@@ -51,6 +51,10 @@ class Counted:
         self._seen = count
         return self._describe(new) if new else ()
 
+    def forget(self) -> None:
+        """What happened until now is not told."""
+        self._seen = self._read()
+
 
 class Tally:
     """What a hook has reported: how many events, and the last of them in words."""

@@ -138,7 +138,6 @@ class Worker:
     def watch(self) -> bool:
         """From now on what is cold is told."""
         self._cold = ColdSources(self._backend)
-        self._cold.taken()
         return True
 
     @cached_property

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from preheat.core import Swaps
 from preheat.errors import ColdStep
@@ -28,6 +29,9 @@ from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Recor
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
+
+_OF_THIS_PROCESS: WeakSet[ColdMonitor] = WeakSet()
+"""Sources hear of all that happens in a process, other engines' boots included."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,10 @@ class ColdMonitor:
             if item.program is not None:
                 self._entries[item.program].append(entries[item.name])
                 self._alike[plan.program_of(item.program)].append(entries[item.name])
-        sources.taken()  # forget what happened so far
+        sources.forget()
+        for other in _OF_THIS_PROCESS:
+            other.forget()  # this boot is no step of another engine
+        _OF_THIS_PROCESS.add(self)
 
     def step(self, event: InputBatch | Swaps) -> None:
         """Count a step, or a compaction before one. Raises ColdStep, naming the sources, if something was cold and
@@ -86,8 +93,10 @@ class ColdMonitor:
             self._report(events)
 
     def forget(self) -> None:
-        """What was cold until now belongs to no step: an operator changed something between two of them."""
-        self._sources.taken()
+        """What was cold until now belongs to no step: an operator changed something between two of them, or another
+        engine of this process became ready.
+        """
+        self._sources.forget()
 
     @property
     def record(self) -> Record:

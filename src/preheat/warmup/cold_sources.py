@@ -39,3 +39,8 @@ class ColdSources:
     def taken(self) -> list[tuple[str, str]]:
         """What happened since the last call: (source, detail) pairs."""
         return [(name, detail) for name, source in self.sources.items() for detail in source.taken()]
+
+    def forget(self) -> None:
+        """What happened until now is not told."""
+        for source in self.sources.values():
+            source.forget()
