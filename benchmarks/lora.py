@@ -60,7 +60,7 @@ from preheat.warmup.cold_monitor import ColdMonitor
 Adapters = Sequence[LoRARequest | None]
 
 TRIES = 4
-"""The best of which counts."""
+"""Of each figure."""
 
 
 @dataclass
@@ -78,18 +78,15 @@ class Measured:
     def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         return [{"prompt_token_ids": self._random.choices(range(self.vocabulary), k=length)} for _ in range(count)]
 
-    def seconds(self, rows: int, length: int, tokens: int, adapters: Adapters, tries: int) -> float:
-        """The best time of so many to answer ``rows`` prompts, which have ``adapters`` in turn."""
-        found = []
+    def seconds(self, rows: int, length: int, tokens: int, adapters: Adapters) -> float:
+        """It takes to answer ``rows`` prompts, which have ``adapters`` in turn."""
         if isinstance(monitor := self.llm.loop.listener, ColdMonitor):
             monitor.forget()  # what another engine did meanwhile is not this one's
-        for _ in range(tries):
-            prompts = self.prompts(rows, length)
-            asked = [adapters[row % len(adapters)] for row in range(rows)] if any(adapters) else None
-            began = time.perf_counter()
-            self.llm.generate(prompts, greedy(tokens), use_tqdm=False, lora_request=asked)
-            found.append(time.perf_counter() - began)
-        return min(found)
+        prompts = self.prompts(rows, length)
+        asked = [adapters[row % len(adapters)] for row in range(rows)] if any(adapters) else None
+        began = time.perf_counter()
+        self.llm.generate(prompts, greedy(tokens), use_tqdm=False, lora_request=asked)
+        return time.perf_counter() - began
 
     def start(self, length: int, tokens: int, adapters: Adapters) -> list[RequestState]:
         """Begin a request of random tokens with each of ``adapters``, which must be served."""
@@ -121,7 +118,7 @@ class Measured:
         """Milliseconds to read a prompt of ``context`` tokens, of ``rows`` given at once, and between tokens while all
         of those decode.
         """
-        prompt = self.seconds(rows, context, 1, adapters, 2) / rows
+        prompt = min(self.seconds(rows, context, 1, adapters) for _ in range(2)) / rows
         asked = [adapters[row % len(adapters)] for row in range(rows)]
         states = self.start(context, long_answer(self.sizes, rows, context), asked)
         last = states[-1].choices[0]
@@ -138,11 +135,11 @@ Kinds = Mapping[str, tuple[Measured, Adapters]]
 
 
 def seconds(kinds: Kinds, rows: int, length: int, tokens: int) -> dict[str, float]:
-    """See :meth:`Measured.seconds`; the kinds take turns."""
+    """See :meth:`Measured.seconds`; the kinds take turns, and the best of ``TRIES`` counts."""
     best = dict.fromkeys(kinds, math.inf)
     for _ in range(TRIES):
         for kind, (engine, adapters) in kinds.items():
-            best[kind] = min(best[kind], engine.seconds(rows, length, tokens, adapters, 1))
+            best[kind] = min(best[kind], engine.seconds(rows, length, tokens, adapters))
     return best
 
 
