@@ -13,10 +13,14 @@ UNIT = 1 << 21
 
 
 class FakeDriver:
-    """Addresses that are never used twice, and ``room`` units of memory."""
+    """Addresses that are never used twice, and ``room`` units of memory. While ``busy`` nothing may be unmapped."""
 
     def __init__(self, room: int) -> None:
         self.room, self.next, self.mapped, self.reserved = room, UNIT, {}, {}
+        self.busy = False
+
+    def synchronize(self) -> None:
+        self.busy = False
 
     def granularity(self) -> int:
         return UNIT
@@ -35,7 +39,7 @@ class FakeDriver:
         return address + 1
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        assert handle == address + 1 and self.mapped.pop(address) == size
+        assert not self.busy and handle == address + 1 and self.mapped.pop(address) == size
 
     def free(self, address: int, size: int) -> None:
         assert address not in self.mapped and self.reserved.pop(address) == size
@@ -66,6 +70,14 @@ def test_a_tag_sleeps_alone_and_wakes_where_it_was(memory):
     assert driver.mapped == {one: UNIT, two: 2 * UNIT, other: UNIT}
     memory._release(two, UNIT + 1, 0, None)
     assert driver.reserved.keys() == {one, other}
+
+
+def test_a_segment_is_given_up_once_the_device_is_idle(memory):
+    """torch gives a segment up when its last tensor is gone, whatever was launched before."""
+    address = take(memory, "a", UNIT)
+    memory._driver.busy = True
+    memory._release(address, UNIT, 0, None)
+    assert not memory._driver.mapped and not memory._driver.reserved
 
 
 def test_without_room_nothing_is_awake_and_it_can_be_tried_again(memory):

@@ -158,3 +158,4 @@ class ToyBackend:
 
     take_rows, add_shared = staticmethod(lambda x, index: x[index]), staticmethod(moe.add_shared)
     norm, row_digests, host_copy = map(staticmethod, (norm.make_norm, digest.row_digests, torch.zeros_like))
+    event = staticmethod(base.HostEvent)

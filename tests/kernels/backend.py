@@ -30,6 +30,7 @@ class InterpretedCuda(CudaBackend):
     kv_cache_memory = CpuBackend.kv_cache_memory
     synchronize = CpuBackend.synchronize
     host_copy = CpuBackend.host_copy
+    event = CpuBackend.event
     compiling = CpuBackend.compiling
     settle = CpuBackend.settle
     cold_sources = CpuBackend.cold_sources

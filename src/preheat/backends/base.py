@@ -632,6 +632,26 @@ class Sharing(Protocol):
         """As :meth:`Operations.experts`, whose inner numbers the ranks share: this one's are so many ``leaves``."""
 
 
+class DeviceEvent(Protocol):
+    """A point in the device's work that the host can wait for."""
+
+    def record(self) -> None:
+        """Move the event behind all work launched so far."""
+
+    def wait(self) -> None:
+        """Return once the device has done the work before the event; at once if it was never recorded."""
+
+
+class HostEvent:
+    """The event of a device whose calls return when their work is done."""
+
+    def record(self) -> None:
+        """Do nothing: the work is done."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class SleepMemory(Protocol):
     """Memory of the device that can be given back and taken again at the same addresses, by tag."""
 
@@ -687,6 +707,9 @@ class Backend(Operations, Protocol):
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Zeros like ``tensor`` on the host, in memory that the device copies from and to without waiting."""
+
+    def event(self) -> DeviceEvent:
+        """Return a new event on the device."""
 
     def sleep_memory(self) -> SleepMemory | None:
         """What gives the device's memory back at addresses that stay; None where addresses may change."""

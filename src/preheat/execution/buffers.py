@@ -1,7 +1,8 @@
 """The static buffers of a step: its integers lie where programs look for them.
 
 A step is written into pinned host memory and copied in one piece. There are two host copies: while the device may
-still read one step's, the next is written into the other.
+still read one step's, the next is written into the other. :meth:`StepBuffers.turn` hands out a copy only once the
+device has done all that was launched for the step that used the copy last.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class StepBuffers:
         self._arrays = [host.numpy() for host in self._host]
         self._views = cache(self._view)
         self._turn = 0
+        self._launched = [backend.event() for _ in range(HOST_COPIES)]
 
     @property
     def sampled(self) -> Tensor:
@@ -123,16 +125,29 @@ class StepBuffers:
         self.attention.clear()
 
     def turn(self) -> tuple[int, np.ndarray]:
-        """The next host copy: its number and its words, int32."""
-        self._turn = (self._turn + 1) % HOST_COPIES
-        return self._turn, self._arrays[self._turn]
+        """Return the next host copy that may be written: its number and its words, int32."""
+        turn = (self._turn + 1) % HOST_COPIES
+        return turn, self.take(turn)
+
+    def take(self, turn: int) -> np.ndarray:
+        """Return the words of host copy ``turn``, int32, for a new step to be written.
+
+        Wait for the device first: the step that used the copy last has been read by then. Everything that the host
+        keeps in copies by turn (sampling settings, masks, block tables, images) is guarded by this wait, because a
+        step's work is launched between one call and the next.
+        """
+        self._launched[self._turn].record()
+        self._launched[turn].wait()
+        self._turn = turn
+        return self._arrays[turn]
 
     def words(self, turn: int) -> np.ndarray:
-        """The words of host copy ``turn``, int32."""
+        """Return the words of host copy ``turn``, int32, to be read."""
         return self._arrays[turn]
 
     def send(self, turn: int, pieces: Sequence[slice]) -> None:
-        """Copy ``pieces`` of a host copy's words to the device; returns before they are there."""
+        """Copy ``pieces`` of the host copy that was taken last to the device; return before they are there."""
+        assert turn == self._turn, "a step was packed before the one ahead of it was launched: its copy is not guarded"
         for piece in pieces:
             device, host = self._views(turn, piece.start, -(-piece.stop // ROUND) * ROUND)
             device.copy_(host, non_blocking=True)

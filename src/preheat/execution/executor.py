@@ -188,13 +188,14 @@ class Executor:
         """As :meth:`draw`, and the log-probabilities of the rows at ``reporting``: of the token that is drawn, and of
         those that its request tells.
         """
-        self.sampler.describe(0, sampling, slots)
+        turn, _ = self.buffers.turn()
+        self.sampler.describe(turn, sampling, slots)
         given, reports = logits.to(self._logits), len(reporting) > 0
         self.sampler.sample(sampling.level, given)
         if reports:
             self.sampler.report(given)
-        self.sampler.fetch(0, tokens=True, reports=reports)
-        return self.sampler.read(0, len(logits), reporting, np.zeros(len(reporting), np.int64))
+        self.sampler.fetch(turn, tokens=True, reports=reports)
+        return self.sampler.read(turn, len(logits), reporting, np.zeros(len(reporting), np.int64))
 
     @torch.inference_mode()
     def load_adapters(self, loads: Loads) -> None:
@@ -211,9 +212,9 @@ class Executor:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:
-        """Encode ``images``, each for its place. Nothing may be in flight."""
+        """Encode ``images``, each for its place."""
         assert self.encoder is not None, "the model sees no images"
-        self.encoder.encode(0, images)
+        self.encoder.encode(self.buffers.turn()[0], images)
 
     @torch.inference_mode()
     def swap(self, swaps: Swaps) -> None:

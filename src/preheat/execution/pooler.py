@@ -19,10 +19,10 @@ class Pooler:
     """
 
     def __init__(self, backend: Backend, limits: Limits, hidden_size: int, dtype: torch.dtype) -> None:
-        self._backend = backend
         self.last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=backend.device)
         like = torch.zeros(limits.max_sampled, hidden_size, dtype=dtype, device=backend.device)
         self._host = [backend.host_copy(like) for _ in range(HOST_COPIES)]
+        self._fetched = [backend.event() for _ in range(HOST_COPIES)]
         self._size = 0
         self._hidden = like[:0]
 
@@ -41,13 +41,13 @@ class Pooler:
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         if reports:
             self._host[turn][: self._size].copy_(self._hidden, non_blocking=True)
+        self._fetched[turn].record()
 
     def read(
         self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Zeros [rows], and the fp32 hidden state [hidden] of each of the rows at the places ``reporting``."""
-        if len(reporting):
-            self._backend.synchronize()
+        self._fetched[turn].wait()
         states = self._host[turn][torch.from_numpy(reporting)].float().numpy()
         return np.zeros(rows, np.int64), list(states)
 

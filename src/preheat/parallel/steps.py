@@ -81,7 +81,7 @@ class StepReader:
     def batch(self, message: StepMessage) -> InputBatch:
         slots, first, extend, num_sampled, num_decode = message.rows
         schedule = Schedule(slots, first, extend, num_sampled, num_decode)
-        words, tables = self._buffers.words(message.turn), self._tables
+        words, tables = self._buffers.take(message.turn), self._tables
         for piece, values in zip(message.pieces, message.words, strict=True):
             words[piece] = values
         for slot, row in zip(message.slots.tolist(), message.tables, strict=True):

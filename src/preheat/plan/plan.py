@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -40,6 +38,7 @@ from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Policy, policy_named
 from preheat.plan.programs import AdaptedProgram, Program
+from preheat.utils.gc import paused
 
 MAX_PROGRAMS = 2_000
 
@@ -175,25 +174,11 @@ def make_plan(
     Raises SettingsError for options that make no sense and for a plan of more than 2,000 programs, unless
     ``allow_large_plan``.
     """
-    with _without_gc():
+    with paused():  # a plan allocates millions of objects and drops none: collections would find nothing
         plan = _make_plan(limits, options, tuple(checks), on_miss)
         if not options.allow_large_plan:
             _refuse_large(plan)
         return plan.with_costs(costs) if costs else plan
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Pause the garbage collector: a plan allocates up to millions of objects and drops none, so collections would find
-    nothing and make the time grow faster than the plan.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _make_plan(limits: Limits, options: PlanOptions, checks: tuple[str, ...], on_miss: OnMiss | None) -> Plan:

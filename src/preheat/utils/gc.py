@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def settle() -> None:
@@ -16,3 +18,15 @@ def settle() -> None:
 def keep_imports() -> None:
     """Settle after torch was imported, the first time only: its modules are most of the objects of a process."""
     settle()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Let nothing be collected inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -18,6 +18,7 @@ from preheat.backends.base import (
     Attention,
     AttentionLayer,
     Experts,
+    HostEvent,
     K,
     Linear,
     Mode,
@@ -95,6 +96,9 @@ class CpuBackend:
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
+
+    def event(self) -> HostEvent:
+        return HostEvent()
 
     def sleep_memory(self) -> None:
         """No graph knows an address."""

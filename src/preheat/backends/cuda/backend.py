@@ -18,6 +18,7 @@ from preheat.backends.base import (
     AdapterOps,
     Attention,
     AttentionLayer,
+    DeviceEvent,
     Experts,
     K,
     Linear,
@@ -54,6 +55,7 @@ from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.prove import settle, settle_experts, settle_leaves
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
+from preheat.backends.cuda.streams import CudaEvent, own_stream
 from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.tuning import KernelConfigs, tables_for
 from preheat.backends.cuda.upload import Upload
@@ -135,7 +137,7 @@ class CudaBackend:
         """
         torch.set_num_threads(settings.num_threads or 1)
         torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+        torch.cuda.set_stream(own_stream(self, self.device))
         self._used_before = self._used()
         fix_arithmetic()
         if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:  # see early.py
@@ -152,6 +154,9 @@ class CudaBackend:
     def host_copy(self, tensor: Tensor) -> Tensor:
         """Pinned."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def event(self) -> DeviceEvent:
+        return CudaEvent()
 
     @cached_property
     def _sleep_memory(self) -> VirtualMemory:

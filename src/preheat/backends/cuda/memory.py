@@ -90,6 +90,10 @@ class Driver:
             raise
         return handle.value
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        self._call("cuCtxSynchronize")
+
     def unmap(self, address: int, size: int, handle: int) -> None:
         """Give physical memory back; the range stays reserved."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
@@ -224,8 +228,10 @@ class VirtualMemory:
         return address
 
     def _release(self, address: int, size: int, device: int, stream: int | None) -> None:
+        """torch's allocator gives a segment up, maybe while kernels that were launched before still use it."""
         del size, device, stream
         segment = self.segments.pop(address)
         if segment.handle is not None:
+            self._driver.synchronize()
             self._driver.unmap(address, segment.size, segment.handle)
         self._driver.free(address, segment.size)

@@ -40,23 +40,6 @@ class Cut:
     group: int = 64
 
 
-class Arrival:
-    """An event on the device's stream that the host can wait for; on the host itself everything is there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def record(self) -> None:
-        """What was launched until now is waited for."""
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Until what was recorded last is there."""
-        if self._event is not None:
-            self._event.synchronize()
-
-
 class DeviceCounts:
     """The device's counts of each slot's tokens, and whose they are.
 
@@ -71,7 +54,7 @@ class DeviceCounts:
         self._sequence = torch.zeros(_STAGED, dtype=torch.int32, device=backend.device)
         self._staged = backend.host_copy(self._sequence)
         self._used = 0
-        self._copied = Arrival(backend.device)
+        self._copied = backend.event()
 
     def follow(self, rows: Penalties) -> None:
         """Before a step of level full is launched, count what the device does not know yet of the sequences' known
@@ -145,7 +128,7 @@ class Answer:
         self._from = answers
         self._to = [backend.host_copy(each) for each in answers]
         self.arrays = [each.numpy() for each in self._to]
-        self._there = Arrival(backend.device)
+        self._there = backend.event()
 
     def fetch(self, tokens: bool, reports: bool, told: bool) -> None:
         """Have the device send what is wanted, of all rows; returns before it is there."""

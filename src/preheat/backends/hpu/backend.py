@@ -20,6 +20,7 @@ from preheat.backends.base import (
     AttentionLayer,
     Experts,
     GraphDriver,
+    HostEvent,
     K,
     Linear,
     Mode,
@@ -136,6 +137,10 @@ class HpuBackend:
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def event(self) -> HostEvent:
+        """Return an event that is always reached: a host copy is pageable, and copying it waits."""
+        return HostEvent()
 
     def sleep_memory(self) -> None:
         """No graph knows an address."""

@@ -1,0 +1,116 @@
+"""No host copy is written while the device may still read it, in any engine, however late the device is."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preheat import LLM, SamplingParams, StructuredOutputsParams, llm, startup
+from preheat.execution.buffers import StepBuffers
+from preheat.execution.pooler import Pooler
+from tests.cpu.eagle_reference import random_tensors, save_head, save_target
+from tests.kernels.late_device import LateCuda
+from tests.kernels.test_device_engine import CONFIG, OPTIONS
+from tests.tokenizers import byte_level
+
+PROMPTS = [[5, 6, 7] * 13, [9, 8], [1], [2, 3] * 15]
+"""The first and the last are read in three steps and in two."""
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=1, logprobs=2, max_tokens=5, ignore_eos=True)
+MASKED = SamplingParams(
+    temperature=0, max_tokens=5, structured_outputs=StructuredOutputsParams(regex="[ab]{9}"), repetition_penalty=1.2
+)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
+    late = LateCuda()
+    monkeypatch.setattr(llm, "boot_engine", partial(startup.boot_engine, backend=late))
+    return late
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 352}))
+    byte_level().save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def prompts() -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": ids} for ids in PROMPTS]
+
+
+def generated(backend: LateCuda, engine: LLM) -> list[list[int]]:
+    params = [GREEDY, SEEDED, GREEDY, SEEDED]
+    with backend.late:
+        found = engine.generate(prompts(), params, use_tqdm=False)
+        backend.late.finish()
+    return [output.outputs[0].token_ids for output in found]
+
+
+def pooled(backend: LateCuda, model: str, **more: Any) -> list[bytes]:
+    with backend.late:
+        engine = LLM(model, runner="pooling", pooler_config={"pooling_type": "MEAN"}, **OPTIONS | more)
+        found = engine.encode(prompts(), use_tqdm=False)
+        backend.late.finish()
+    return [output.outputs.data.tobytes() for output in found]
+
+
+def test_pooling_in_chunks(model: str, backend: LateCuda) -> None:
+    """Nothing of a chunk is reported, so nothing else waits for its step."""
+    chunks = pooled(backend, model)
+    assert backend.late.copies > 10 and not backend.late.rewritten
+    assert chunks == pooled(backend, model, max_num_batched_tokens=40)
+
+
+def test_generating_a_step_ahead(model: str, backend: LateCuda) -> None:
+    engine = LLM(model, **OPTIONS)
+    assert engine.loop.overlap
+    assert generated(backend, engine) == generated(backend, LLM(model, **OPTIONS, async_scheduling=False))
+    assert backend.late.copies > 20 and not backend.late.rewritten
+
+
+def test_masks_and_penalties(model: str, backend: LateCuda) -> None:
+    engine = LLM(model, **OPTIONS | {"skip_tokenizer_init": False})
+    with backend.late:
+        found = engine.generate(prompts(), MASKED, use_tqdm=False)
+        backend.late.finish()
+    assert {output.outputs[0].text.strip("ab") for output in found} == {""}
+    assert not backend.late.rewritten
+
+
+def test_a_head_that_drafts(tmp_path: Path, backend: LateCuda) -> None:
+    """Its steps follow each other and the target's steps without a wait for each one."""
+    save_target(tmp_path)
+    head = save_head(tmp_path / "head", random_tensors())
+    options = OPTIONS | {"load_format": "auto", "num_gpu_blocks_override": 9}
+    drafts = {"method": "eagle3", "model": head, "num_speculative_tokens": 2}
+    alone = generated(backend, LLM(str(tmp_path), **options))
+    assert generated(backend, LLM(str(tmp_path), **options, speculative_config=drafts)) == alone
+    assert not backend.late.rewritten
+
+
+def unguarded(self: StepBuffers, turn: int) -> Any:
+    """The host copies in turns, as if the device were never late."""
+    self._turn = turn
+    return self._arrays[turn]
+
+
+def test_copies_without_a_guard_are_noticed(model: str, backend: LateCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: pooling reports nothing of a chunk, so nothing waits."""
+
+    def read(self: Pooler, turn: int, rows: int, reporting: Any, alternatives: Any) -> Any:
+        found = waits(self, turn, rows, reporting, alternatives) if len(reporting) else None
+        return found or (np.zeros(rows, np.int64), [])
+
+    waits = Pooler.read
+    monkeypatch.setattr(Pooler, "read", read)
+    monkeypatch.setattr(StepBuffers, "take", unguarded)
+    pooled(backend, model)
+    assert backend.late.rewritten
