@@ -23,7 +23,7 @@ from tests.tokenizers import byte_level
 
 LATE = 30_000_000
 """Cycles, about 15 ms: the host prepares dozens of steps meanwhile, if nothing holds it."""
-POOLING = {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}}
+POOLING = {"runner": "pooling", "pooler_config": {"pooling_type": "LAST"}}
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +103,10 @@ def test_a_boot_on_a_late_device(model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_copies_without_a_guard_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: an engine that pools, whose chunks report nothing, without a wait of any kind.
 
-    The long prompt alone, so that all wrong words stay those of the prompt's own steps.
+    Steps of one prompt have the same rows and lengths, so what is read too late is wrong and does no harm.
     """
     llm = LLM(str(model), **TIGHT | POOLING | {"enable_prefix_caching": False})
-    long = prompts_of([load()[0][3]])
+    long = prompts_of([load()[0][3][:240]])
     right = llm.encode(long, use_tqdm=False)[0].outputs.data.tobytes()
     make_late(monkeypatch)
 

@@ -175,20 +175,29 @@ class Executor:
         return kept.to(torch.float32, copy=True)  # they may lie in a static buffer, which the next step overwrites
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray) -> np.ndarray:
-        """The tokens, integers [rows], that the sampler draws from ``logits`` [rows, vocab] for the sequences in
-        ``slots`` [rows]. Nothing may be in flight.
+    def draw(
+        self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray, *, turn: int | None = None
+    ) -> np.ndarray:
+        """Draw from ``logits`` [rows, vocab] for the sequences in ``slots`` [rows]: the tokens, integers [rows].
+
+        ``turn`` is the host copy, taken for this call, that holds the rows' masks; by default the next one.
         """
-        return self.draw_with_logprobs(logits, sampling, slots, np.empty(0, np.int64))[0]
+        return self.draw_with_logprobs(logits, sampling, slots, np.empty(0, np.int64), turn=turn)[0]
 
     @torch.inference_mode()
     def draw_with_logprobs(
-        self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray, reporting: np.ndarray
+        self,
+        logits: Tensor,
+        sampling: SamplingInput,
+        slots: np.ndarray,
+        reporting: np.ndarray,
+        *,
+        turn: int | None = None,
     ) -> SampledRows:
         """As :meth:`draw`, and the log-probabilities of the rows at ``reporting``: of the token that is drawn, and of
         those that its request tells.
         """
-        turn, _ = self.buffers.turn()
+        turn = self.buffers.turn()[0] if turn is None else turn
         self.sampler.describe(turn, sampling, slots)
         given, reports = logits.to(self._logits), len(reporting) > 0
         self.sampler.sample(sampling.level, given)

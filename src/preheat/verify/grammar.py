@@ -114,9 +114,10 @@ class GrammarCheck:
             slots.grammars[taken[1]] = state
             rows, ones = np.array(taken, np.int64), np.ones(2, np.int32)
             schedule = Schedule(rows, slots.device_len[rows] - 1, ones, ones, 2)
-            self.grammars.wait(self.grammars.fill(runner.executor.masks(0), slots, schedule))
+            turn, _ = runner.executor.buffers.turn()
+            self.grammars.wait(self.grammars.fill(runner.executor.masks(turn), slots, schedule))
             logits = line.expand(2, -1).contiguous().to(runner.executor.backend.device)
-            beside, token = runner.executor.draw(logits, sampling_input(slots, rows), rows).tolist()
+            beside, token = runner.executor.draw(logits, sampling_input(slots, rows), rows, turn=turn).tolist()
             return token, beside
         finally:
             for slot in taken:
