@@ -33,6 +33,7 @@ from preheat.model.quantization import bytes_by_scheme, check_backend
 from preheat.model.shard import shard, sums_leaves
 from preheat.model.specs import ModelSpec, without_head
 from preheat.model.stage import stage_of
+from preheat.model.unread import GENERATION, refuse_unread
 from preheat.plan import commands
 from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
@@ -158,8 +159,11 @@ def _recommended(settings: Settings, files: ModelFiles) -> dict[str, object]:
     """The sampling defaults, by parameter."""
     given = settings.override_generation_config or {}
     overridden = {key: value for key, value in files.generation.items() if key not in given}
-    own = {} if settings.generation_config == "vllm" else recommended_params(overridden, files.generation_path)
-    return own | override_params(given)
+    if settings.generation_config == "vllm":
+        return override_params(given)
+    left_out = "; correct it, or start with --generation-config vllm"
+    refuse_unread(str(files.generation_path), files.generation, GENERATION, hint=left_out)
+    return recommended_params(overridden, files.generation_path) | override_params(given)
 
 
 def planned(settings: Settings, *, as_json: bool = False) -> str:

@@ -190,6 +190,33 @@ def gptq(bits: int = 4, version: int = 1, desc_act: bool = False, group_size: in
     return Kind(config | ({"checkpoint_format": "gptq_v2"} if version == 2 else {}), module)
 
 
+def symmetric(bits: int, stored: int, group_size: int = 32, desc_act: bool = False, **said: Any) -> Kind:
+    """Symmetric GPTQ: the zero point is the half of the range, ``stored`` what the file has for it, ``said`` more of
+    its config.
+    """
+
+    def module(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        inputs, half = weight.shape[1], 1 << (bits - 1)
+        group = np.arange(inputs) // (group_size if group_size > 0 else inputs)
+        if desc_act:
+            group = group[np.random.default_rng(inputs).permutation(inputs)]
+        w = weight.numpy().T
+        largest = np.stack([np.abs(w[group == each]).max(0) for each in range(group.max() + 1)])
+        scales = (largest / (half - 1)).astype(np.float16)
+        zeros = np.full(scales.shape, half)
+        codes = np.clip(np.round(w / scales[group].astype(np.float32)) + half, 0, 2 * half - 1).astype(np.int64)
+        order = list(range(32 // bits))
+        parts = {
+            "qweight": _words(codes.T, bits, order).T, "qzeros": _words(np.full(scales.shape, stored), bits, order),
+            "scales": scales, "g_idx": group.astype(np.int32),
+        }  # fmt: skip
+        found = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in parts.items()}
+        return found, _meant(codes, scales, zeros, group)
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act}
+    return Kind(config | said, module)
+
+
 # ------------------------------------------------------------------------------------------------------ a checkpoint
 
 

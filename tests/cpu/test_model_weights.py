@@ -21,9 +21,11 @@ from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.formats import FORMATS, Plain, Shape, expected_tensors
-from preheat.model.loader import WeightLoader, load_weights
+from preheat.model.loader import WeightLoader, load_model, load_weights
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
-from preheat.model.specs import LayerSpec, LinearSpec, ModelSpec
+from preheat.model.specs import LayerSpec, LinearSpec, ModelSpec, without_head
+from preheat.model.ties import with_stored_head
+from preheat.settings import Settings
 from tests.cpu.test_model_families import dense_attention, logits_of, random_tokens, turn
 
 CONFIG = {
@@ -89,6 +91,61 @@ def test_harmless_tensors_are_passed_over(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     load_weights(TIED, tmp_path, torch.float32, CPU)
     assert "missing tensors: lm_head.weight" in load_error(tmp_path, {k: v for k, v in tensors.items() if k[0] != "l"})
+
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def head_of(folder: Path, tensors: dict[str, Tensor], dtype: str = "float32") -> tuple[ModelSpec, Tensor]:
+    """The spec that a tied config and these tensors make, and the logits of a hidden state that is random."""
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True, "dtype": dtype}))
+    model = load_model(Settings.load({"model": str(folder), "dtype": "float32"}), CPU)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return model.spec, model.weights.head(x) - x @ model.weights.embedding.T
+
+
+def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path):
+    """One that differs in a single number too, in the last row; equal ones are one tensor."""
+    tensors = write(tmp_path, TIED)
+    table = tensors[TABLE]
+    spec, difference = head_of(tmp_path, tensors | {HEAD: table.clone()})
+    assert (spec.tied, float(difference.abs().max())) == (True, 0.0)
+    other = table.clone()
+    other[-1, -1] += 1
+    spec, difference = head_of(tmp_path, tensors | {HEAD: other})
+    assert not spec.tied
+    assert difference.abs().max(0).values.gt(1e-3).nonzero().flatten().tolist() == [len(table) - 1]
+    spec, difference = head_of(tmp_path, tensors | {HEAD: table.flip(0)})
+    assert not spec.tied
+    assert difference.abs().max() > 1
+
+
+def test_a_head_stands_for_the_table_that_is_not_there(tmp_path):
+    tensors = write(tmp_path, TIED)
+    spec, difference = head_of(tmp_path, {HEAD if name == TABLE else name: t for name, t in tensors.items()})
+    assert spec.tied
+    assert not difference.any()
+    save_file({name: t for name, t in tensors.items() if name != TABLE}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"missing tensors: {TABLE}"):
+        load_model(Settings.load({"model": str(tmp_path), "dtype": "float32"}), CPU)
+
+
+def test_heads_are_compared_in_the_dtype_that_is_computed_in(tmp_path):
+    """Where rounding makes them one, they are one."""
+    tensors = write(tmp_path, TIED, torch.bfloat16)
+    near = tensors[TABLE].float() * (1 + 2**-12)
+    save_file(tensors | {HEAD: near}, tmp_path / "model.safetensors")
+    files = SafetensorsFiles(tmp_path, copy)
+    assert with_stored_head(TIED, files, torch.bfloat16).tied
+    assert not with_stored_head(TIED, files, torch.float32).tied
+
+
+def test_a_head_that_pooling_does_not_need_is_passed_over(tmp_path):
+    tensors = write(tmp_path, TIED)
+    save_file(tensors | {HEAD: tensors[TABLE].flip(0)}, tmp_path / "model.safetensors")
+    load_weights(without_head(TIED), tmp_path, torch.float32, CPU)
 
 
 class Transposed:

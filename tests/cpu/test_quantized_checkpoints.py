@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.utils.match import is_match
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from preheat.errors import ModelError
 from tests.cpu import quantized
 from tests.cpu.checkpoints import MODELS, save_checkpoint
-from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, scheme
+from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, scheme, symmetric
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
+from tests.pure.test_quantization_spec import ct, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that write the checkpoints
 
@@ -107,6 +111,86 @@ def test_modelopt_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     config.write_text(json.dumps(whole))
     (tmp_path / "quantized" / "hf_quant_config.json").write_text(json.dumps({"quantization": stored}))
     assert torch.equal(logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40)), by_config)
+
+
+NAMES = [
+    "lm_head", "Linear", "model.layers.1", "model.layers.0.mlp", "model.layers.0.mlp.down_proj", "down_proj",
+    "mlp.down_proj", "re:.*down_proj", "re:model.layers.1", "re:layers", "re:.*_proj$", "*down_proj",
+    "model.layers.1.self_attn.o_proj",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(NAMES), max_size=3), st.sampled_from(NAMES))
+def test_names_mean_what_the_library_takes_them_for(ignored: list[str], target: str) -> None:
+    linear = torch.nn.Linear(1, 1)
+    others = ["re:.*(q|k|v|gate|up)_proj", "lm_head"]
+    config = ct(ignore=[*ignored, *others], targets=[target])
+    for layer, end in ((layer, end) for layer in (0, 1) for end in ("self_attn.o_proj", "mlp.down_proj")):
+        spec = spec_of(config).layers[layer]
+        found = (spec.mlp.down if "mlp" in end else spec.attention.o).scheme  # type: ignore[union-attr]
+        means = is_match(f"model.layers.{layer}.{end}", linear, target, ignored)
+        assert (found is not None) == means, (layer, end)
+
+
+BESIDE = {
+    "quantize_config.json": gptq(),
+    "quant_config.json": awq(),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_file_beside_the_config_says_it(name: str, tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ write it, without the name of the method; what the config says itself comes first."""
+    kind = BESIDE[name]
+    made(tmp_path, kind)
+    by_config = logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40))
+    config, beside = tmp_path / "quantized" / "config.json", tmp_path / "quantized" / name
+    beside.write_text(json.dumps({"quant_method": "bitsandbytes"}))
+    assert torch.equal(logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40)), by_config)
+    whole = json.loads(config.read_text())
+    del whole["quantization_config"]
+    config.write_text(json.dumps(whole))
+    beside.write_text(json.dumps({key: value for key, value in kind.config.items() if key != "quant_method"}))
+    assert torch.equal(logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40)), by_config)
+
+
+SYMMETRIC = {
+    f"{bits} bits, {stored} stored, {said}": symmetric(bits, stored, **said)
+    for bits, stored, said in [
+        (4, 8, {"sym": True}), (4, 7, {"sym": True}), (4, 8, {"sym": True, "checkpoint_format": "gptq"}),
+        (4, 7, {"sym": True, "checkpoint_format": "gptq_v2"}), (4, 8, {"group_size": -1}),
+        (4, 8, {"sym": True, "desc_act": True}), (8, 128, {"sym": True, "group_size": 16}),
+        (8, 127, {"checkpoint_format": "gptq_v2"}),
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_the_zero_point_of_a_symmetric_file_is_the_half(name: str, tmp_path: Path) -> None:
+    """Whichever of its two versions the file says that it is, or if it does not say."""
+    made(tmp_path, SYMMETRIC[name])
+    one, other = (logits_of(open_decoder(tmp_path / folder), random_tokens(40)) for folder in ("quantized", "plain"))
+    assert torch.equal(one, other)
+
+
+def test_symmetric_experts(tmp_path: Path) -> None:
+    made(tmp_path, symmetric(4, 8, sym=True), MOE)
+    one, other = (logits_of(open_decoder(tmp_path / folder), random_tokens(40)) for folder in ("quantized", "plain"))
+    assert torch.equal(one, other)
+
+
+def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> None:
+    """One other number is enough; where the file says that it is not symmetric, every number is what it says."""
+    zeros, kind = "model.layers.1.mlp.up_proj.qzeros", symmetric(4, 7, sym=True)
+    made(tmp_path, kind)
+    changed(tmp_path, zeros, lambda words: words.index_fill(1, torch.tensor([0]), 0x77777779))
+    with pytest.raises(ModelError, match=r"up_proj.qzeros holds 9, .* symmetric: .* 7 .*gptq.* or 8 .*sym to false"):
+        open_decoder(tmp_path / "quantized")
+    asymmetric = {"quantization_config": kind.config | {"sym": False}}
+    made(tmp_path, kind, config=asymmetric)
+    before = logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40))
+    changed(tmp_path, zeros, lambda words: words.index_fill(1, torch.tensor([0]), 0x77777779))
+    assert not torch.equal(logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40)), before)
 
 
 @pytest.mark.parametrize("name", ["fp8", "gptq"])

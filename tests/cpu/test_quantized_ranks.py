@@ -20,7 +20,7 @@ from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.model.shard import shard
 from tests.cpu.checkpoints import save_checkpoint
-from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, quantize_checkpoint, scheme
+from tests.cpu.quantized import Kind, awq, compressed, fp8, gptq, inputs_of, quantize_checkpoint, scheme, symmetric
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
 from tests.cpu.test_tensor_parallel import OPTIONS, TOKENS, Wrapped, answers, on_ranks, record_of, same
 
@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[Any, Kind]] = {
     "awq": (MODEL, awq()),
     "gptq": (MODEL, gptq()),
     "gptq, desc_act": (MODEL, gptq(desc_act=True)),
+    "gptq, symmetric": (MODEL, symmetric(4, 8, sym=True)),
     "experts, fp8": (MOE, fp8()),
     "experts, awq": (MOE, awq()),
 }

@@ -110,6 +110,21 @@ def test_what_is_refused_changes_nothing(what, pair):
     assert same(numbers(model), before)
 
 
+def test_a_head_that_nothing_would_read_is_refused(tmp_path):
+    """A tied model takes one that repeats the table, in the same update or after it."""
+    save_checkpoint(MODELS["llama tied"], tmp_path)
+    model, head = load(tmp_path), "lm_head.weight"
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    before = numbers(model)
+    for tensors in ({head: table + 1}, {head: table, "model.embed_tokens.weight": table + 1}):
+        with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            update(model, given(model, tensors | {"model.norm.weight": torch.ones(table.shape[1])}))
+        assert same(numbers(model), before)
+    update(model, given(model, {head: table + 1, "model.embed_tokens.weight": table + 1}))
+    assert torch.equal(model.weights.embedding, table + 1)
+    update(model, given(model, {head: table + 1, "model.norm.weight": torch.ones(table.shape[1])}))
+
+
 def test_a_quantized_layer_needs_all_its_tensors(pair):
     model = load(pair[0], quantization="fp8")
     with pytest.raises(ModelError, match=r"layers.1.self_attn.k_proj.weight: they are one layer with .*q_proj"):

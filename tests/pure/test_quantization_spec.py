@@ -82,13 +82,44 @@ def test_every_method_is_said_above() -> None:
 @pytest.mark.parametrize(
     "ignored",
     [
-        ["lm_head", "model.layers.1"],
         ["lm_head", r"re:.*layers\.1\..*"],
-        ["lm_head", *(f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"), "model.layers.1.mlp"],
+        ["lm_head", r"re:model\.layers\.1"],
+        [
+            "lm_head",
+            *(
+                f"model.layers.1.{name}_proj"
+                for name in (
+                    "self_attn.q",
+                    "self_attn.k",
+                    "self_attn.v",
+                    "self_attn.o",
+                    "mlp.gate",
+                    "mlp.up",
+                    "mlp.down",
+                )
+            ),
+        ],
     ],
 )
 def test_ignored_modules_stay_plain(ignored: list[str]) -> None:
     assert schemes(spec_of(ct(ignore=ignored))).keys() == set(LAYERS[:4])
+
+
+def test_a_module_around_linear_layers_is_not_ignored() -> None:
+    """Its children are quantized all the same; a part of a name means nothing either."""
+    for ignored in ("model.layers.1", "model.layers.0.mlp", "mlp", "down_proj"):
+        assert schemes(spec_of(ct(ignore=["lm_head", ignored]))).keys() == set(LAYERS)
+
+
+def test_gptq_says_which_layers_are_plain() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    mlp = {path for path in LAYERS if "mlp" in path}
+    chosen = [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+    assert schemes(spec_of(config | {"modules_in_block_to_quantize": chosen})).keys() == mlp
+    left = schemes(spec_of(config | {"dynamic": {r"-:.*self_attn": {}}}))
+    assert left.keys() == mlp
+    with pytest.raises(ModelError, match=r"'re:\(' is no regular expression"):
+        spec_of(config | {"dynamic": {"-:(": {}}})
 
 
 def test_a_name_means_whole_words() -> None:
@@ -147,6 +178,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "strategy 'attn_head'": ct(weights=WEIGHTS | {"strategy": "attn_head"}),
     "transform_config": ct(transform_config={"config_groups": {}}),
     "q_proj and model.layers.0.self_attn.k_proj are computed as one": ct(ignore=["lm_head", r"re:.*k_proj"]),
+    "num_bits 4": ct(kv_cache_scheme={"num_bits": 4, "type": "float", "strategy": "tensor"}),
+    "strategy 'channel' is not": ct(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "weights: dynamic True": ct(weights=WEIGHTS | {"dynamic": True}),
+    "sym 'yes'": {"quant_method": "gptq", "bits": 4, "sym": "yes"},
     "quantized embeddings are not supported: target 'Embedding'": ct(targets=["Linear", "Embedding"]),
     "quantized embeddings are not supported: model.embed_tokens": ct(targets=[r"re:.*embed.*"]),
     "target 'Conv2d'": ct(targets=["Conv2d"]),
@@ -174,7 +209,7 @@ def test_a_tied_head_must_not_be_quantized() -> None:
 def test_gates_of_experts_must_not_be_quantized() -> None:
     with pytest.raises(ModelError, match="shared_expert_gate is not supported"):
         spec_of(ct(), MOE)
-    found = schemes(spec_of(ct(ignore=["lm_head", r"re:.*mlp\.gate$", "shared_expert_gate"]), MOE))
+    found = schemes(spec_of(ct(ignore=["lm_head", r"re:.*mlp\.gate$", "re:.*shared_expert_gate"]), MOE))
     assert not any("router" in path for path in found)
     gptq = schemes(spec_of({"quant_method": "gptq", "bits": 4, "group_size": 128}, MOE))
     assert not any("router" in path for path in gptq)

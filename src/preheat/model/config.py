@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from preheat.errors import ModelError
 from preheat.model.specs import Dtype, RopeKind, RopeSpec
+from preheat.model.unread import MODEL, refuse_unread
 
 RunDtype = Literal["float32", "bfloat16"]
 
@@ -20,11 +21,35 @@ _ROPE_NUMBERS = {
     "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
     "original_max_position_embeddings",
 }  # fmt: skip
+_ROPE_KNOWN = {
+    *RopeSpec.__dataclass_fields__, *_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "partial_rotary_factor",
+    "finetuned",
+} - {"kind", "theta", "partial", "original_length"}  # fmt: skip
 _DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 """Bounds on what a config may ask for, so that a wrong number is an error and no list of a billion layers."""
+
+
+_LEFT_OUT = "; if the model does without it, set it to null with --hf-overrides"
+
+
+class _Recorded(dict[str, Any]):
+    """Fields that know which of them were ``read``."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field ``name``, which counts as read; ``default`` where it is absent."""
+        self.read.add(name)
+        return super().get(name, default)
 
 
 class Config:
@@ -40,19 +65,34 @@ class Config:
         self.architecture = architecture
         self._names = names or {}
         self._values = {**values, **{name: values.get(own) for name, own in self._names.items()}}
-        self._fields = {**defaults, **{name: value for name, value in self._values.items() if value is not None}}
+        self._fields = _Recorded(defaults)
+        self._fields.update({name: value for name, value in self._values.items() if value is not None})
+
+    def _again(
+        self, values: Mapping[str, Any], names: Mapping[str, str] | None, defaults: Mapping[str, object]
+    ) -> Config:
+        """Another view of the same config: a field that one view reads is read."""
+        other = Config(self.architecture, values, names, **defaults)
+        other._fields.read = self._fields.read
+        return other
 
     def with_defaults(self, **defaults: object) -> Config:
         """The same fields with other defaults."""
-        return Config(self.architecture, self._values, self._names, **defaults)
+        return self._again(self._values, self._names, defaults)
 
     def updated(self, values: Mapping[str, Any]) -> Config:
         """The same fields without defaults, with these ``values`` in place of their own."""
-        return Config(self.architecture, {**self._values, **values}, self._names)
+        return self._again({**self._values, **values}, self._names, {})
 
     def renamed(self, **names: str) -> Config:
         """The same fields without defaults, some of which are read by other names: ``hidden_size="n_embd"``."""
-        return Config(self.architecture, self._values, names)
+        return self._again(self._values, names, {})
+
+    def refuse_unread(self, where: str = "config.json") -> None:
+        """Raise ModelError for a field that changes numbers and that nothing has read, unless its value changes none:
+        see :mod:`preheat.model.unread`.
+        """
+        refuse_unread(where, self._values, MODEL, self._fields.read, hint=_LEFT_OUT)
 
     def size(self, name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
         """A positive integer, at most ``most``."""
@@ -99,7 +139,10 @@ class Config:
 
     def ids(self, name: str) -> tuple[int, ...]:
         """A list of numbers; an absent one is empty."""
-        return tuple(self._fields.get(name) or ())
+        value = self._fields.get(name) or ()
+        if not isinstance(value, list | tuple) or any(type(id) is not int for id in value):
+            raise ModelError(f"config.json: {name} must be a list of numbers, got {value!r}")
+        return tuple(value)
 
     def refuse(self, name: str, *allowed: object) -> None:
         """Raise ModelError unless the field is absent, false, or one of the values that are ``allowed``."""
@@ -154,6 +197,11 @@ class Config:
         """
         fields = self._fields
         params = self.mapping("rope_parameters") or self.mapping("rope_scaling")
+        if self.mapping("rope_scaling") not in ({}, params):
+            raise ModelError(
+                "config.json has rope_parameters and rope_scaling, which differ: set one of them to null with "
+                "--hf-overrides"
+            )
         if layers is not None and isinstance(params.get(layers), Mapping):
             params = params[layers]
         kind = params.get("rope_type", params.get("type", "default"))
@@ -165,8 +213,8 @@ class Config:
         part = params.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
         if part != 1.0 and not partial:
             raise ModelError(f"partial_rotary_factor other than 1 is not supported by {self.architecture}")
-        if params.get("mscale") or params.get("mscale_all_dim"):
-            raise ModelError("rope parameters mscale and mscale_all_dim are not supported")
+        if unknown := sorted(name for name in params.keys() - _ROPE_KNOWN if params[name]):
+            raise ModelError(f"rope parameter {unknown[0]} {params[unknown[0]]!r} is not supported")
         for name in _ROPE_NEEDS.get(kind, ()):
             if params.get(name) is None:
                 raise ModelError(f"rope type {kind!r} needs {name} in config.json")
@@ -198,7 +246,9 @@ class Config:
         """
         num_layers = self.num_layers()
         # An explicit null means "none", an absent field means the default.
-        window = (self._values if "sliding_window" in self._values else self._fields).get("sliding_window")
+        window = self._fields.get("sliding_window")
+        if "sliding_window" in self._values:
+            window = self._values["sliding_window"]
         if not used:
             window = None
         if window is not None and type(window) is not int:

@@ -126,6 +126,7 @@ def eagle_spec(values: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
     layers = _layers(config, len(target.layers))
     bias = config.flag("attention_bias")
     decoder = llama_like(config, NAMES, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias"))
+    config.refuse_unread()
     layer = decoder.layers[0]
     qkv = replace(layer.attention.qkv, inputs=2 * hidden)
     head = LinearSpec(

@@ -13,7 +13,8 @@ from preheat.settings import Settings
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
 
-MODELOPT = "hf_quant_config.json"
+MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
+"""Files in which quantizers say what they did, where ``config.json`` does not: ModelOpt, AutoGPTQ and AutoAWQ."""
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -78,13 +79,30 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """``config.json`` with the fields of ``overrides`` (``--hf-overrides``) in place of its own, for
-    :func:`preheat.model.families.read_spec`. ModelOpt's ``hf_quant_config.json`` becomes its ``quantization_config``.
+    :func:`preheat.model.families.read_spec`. What a file beside it says of quantization becomes its
+    ``quantization_config``, if it has none.
     """
     found = read_json(directory, "config.json")
-    stored = {} if "quantization_config" in found else read_json(directory, MODELOPT).get("quantization")
-    if stored and isinstance(stored, dict):
-        found["quantization_config"] = {"quant_method": "modelopt", **stored}
+    if found.get("quantization_config") is None:
+        stored = found.pop("compression_config", None) or _stored_quantization(directory)
+        if stored:
+            found["quantization_config"] = stored
     return {**found, **(overrides or {})}
+
+
+def _stored_quantization(directory: Path) -> dict[str, Any] | None:
+    """The ``quantization_config`` in a file of its own, with its method: AutoGPTQ, which AutoAWQ's models may be
+    exported by too, names no method.
+    """
+    if stored := read_json(directory, MODELOPT).get("quantization"):
+        if not isinstance(stored, dict):
+            raise ModelError(f"{directory / MODELOPT}: quantization must be an object, got {stored!r}")
+        return {"quant_method": "modelopt", **stored}
+    if stored := read_json(directory, AWQ):
+        return {"quant_method": "awq", **stored}
+    if stored := read_json(directory, GPTQ):
+        return {"quant_method": "awq" if "w_bit" in stored else "gptq", **stored}
+    return None
 
 
 def weight_files(directory: Path) -> list[Path]:

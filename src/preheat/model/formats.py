@@ -122,6 +122,7 @@ FORMATS: Mapping[str, LinearFormat] = {
     "awq": Awq(),
     "gptq": Gptq(1),
     "gptq_v2": Gptq(0),
+    "gptq-symmetric": Gptq(None),
 }
 """The formats by the name in :attr:`LinearSpec.format`."""
 

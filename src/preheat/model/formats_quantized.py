@@ -204,11 +204,15 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Gptq(QuantizedFormat):
-    """GPTQ: an output's codes below each other, those of several inputs a word. ``added`` to the zero points that are
-    stored: 1 in files of version 1. ``g_idx`` says which group an input belongs to.
+    """GPTQ: an output's codes below each other, those of several inputs a word. ``g_idx`` says which group an input
+    belongs to.
+
+    ``added`` to the zero points that are stored: 1 in files of version 1, 0 in version 2. None: the file is symmetric,
+    so each zero point is the half of the range. Writers confuse the versions, and the numbers tell which one it is: a
+    module that stores one zero point everywhere, the half or the half less one, is symmetric too.
     """
 
-    def __init__(self, added: int) -> None:
+    def __init__(self, added: int | None) -> None:
         self._added = added
 
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
@@ -224,9 +228,23 @@ class Gptq(QuantizedFormat):
         out.codes.copy_(_unpacked(words.t(), bits) - (1 << bits - 1))
         zeros = _unpacked(loader.read_words(f"{name}.qzeros", *shapes["qzeros"]), bits)
         assert out.zeros is not None
-        out.zeros.copy_(zeros.t() + (self._added - (1 << bits - 1)))
+        out.zeros.copy_(self._around_zero(name, zeros, 1 << bits - 1).t())
         out.scales.copy_(loader.read(f"{name}.scales", *shapes["scales"]).t())
         self._read_index(name, out, loader)
+
+    def _around_zero(self, name: str, stored: Tensor, half: int) -> Tensor:
+        """The module's zero points, less ``half`` of the range."""
+        first = int(stored[0, 0])
+        if first in (half, half - 1) and bool(stored.eq(first).all()):
+            return stored - first
+        if self._added is None:
+            wrong = next(each for each in stored.flatten().tolist() if each != half - 1)
+            raise ModelError(
+                f"{name}.qzeros holds {wrong}, but the checkpoint calls itself symmetric: its zero points can only be "
+                f"{half - 1} (checkpoint_format gptq) or {half} (gptq_v2) throughout; if it is not symmetric, set sym "
+                "to false in its quantization_config"
+            )
+        return stored + (self._added - half)
 
     @staticmethod
     def _read_index(name: str, out: QuantizedWeight, loader: WeightLoader) -> None:

@@ -58,6 +58,7 @@ from preheat.model.specs import (
     without_head,
 )
 from preheat.model.stage import stage_of
+from preheat.model.ties import with_stored_head
 from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import Routing
@@ -107,6 +108,8 @@ def load_model(
     if remark:
         logger.info("%s", remark)
     dtype: torch.dtype = getattr(torch, name)
+    if spec.tied and settings.load_format != "dummy":
+        spec = with_stored_head(spec, SafetensorsFiles(folder, _plain_copy, spec.renames), dtype)
     spec, quantized = quantize(settings, with_kv_dtype(spec, settings.kv_cache_dtype, name), backend.facts)
     if settings.kv_cache_dtype != "fp8_inc":
         spec = _with_scales(settings, folder, spec)

@@ -14,7 +14,9 @@ from typing import Any, TypeVar, cast
 
 from preheat.backends.base import Facts
 from preheat.errors import ModelError, SettingsError
+from preheat.model import unread
 from preheat.model.specs import ExpertsSpec, GateSpec, LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.model.unread import refuse_unread
 from preheat.ops.kinds import Scheme
 
 T = TypeVar("T")
@@ -34,8 +36,11 @@ class Stored:
     scheme: Scheme
 
 
-WHOLE_WORDS = ("awq", "gptq", "gptq_v2")
+WHOLE_WORDS = ("awq", "gptq", "gptq_v2", "gptq-symmetric")
 """Formats that pack whole words along both sides of a weight."""
+
+LINEAR = "Linear"
+"""The class of linear layers, by which compressed-tensors names all of them."""
 
 Says = Callable[[str], Stored | None]
 """Of a module's name: how it is stored, None for one that is not quantized."""
@@ -77,7 +82,10 @@ def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | No
             f"quantization {asked!r}: the checkpoint is quantized by {method}; leave the option out",
             param="quantization",
         )
-    return _applied(spec, METHODS[method](_Fields(method, config)))
+    said = _Fields(method, config)
+    found = METHODS[method](said)
+    refuse_unread(method, config, unread.METHODS[method], said.read)
+    return _applied(spec, found)
 
 
 def check_backend(spec: ModelSpec, facts: Facts) -> None:
@@ -196,9 +204,10 @@ class _Fields:
     """A config's fields; the methods raise ModelError that names method and field."""
 
     def __init__(self, method: str, values: Mapping[str, Any]) -> None:
-        self.method, self.values = method, values
+        self.method, self.values, self.read = method, values, set[str]()
 
     def get(self, name: str, default: object = None) -> Any:
+        self.read.add(name)
         value = self.values.get(name)
         return default if value is None else value
 
@@ -219,10 +228,22 @@ class _Fields:
             raise ModelError(f"{self.method}: {fields[0]} must be a list of names, got {value!r}")
         for name in value:
             if name.startswith("re:"):
-                self._check_pattern(name)
+                self.check_pattern(name)
         return tuple(value)
 
-    def _check_pattern(self, name: str) -> None:
+    def nested_names(self, name: str) -> tuple[str, ...]:
+        """The names in a list of names, or in a list of lists of names."""
+        value = self.get(name, [])
+        inner = (
+            [each for entry in value for each in (entry if isinstance(entry, list) else [entry])]
+            if isinstance(value, list)
+            else [value]
+        )
+        if not all(isinstance(each, str) for each in inner):
+            raise ModelError(f"{self.method}: {name} must be a list of names, got {value!r}")
+        return tuple(inner)
+
+    def check_pattern(self, name: str) -> None:
         try:
             re.compile(name[3:])
         except re.error as error:
@@ -258,6 +279,16 @@ def _named(module: str, names: Iterable[str]) -> bool:
 
 def _except(ignored: Sequence[str], stored: Stored) -> Says:
     return lambda module: None if _named(module, ignored) else stored
+
+
+def _matched(module: str, names: Iterable[str]) -> bool:
+    """Whether one of ``names`` is the whole name of the linear layer ``module``, its class, or a regular expression
+    that matches from the beginning: the rule of ``compressed_tensors.match_named_modules``. A module around it is
+    another module.
+    """
+    return any(
+        re.match(name[3:], module) is not None if name.startswith("re:") else name in (module, LINEAR) for name in names
+    )
 
 
 def fp8(config: _Fields) -> Quantization:
@@ -298,11 +329,15 @@ def awq(config: _Fields) -> Quantization:
 
 
 def gptq(config: _Fields) -> Quantization:
-    """GPTQ, files of version 1 and 2. Routers of experts are never quantized."""
+    """GPTQ, files of version 1 and 2. Routers of experts are never quantized.
+
+    A symmetric file has one possible zero point, whatever it says of its version. With
+    ``modules_in_block_to_quantize`` only the layers whose names hold one of these are quantized.
+    """
     bits = config.one_of("bits", [4, 8])
     version = config.one_of("checkpoint_format", ["gptq", "gptq_v2"], config.get("format", "gptq"))
-    if config.get("dynamic"):
-        config.refuse("dynamic", config.get("dynamic"), ["none"])
+    if config.one_of("sym", [True, False], False):
+        version = "gptq-symmetric"
     group = config.get("group_size", 128)
     if group != -1:
         group = config.count("group_size", 128)
@@ -311,7 +346,25 @@ def gptq(config: _Fields) -> Quantization:
         code="int4" if bits == 4 else "int8", scales="channel" if group == -1 else "group",
         group=max(group, 0), zeros=True, indexed=indexed,
     )  # fmt: skip
-    return Quantization(lambda module: Stored(version, scheme), head=bool(config.get("lm_head", False)), routers=False)
+    stored, only = Stored(version, scheme), config.nested_names("modules_in_block_to_quantize")
+    plain = _plain_by_dynamic(config)
+
+    def says(module: str) -> Stored | None:
+        chosen = not only or module == "lm_head" or any(name in module for name in only)
+        return stored if chosen and not _matched(module, plain) else None
+
+    return Quantization(says, head=bool(config.get("lm_head", False)), routers=False)
+
+
+def _plain_by_dynamic(config: _Fields) -> tuple[str, ...]:
+    """The regular expressions of GPTQModel's ``dynamic`` for layers that stay plain; it can say nothing else here."""
+    dynamic = config.below("dynamic", config.get("dynamic", {})).values
+    if other := {name: how for name, how in dynamic.items() if not str(name).startswith("-:")}:
+        config.refuse("dynamic", other, ["-: and a regular expression, for layers that are not quantized"])
+    expressions = tuple(f"re:{name[2:]}" for name in dynamic)
+    for expression in expressions:
+        config.check_pattern(expression)
+    return expressions
 
 
 def compressed_tensors(config: _Fields) -> Quantization:
@@ -319,6 +372,7 @@ def compressed_tensors(config: _Fields) -> Quantization:
     for name in ("sparsity_config", "transform_config"):
         if config.get(name, {}) not in ({}, {"format": "dense"}):
             config.refuse(name, config.get(name), ["none"])
+    _check_cache(config)
     ignored = config.names("ignore")
     named = config.below("config_groups", config.get("config_groups", {})).values
     groups = [_group(config, config.below(str(name), group)) for name, group in named.items()]
@@ -326,19 +380,33 @@ def compressed_tensors(config: _Fields) -> Quantization:
         for target in targets:
             if target == "Embedding":
                 raise ModelError("quantized embeddings are not supported: target 'Embedding'")
-            if target != "Linear" and target[:1].isupper():
-                raise ModelError(f"compressed-tensors: target {target!r} is not supported; supported: Linear, names")
+            if target != LINEAR and target[:1].isupper():
+                raise ModelError(f"compressed-tensors: target {target!r} is not supported; supported: {LINEAR}, names")
 
     def by_name(module: str) -> Stored | None:
-        if _named(module, ignored):
+        if _matched(module, ignored):
             return None
-        return next((stored for targets, stored in groups if _named(module, set(targets) - {"Linear"})), None)
+        return next((stored for targets, stored in groups if _matched(module, set(targets) - {LINEAR})), None)
 
     def says(module: str) -> Stored | None:
-        by_kind = (stored for targets, stored in groups if "Linear" in targets and not _named(module, ignored))
+        by_kind = (stored for targets, stored in groups if LINEAR in targets and not _matched(module, ignored))
         return by_name(module) or next(by_kind, None)
 
     return Quantization(says, head=True, tables=lambda name: by_name(name) is not None)
+
+
+def _check_cache(config: _Fields) -> None:
+    """Raise ModelError unless ``kv_cache_scheme`` is what :mod:`preheat.model.kv_scales` reads: a scale for each
+    layer.
+    """
+    if config.get("kv_cache_scheme") is None:
+        return
+    scheme = config.below("kv_cache_scheme", config.get("kv_cache_scheme"))
+    scheme.one_of("num_bits", [8])
+    scheme.one_of("type", ["float"])
+    scheme.one_of("strategy", ["tensor"], "tensor")
+    scheme.one_of("symmetric", [True], True)
+    scheme.one_of("dynamic", [False], False)
 
 
 def _group(config: _Fields, group: _Fields) -> tuple[tuple[str, ...], Stored]:
@@ -347,6 +415,7 @@ def _group(config: _Fields, group: _Fields) -> tuple[tuple[str, ...], Stored]:
         group.refuse("output_activations", "set", ["none"])
     weights = group.below("weights", group.get("weights"))
     kind, bits = weights.one_of("type", ["float", "int"]), weights.one_of("num_bits", [4, 8])
+    weights.one_of("dynamic", [False], False)
     style = group.get("format") or config.get("format")
     if kind == "float" and bits == 8:
         group.one_of("format", ["float-quantized", "naive-quantized"], style)

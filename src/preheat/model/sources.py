@@ -19,7 +19,7 @@ from preheat.model.files import indexed_names, weight_files
 from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
-from preheat.model.specs import ModelSpec, Rename
+from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
 from preheat.utils.text import some
 
 SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
@@ -126,6 +126,10 @@ class StoredTensors:
             if name in self._sums:  # another piece of the same tensor; NaN and infinity stay what they are
                 total = total + self._sums[name][0]
             self._sums[name] = total, out.dtype
+
+    def read(self, name: str, piece: Piece) -> Tensor:
+        """A ``piece`` of tensor ``name`` as it is stored, on the host."""
+        return self._places[name].read(piece)
 
     def place(self, name: str) -> tuple[str, Part]:
         """The stored tensor that has tensor ``name``, and where in it; an empty part is all of it."""
@@ -275,10 +279,14 @@ def check_shapes(
         raise ModelError(f"the checkpoint does not fit {what}: {'; '.join(problems)}")
 
 
+BUFFERS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
+"""What old exporters wrote and the config says too, in any family. A family has more in ``ModelSpec.ignored``."""
+
+
 def is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Buffers that old exporters wrote, an output head that repeats the tied embedding, and the scales of the KV cache,
-    which are read for themselves.
+    """Whether the model needs no tensor ``name``: a buffer, a head that repeats the table of embeddings it is tied to
+    (:mod:`preheat.model.ties` compares them), or a scale of the KV cache, which is read for itself.
     """
-    if name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight") or STORED.fullmatch(name):
+    if (spec.tied and name == f"{TIED_HEAD}.weight") or STORED.fullmatch(name):
         return True
-    return any(re.fullmatch(pattern, name) for pattern in spec.ignored)
+    return any(re.fullmatch(pattern, name) for pattern in (*BUFFERS, *spec.ignored))

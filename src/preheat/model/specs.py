@@ -617,7 +617,8 @@ def without_head(spec: ModelSpec, max_length: int | None = None) -> ModelSpec:
     """``spec`` as a model whose output is hidden states, for texts of ``max_length`` tokens if that is less than it can
     read. The checkpoint's output head is not loaded.
     """
-    stored = () if spec.head is None or spec.tied else tuple(rf"{re.escape(name)}\..*" for name, _ in spec.head.parts)
+    parts = () if spec.head is None else ((TIED_HEAD, 0),) if spec.tied else spec.head.parts
+    stored = tuple(rf"{re.escape(name)}\..*" for name, _ in parts)
     length = min(spec.max_position_embeddings, max_length or spec.max_position_embeddings)
     return replace(spec, head=None, ignored=(*spec.ignored, *stored), max_position_embeddings=length)
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from preheat.backends.base import Backend
 from preheat.errors import ModelError
-from preheat.model.formats import LinearFormat, Plain, expected_tensors
+from preheat.model.formats import LinearFormat, Piece, Plain, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.sources import StoredTensors, is_harmless
 from preheat.model.specs import AttentionSpec, DenseSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
+from preheat.model.ties import HEAD, same_rows
 from preheat.utils.text import some
 
 Make = Callable[[WeightLoader], object]
@@ -113,6 +114,7 @@ class Update:
         self._pairs: dict[object, tuple[Tensor, Tensor]] = {}
         given = {name for name in source.shapes if not is_harmless(name, model.spec)}
         _check_known(model, source, given, whole=whole)
+        _check_head(model, source)
         found = [part for part in parts(model.spec, model.weights) if given & part.tensors(model.formats).keys()]
         _check_room(found, model, backend)
         for part in found:
@@ -192,6 +194,26 @@ def _check_known(model: LoadedModel, source: StoredTensors, given: set[str], *, 
         problems.append(f"scales of the KV cache cannot be updated: {some(scales)}")
     if problems:
         raise ModelError(f"the weights do not fit {model.spec.architecture}: {'; '.join(problems)}")
+
+
+def _check_head(model: LoadedModel, source: StoredTensors) -> None:
+    """Raise ModelError for a head that is not the table of embeddings, of a model whose head is that table: nothing
+    would read it.
+    """
+    if not model.spec.tied or HEAD not in source.shapes:
+        return
+    table, shape = f"{model.spec.embedding.name}.weight", source.shapes[HEAD]
+    if table in source.shapes:
+        same = same_rows(source, HEAD, table, model.dtype)
+    else:
+        loaded = model.weights.embedding
+        head = source.read(HEAD, Piece(shape, (0, shape[0]))).to(loaded)
+        same = torch.equal(head, loaded)
+    if not same:
+        raise ModelError(
+            f"{HEAD} differs from {table}, and the model was loaded with one tensor for both: send {table} first or "
+            "with it, or load a checkpoint with a head of its own"
+        )
 
 
 def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None:

@@ -26,6 +26,7 @@ from preheat.model.layers import Weights
 from preheat.model.loader import WeightLoader
 from preheat.model.sources import SafetensorsFiles, check_tensors
 from preheat.model.specs import ModelSpec
+from preheat.model.ties import with_stored_head
 from preheat.ops.embedding import embed
 from preheat.reference.attention import WholeSequences, padded
 from preheat.reference.operations import DifferentiableOperations
@@ -64,7 +65,13 @@ def load(
             f"max_model_len {length} is not within the {spec.max_position_embeddings} positions of the model",
             param="max_model_len",
         )
-    return ReferenceModel(folder, spec, getattr(torch, name), backend, length)
+    computes: torch.dtype = getattr(torch, name)
+    spec = with_stored_head(spec, _files(folder, spec), computes)
+    return ReferenceModel(folder, spec, computes, backend, length)
+
+
+def _files(folder: Path, spec: ModelSpec) -> SafetensorsFiles:
+    return SafetensorsFiles(folder, lambda source, out: out.copy_(source), spec.renames)
 
 
 def _check(spec: ModelSpec) -> None:
@@ -93,7 +100,7 @@ class ReferenceModel(nn.Module):
             block_size=backend.facts.split,
             num_blocks=2,
         )
-        files = SafetensorsFiles(folder, lambda source, out: out.copy_(source), spec.renames)
+        files = _files(folder, spec)
         check_tensors(spec, files.shapes)
         self._places = {name: files.place(name) for name in expected_tensors(spec)}
         for stored, name in {stored: name for name, (stored, _) in self._places.items()}.items():

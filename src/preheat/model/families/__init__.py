@@ -60,7 +60,9 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
         family = name if name in FAMILIES else f"{name.removesuffix('Model')}ForCausalLM"
         if family in FAMILIES:
             config = Config(family, values)
-            spec = quantized(FAMILIES[family](config), config.quantization(), quantization)
+            made = FAMILIES[family](config)
+            config.refuse_unread()
+            spec = quantized(made, config.quantization(), quantization)
             return spec if family == name else base_model(spec)
     found = ", ".join(names) if names else f"none named (model_type {values.get('model_type')!r})"
     near = f"; the nearest that is supported: {nearest(names[0])}" if names else ""

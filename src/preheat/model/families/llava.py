@@ -64,7 +64,9 @@ def llava(config: Config) -> ModelSpec:
         vision_feature_layer=-2, vision_feature_select_strategy="default", projector_hidden_act="gelu",
         multimodal_projector_bias=True,
     )  # fmt: skip
-    spec = llama(_text(config))
+    text = _text(config)
+    spec = llama(text)
+    text.refuse_unread("text_config")
     tower = _part(config, "vision_config", CLIP if config.has("vision_config") else {**CLIP, **CLIP_LARGE})
     count = tower.size("num_hidden_layers", most=MAX_LAYERS)
     needed = _layers_needed(config, count)

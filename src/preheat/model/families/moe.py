@@ -52,6 +52,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
     every, dense_layers = config.size("decoder_sparse_step", 1), config.ids("mlp_only_layers")
     bias = config.flag("attention_bias")
     count = config.size("num_experts" if config.has("num_experts") else "num_local_experts")
+    config.refuse("num_local_experts", count)
 
     def mlp(prefix: str, index: int) -> MlpSpec:
         if index in dense_layers or (index + 1) % every:

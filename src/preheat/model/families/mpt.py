@@ -50,13 +50,14 @@ def _attention(config: Config, prefix: str) -> AttentionSpec:
         inner.refuse(name)
     inner.refuse("attn_type", "multihead_attention")
     inner.refuse("sliding_window_size", -1)
+    inner.refuse("kv_n_heads", config.size("num_attention_heads"))
     if not inner.flag("alibi"):
         raise ModelError("attn_config.alibi false is not supported: only ALiBi's positions are")
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if hidden % heads:
         raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")
     dim = hidden // heads
-    return AttentionSpec(
+    spec = AttentionSpec(
         num_heads=heads,
         kv=KVSpec(heads, dim),
         window=None,
@@ -71,6 +72,8 @@ def _attention(config: Config, prefix: str) -> AttentionSpec:
         scale=inner.positive("softmax_scale", dim**-0.5),
         alibi=alibi_slopes(heads, inner.positive("alibi_bias_max", 8)),
     )
+    inner.refuse_unread("attn_config")
+    return spec
 
 
 def alibi_slopes(heads: int, bias_max: float) -> tuple[float, ...]:

@@ -1,0 +1,53 @@
+"""An output head that a config calls the table of embeddings, and that a checkpoint has nevertheless."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import torch
+
+from preheat.model.formats import Piece
+from preheat.model.sources import StoredTensors
+from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
+
+logger = logging.getLogger(__name__)
+
+HEAD = f"{TIED_HEAD}.weight"
+_ROWS = 8192
+"""How many rows of a table are compared at a time."""
+
+
+def with_stored_head(spec: ModelSpec, stored: StoredTensors, dtype: torch.dtype) -> ModelSpec:
+    """Return ``spec`` with the output head that the checkpoint has.
+
+    The rule is that of transformers: the head is the table of embeddings if the two are equal in ``dtype``, or if only
+    one of them is stored, which then stands for both. A head that differs is used as it is stored.
+    """
+    table = f"{spec.embedding.name}.weight"
+    if not spec.tied or HEAD not in stored.shapes:
+        return spec
+    assert spec.head is not None
+    if table not in stored.shapes:
+        name, _ = stored.place(HEAD)
+        return replace(spec, renames=(Rename(re.escape(name), (table,)), *spec.renames))
+    if same_rows(stored, HEAD, table, dtype):
+        return spec
+    logger.warning(
+        "tie_word_embeddings is true, but the checkpoint has a %s of its own, which differs from %s: it is used, and "
+        "the two are not tied", HEAD, table,
+    )  # fmt: skip
+    return replace(spec, head=replace(spec.head, parts=((TIED_HEAD, spec.vocab_size),)))
+
+
+def same_rows(stored: StoredTensors, one: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two stored tables hold the same numbers in ``dtype``; no more than a few rows are read at a time."""
+    shape = stored.shapes[one]
+    if shape != stored.shapes[other]:
+        return False
+    for start in range(0, shape[0], _ROWS):
+        piece = Piece(shape, (start, min(start + _ROWS, shape[0])))
+        if not torch.equal(stored.read(one, piece).to(dtype), stored.read(other, piece).to(dtype)):
+            return False
+    return True
