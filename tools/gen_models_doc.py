@@ -28,7 +28,9 @@ HEAD = """# Models
 
 A model runs if its `config.json` names one of these architectures. Any other is refused, with the name of the nearest
 one that is supported; so is, by its name, a field that asks for something that is not computed. Checkpoints are
-safetensors, with the names of the Hub or of transformers 5.
+safetensors, with the names of the Hub or of transformers 5. A tensor that nothing reads is an error. Where
+`tie_word_embeddings` is true and the file has an output head that differs from the embeddings, the head is used, as with
+transformers 5.
 
 """
 
@@ -78,7 +80,7 @@ def _size(architecture: str, changes: dict[str, Any]) -> str:
     own = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
            "n_positions": "max_position_embeddings", "d_model": "hidden_size", "n_heads": "num_attention_heads",
            "n_layers": "num_hidden_layers", "max_seq_len": "max_position_embeddings"}  # fmt: skip
-    config = SMALL | {"norm_topk_prob": False} | changes
+    config = SMALL | {"norm_topk_prob": True} | changes
     spec = read_spec(config | {name: config[field] for name, field in own.items()} | {"architectures": [architecture]})
     return _sizes_of(spec)
 

@@ -18,6 +18,7 @@ from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
 from preheat.frontend.input_processor import naming_prompt
+from preheat.frontend.messages import told
 from preheat.frontend.outputs import (
     BeamSearchOutput,
     EmbeddingOutput,
@@ -141,7 +142,7 @@ class OfflineClient:
         """
         talks = cast("list[Messages]", [messages] if messages and isinstance(messages[0], dict) else list(messages))
         render = self.frontend.template.render
-        plain = [take_images(talk) for talk in talks]
+        plain = [take_images(told(talk)) for talk in talks]
         texts = [
             render(
                 talk,

@@ -98,6 +98,11 @@ class Settings:
         False, "Take embeddings in place of a prompt's tokens, as `prompt_embeds`: see docs/prompt-embeds.md."
     )
     chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
+    default_chat_template_kwargs: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
+        None,
+        "Variables of the chat template, as a JSON object: for each conversation, unless it sets them itself "
+        "(`chat_template_kwargs`, `reasoning_effort`).",
+    )
     enable_auto_tool_choice: bool = _model(
         False, "Let models decide whether they call a tool; needs `tool_call_parser`."
     )
@@ -585,9 +590,11 @@ class Settings:
             raise SettingsError(
                 "on_cold raise would fail every first request without warm-up: drop skip_warmup", param="on_cold"
             )
-        if self.skip_tokenizer_init and (self.tokenizer is not None or self.chat_template is not None):
+        for_text = (self.tokenizer, self.chat_template, self.default_chat_template_kwargs)
+        if self.skip_tokenizer_init and any(each is not None for each in for_text):
             raise SettingsError(
-                "skip_tokenizer_init leaves no use for tokenizer and chat_template: drop it, or them",
+                "skip_tokenizer_init leaves no use for tokenizer, chat_template and default_chat_template_kwargs: "
+                "drop it, or them",
                 param="skip_tokenizer_init",
             )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:

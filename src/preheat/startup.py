@@ -71,7 +71,7 @@ def boot_front(
         tokenizer = NoTokenizer(folder, files) if settings.skip_tokenizer_init else Tokenizer(tokens, files)
         images = _images(settings, folder)
         image_token = tokenizer.token_text(images.token_id) if images else None
-        template = ChatTemplate(tokenizer, settings.chat_template, image_token)
+        template = ChatTemplate(tokenizer, settings.chat_template, image_token, settings.default_chat_template_kwargs)
         template.check()
         return Frontend(
             tokenizer,

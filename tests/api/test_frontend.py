@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -46,6 +47,9 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.llm import LLM
+from preheat.server.conversation import plain_messages
+from preheat.server.schema import Message
 from preheat.settings import Settings
 from preheat.startup import boot_front
 from preheat.utils.adapters import LoraModule
@@ -440,6 +444,36 @@ def test_a_broken_template_is_found_at_the_start(tmp_path: Path, template: str) 
     write_model(tmp_path)
     with pytest.raises(ModelError, match=r"the chat template .*--chat-template"):
         booted(tmp_path, chat_template=template)
+
+
+def test_variables_of_every_conversation_are_those_of_the_settings(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    frontend = booted(tmp_path, chat_template="{{ mood }}", default_chat_template_kwargs={"mood": "calm"})
+    assert frontend.template.render([]) == "calm"
+    assert frontend.template.render([], variables={"mood": "wild"}) == "wild"
+    with pytest.raises(SettingsError, match="cannot set messages"):
+        booted(tmp_path, chat_template="{{ mood }}", default_chat_template_kwargs={"messages": []})
+
+
+def test_offline_chats_are_told_as_over_http(tmp_path: Path) -> None:
+    """Templates read the other name of a thought, and arguments of calls as objects."""
+    write_model(tmp_path)
+    source = "{% for m in messages %}{{ m.reasoning_content }}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
+    talk = [{"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call]}]
+    frontend = booted(tmp_path, chat_template=source.replace("m.tool_calls[0]", "(m.tool_calls or [{}])[0]"))
+    client = SimpleNamespace(frontend=frontend, _run=lambda prompts, *args, **options: prompts)
+    assert LLM.chat(client, talk) == ["why7"]  # type: ignore[arg-type, comparison-overlap]
+    body = msgspec.convert(talk, list[Message])
+    assert frontend.template.render(plain_messages(body)) == "why7"
+
+
+def test_what_a_generation_config_asks_for_in_vain_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 4, "temperature": 0.5}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: num_beams 4 .*--generation-config vllm"):
+        booted(tmp_path)
+    booted(tmp_path, generation_config="vllm")
 
 
 def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:

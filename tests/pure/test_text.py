@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from preheat.errors import InvalidRequest, ModelError
+from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.messages import told
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from tests.tokenizers import TEXT, byte_level, sentencepiece
@@ -123,6 +124,114 @@ def test_transformers_agrees_on_continued_messages(tmp_path: Path, shown: str, f
     with_tools = ChatTemplate(ours, "{{ tools | tojson }}")
     expected = theirs.apply_chat_template(messages, tools, chat_template="{{ tools | tojson }}", tokenize=False)
     assert with_tools.render(messages, tools=tools) == expected
+
+
+PLAIN, TOOLS = "plain {{ messages[0].content }}", "tools {{ tools | tojson }}{{ messages[0].content }}"
+WEATHER = [{"type": "function", "function": {"name": "f", "description": "g", "parameters": {"type": "object"}}}]
+NAMED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOLS}]
+OTHER = json.dumps({"chat_template": "elsewhere"})
+PLACES: dict[str, tuple[object, dict[str, str]]] = {
+    "one text": (PLAIN, {}),
+    "a list": (NAMED, {}),
+    "an object": ({"default": PLAIN, "tool_use": TOOLS, "rag": "{{"}, {}),
+    "a file": (None, {"chat_template.jinja": PLAIN}),
+    "files": (None, {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": TOOLS}),
+    "files before a list": (NAMED, {"chat_template.jinja": "file {{ messages[0].content }}"}),
+    "a folder alone": ("unread", {"additional_chat_templates/default.jinja": PLAIN,
+                                  "additional_chat_templates/tool_use.jinja": TOOLS}),
+    "a name in the folder replaces the file": (None, {"chat_template.jinja": "unread",
+                                                      "additional_chat_templates/default.jinja": PLAIN}),
+    "a processor's file is not the tokenizer's": (PLAIN, {"chat_template.json": OTHER, "processor_config.json": OTHER}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_templates_are_found_where_transformers_finds_them(tmp_path: Path, place: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, files = PLACES[place]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    more = {} if config is None else {"chat_template": config}
+    ours = ChatTemplate(saved(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast", **more))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    messages = [{"role": "user", "content": "x"}]
+    for tools in (None, WEATHER):
+        assert ours.render(messages, tools=tools) == theirs.apply_chat_template(messages, tools, tokenize=False)
+    ours.check()
+
+
+def test_only_conversations_with_tools_have_the_template_for_tools(tmp_path: Path) -> None:
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text(TOOLS)
+    template = ChatTemplate(saved(tmp_path, byte_level()))
+    messages = [{"role": "user", "content": "x"}]
+    assert template.source is None
+    assert template.uses("tools", WEATHER) and not template.uses("tools")
+    assert template.render(messages, tools=WEATHER).startswith("tools [")
+    for none in (None, []):
+        with pytest.raises(
+            InvalidRequest, match=r"no chat template for conversations without tools; .*--chat-template"
+        ):
+            template.render(messages, tools=none)
+    assert ChatTemplate(saved(tmp_path, byte_level()), "{{ 1 }}").render(messages, tools=WEATHER) == "1"
+    (folder / "tool_use.jinja").write_text("{{ tools.nothing() }}")
+    with pytest.raises(ModelError, match="the chat template tool_use fails on a single message"):
+        ChatTemplate(saved(tmp_path, byte_level())).check()
+    (folder / "tool_use.jinja").write_text("{% for")
+    with pytest.raises(ModelError, match="the chat template is broken"):
+        ChatTemplate(saved(tmp_path, byte_level()))
+
+
+def test_a_model_that_sees_images_has_the_template_of_its_processor(tmp_path: Path) -> None:
+    """transformers' processor reads a file of its own before all others, and its config before the tokenizer's."""
+
+    def found(image_token: str | None) -> str:
+        return ChatTemplate(saved(tmp_path, byte_level(), chat_template="config"), None, image_token).render([])
+
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert (found("<image>"), found(None)) == ("processor", "config")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert (found("<image>"), found(None)) == ("file", "file")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "legacy"}))
+    assert (found("<image>"), found(None)) == ("legacy", "file")
+
+
+def test_a_template_that_is_none_is_named(tmp_path: Path) -> None:
+    for bad in (5, [5], [{"name": "default"}], {"default": None}, ["x"]):
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template must be a text, or texts by name"):
+            ChatTemplate(saved(tmp_path, byte_level(), chat_template=bad))
+
+
+def test_defaults_are_variables_of_every_conversation(tokenizers: dict[str, Tokenizer]) -> None:
+    source = "{{ mood }}{{ other }}{{ bos_token }}"
+    template = ChatTemplate(tokenizers["bytes"], source, defaults={"mood": "calm", "bos_token": "!"})
+    assert template.render([]) == "calm!"
+    assert template.render([], variables={"mood": "wild", "other": 1}) == "wild1!"
+    assert template.render([], variables={"mood": None}) == "None!"
+    ChatTemplate(tokenizers["bytes"], "{{ mood.upper() }}", defaults={"mood": "x"}).check()
+    with pytest.raises(ModelError, match="fails on a single message"):
+        ChatTemplate(tokenizers["bytes"], "{{ mood.upper() }}").check()
+    with pytest.raises(SettingsError, match="default_chat_template_kwargs cannot set messages, tools"):
+        ChatTemplate(tokenizers["bytes"], source, defaults={"tools": [], "messages": []})
+
+
+def test_messages_are_told_in_one_way() -> None:
+    """Both names of a thought, arguments as objects, nothing empty."""
+    call = {"id": "a", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"x": 1}'}}
+    plain = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    for name in ("reasoning", "reasoning_content"):
+        message = {"role": "assistant", name: "why", "content": None, "tool_calls": [call], "name": []}
+        expected = {"role": "assistant", "reasoning": "why", "reasoning_content": "why", "tool_calls": [plain]}
+        assert told([message]) == [expected]
+        assert told(told([message])) == [expected]
+    assert told([{"role": "user", "content": "", "own": 0}]) == [{"role": "user", "content": "", "own": 0}]
+    for bad in ("x", {"function": {}}, {"function": {"name": "f", "arguments": "{"}}):
+        with pytest.raises(InvalidRequest, match=r"messages\[1\]\.tool_calls\[0\]"):
+            told([{"role": "user"}, {"role": "assistant", "tool_calls": [bad]}])
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] must be an object"):
+        told(["hello"])
 
 
 def test_an_empty_message_is_continued_behind_its_header(tokenizers: dict[str, Tokenizer]) -> None:

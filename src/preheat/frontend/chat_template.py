@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from preheat.errors import InvalidRequest, ModelError
+from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.image_parts import IMAGE
+from preheat.frontend.stored_templates import DEFAULT, REPLACE, TOOL_USE, stored_templates
 from preheat.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -51,7 +52,19 @@ def _tojson(value: object, **options: Any) -> str:
     return json.dumps(value, **({"ensure_ascii": False} | options))
 
 
-_REPLACE = "correct it, or give another with --chat-template"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Its name."}},
+            "required": ["city"],
+        },
+    },
+}
+"""What a template for tools is tried with."""
 
 
 def _where(error: jinja2.TemplateError) -> str:
@@ -68,7 +81,7 @@ def _compiled(source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise ModelError(f"the chat template is broken: {_where(error)}{error}; {_REPLACE}") from error
+        raise ModelError(f"the chat template is broken: {_where(error)}{error}; {REPLACE}") from error
 
 
 @lru_cache(maxsize=16)
@@ -76,54 +89,79 @@ def _variables(source: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(_compiled(source).environment.parse(source)))
 
 
-class ChatTemplate:
-    """The tokenizer's chat template, or ``override``: the path of a file, or the template itself. ``image_token`` is
-    the text that stands for an image; None: the model sees none.
+@lru_cache(maxsize=16)
+def _shows_parts(source: str, image_token: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    parts = [IMAGE, {"type": "text", "text": "Hello"}]
+    known = {**dict(special_tokens), "tools": None, "documents": None, "add_generation_prompt": True}
+    try:
+        text = _compiled(source).render(messages=[{"role": "user", "content": parts}], **known)
+    except Exception:  # one that expects texts may raise anything
+        return False
+    return text.count(image_token) == 1 and "Hello" in text and "'type'" not in text
 
-    Raises ModelError for one that cannot be read.
+
+class ChatTemplate:
+    """The tokenizer's chat templates, or ``override``: the path of a file, or the template itself. ``image_token`` is
+    the text that stands for an image; None: the model sees none. ``defaults`` are variables of every conversation; what
+    a request sets goes before them.
+
+    Where the checkpoint has a template ``tool_use``, conversations with tools get it, as with transformers. Raises
+    ModelError for a template that cannot be read, SettingsError for defaults that cannot be set.
     """
 
-    def __init__(self, tokenizer: Tokenizer, override: str | None = None, image_token: str | None = None) -> None:
-        self._tokenizer, self._image_token = tokenizer, image_token
-        self._source = None
-        if tokenizer.speaks:
-            self._source = _read_override(override) if override else _default_source(tokenizer)
-        if self._source is not None:
-            _compiled(self._source)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        override: str | None = None,
+        image_token: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer, self._image_token, self._defaults = tokenizer, image_token, dict(defaults or {})
+        if clash := _RESERVED & self._defaults.keys():
+            raise SettingsError(
+                f"default_chat_template_kwargs cannot set {', '.join(sorted(clash))}: leave it out",
+                param="default_chat_template_kwargs",
+            )
+        self._sources: dict[str, str] = {}
+        if override and tokenizer.speaks:
+            self._sources = {DEFAULT: _read_override(override)}
+        elif tokenizer.speaks:
+            stored = stored_templates(tokenizer.folder, tokenizer.config, sees_images=image_token is not None)
+            self._sources = {name: stored[name] for name in (DEFAULT, TOOL_USE) if name in stored}
+        for source in self._sources.values():
+            _compiled(source)
 
     def check(self) -> None:
-        """Raise ModelError if the template fails on one message of a user, other than by its own decision."""
-        if self._source is None:
-            return
-        try:
-            self.render([{"role": "user", "content": "Hello"}])
-        except InvalidRequest as error:
-            if not isinstance(error.__cause__, _Refusal):
-                raise ModelError(
-                    f"the chat template fails on a single message of a user: {error.__cause__}; {_REPLACE}"
-                ) from error
+        """Raise ModelError if a template fails on one message of a user, other than by its own decision."""
+        for name in self._sources:
+            try:
+                self.render([{"role": "user", "content": "Hello"}], tools=[_TOOL] if name == TOOL_USE else None)
+            except InvalidRequest as error:
+                if not isinstance(error.__cause__, _Refusal):
+                    raise ModelError(
+                        f"the chat template{'' if name == DEFAULT else f' {name}'} fails on a single message of a "
+                        f"user: {error.__cause__}; {REPLACE}"
+                    ) from error
 
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether it looks into contents that are lists, so that it decides itself where images are."""
-        if self._image_token is None or self.source is None:
+    def _chosen(self, tools: object) -> str | None:
+        """The template for a conversation with these ``tools``, if there is one."""
+        return self._sources.get(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
+
+    def _takes_parts(self, source: str) -> bool:
+        """Whether ``source`` looks into contents that are lists, so that it decides itself where images are."""
+        if self._image_token is None:
             return False
-        parts = [IMAGE, {"type": "text", "text": "Hello"}]
-        try:
-            known = {**self._tokenizer.special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-            text = _compiled(self.source).render(messages=[{"role": "user", "content": parts}], **known)
-        except Exception:  # one that expects texts may raise anything
-            return False
-        return text.count(self._image_token) == 1 and "Hello" in text and "'type'" not in text
+        return _shows_parts(source, self._image_token, tuple(sorted(self._tokenizer.special_tokens.items())))
 
     @property
     def source(self) -> str | None:
-        """The template itself, if there is one."""
-        return self._source
+        """The template for conversations without tools, if there is one."""
+        return self._chosen(None)
 
-    def uses(self, name: str) -> bool:
-        """Whether the template looks at the variable ``name`` at all."""
-        return self._source is not None and name in _variables(self._source)
+    def uses(self, name: str, tools: object = None) -> bool:
+        """Whether the template of a conversation with these ``tools`` looks at the variable ``name`` at all."""
+        source = self._chosen(tools)
+        return source is not None and name in _variables(source)
 
     def render(
         self,
@@ -153,30 +191,35 @@ class ChatTemplate:
                 "token ids",
                 param="messages",
             )
-        if self.source is None:
-            raise InvalidRequest("The model has no chat template; give one with --chat-template", param="messages")
+        if (source := self._chosen(tools)) is None:
+            without = " for conversations without tools" if self._sources else ""
+            raise InvalidRequest(
+                f"The model has no chat template{without}; give one with --chat-template", param="messages"
+            )
         if clash := _RESERVED & (variables or {}).keys():
             raise InvalidRequest(f"{', '.join(sorted(clash))} cannot be set here", param="chat_template_kwargs")
         known = {
             **self._tokenizer.special_tokens,
+            **self._defaults,
             **(variables or {}),
             "tools": tools or None,
             "documents": documents or None,
         }
-        plain = [{**message, "content": self._content(message.get("content"))} for message in messages]
+        parts = self._takes_parts(source)
+        plain = [{**message, "content": self._content(message.get("content"), parts)} for message in messages]
         known["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
         final = _mark_end(plain) if continue_final_message else None
         try:
-            text = _compiled(self.source).render(messages=plain, **known)
+            text = _compiled(source).render(messages=plain, **known)
         except InvalidRequest:
             raise
         except Exception as error:  # an expression in a template may raise anything
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
         return text if final is None else _up_to_the_end_of(final, text)
 
-    def _content(self, content: object) -> str | list[Message]:
+    def _content(self, content: object, takes_parts: bool) -> str | list[Message]:
         """A message's content as the template takes it: one string, or parts."""
-        if self._takes_parts and isinstance(content, str | None):
+        if takes_parts and isinstance(content, str | None):
             return [{"type": "text", "text": content or ""}]
         if content is None:
             return ""
@@ -185,7 +228,7 @@ class ChatTemplate:
         if not isinstance(content, list):
             raise InvalidRequest("content must be a string or a list of text parts", param="messages")
         texts = [_text_part(part, self._image_token) for part in content]
-        if not self._takes_parts:
+        if not takes_parts:
             return "\n".join(texts)
         parts = zip(content, texts, strict=True)
         return [IMAGE if part == IMAGE else {"type": "text", "text": text} for part, text in parts]
@@ -238,20 +281,3 @@ def _read_override(template: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"--chat-template {template} cannot be read: {reason}") from error
-
-
-def _default_source(tokenizer: Tokenizer) -> str | None:
-    """chat_template.jinja, else ``chat_template`` of the config: a template, or a list of them with a "default"."""
-    file = tokenizer.folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{file} cannot be read: {error}; {_REPLACE}") from error
-    template = tokenizer.config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if not isinstance(template, str | None):
-        raise ModelError(f"{tokenizer.folder}: chat_template of tokenizer_config.json must be a text; {_REPLACE}")
-    return template

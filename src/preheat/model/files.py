@@ -18,7 +18,10 @@ MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_con
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
-_NOT_NEEDED = ["*/*", "consolidated*"]  # copies of the weights in other formats
+_NOT_NEEDED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
+"""Copies of the weights in other formats. Of folders only additional_chat_templates is needed, and patterns that say
+"all but" are made of letters.
+"""
 
 
 def find_model(settings: Settings, *, with_weights: bool = True) -> Path:

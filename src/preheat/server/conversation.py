@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
+from preheat.frontend.messages import told
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
 from preheat.server.body import body_size
@@ -45,7 +45,7 @@ async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> 
     if not talk.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     for name, given in (("documents", talk.documents), ("reasoning_effort", talk.variables.get("reasoning_effort"))):
-        if given and not frontend.template.uses(name):
+        if given and not frontend.template.uses(name, talk.tools):
             raise InvalidRequest(f"the chat template of this model does not look at {name}: leave it out", param=name)
     return await in_turn(request, body_size(request), partial(_render, frontend, talk))
 
@@ -95,34 +95,8 @@ async def prepared_talk(
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """``messages`` as chat templates expect them: without empty fields, and with arguments of calls as objects.
-
-    An empty list says as little as null, but some templates only ask whether there is a field.
-    """
-    return [_plain(message, place) for place, message in enumerate(messages)]
-
-
-def _plain(message: Message, place: int) -> dict[str, Any]:
-    plain = {name: value for name, value in to_builtins(message).items() if value not in (None, [])}
-    if thought := plain.get("reasoning") or plain.get("reasoning_content"):
-        plain |= {"reasoning": thought, "reasoning_content": thought}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            call_of(call.id, call.function.name, call.function.arguments, f"messages[{place}].tool_calls[{at}]")
-            for at, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
-    """A call in the history of a conversation, as chat templates expect it."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{param}: the arguments are not valid JSON: {error}", param=param) from error
-    function = {"name": name, "arguments": arguments}
-    return {**({} if id is None else {"id": id}), "type": "function", "function": function}
+    """``messages`` as chat templates expect them."""
+    return told(to_builtins(messages))
 
 
 class _Function(msgspec.Struct):

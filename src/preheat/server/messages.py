@@ -11,11 +11,12 @@ from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
+from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
 from preheat.server.body import read_request
-from preheat.server.conversation import Conversation, call_of, prepared_talk, rendered, tool_choice
+from preheat.server.conversation import Conversation, prepared_talk, rendered, tool_choice
 from preheat.server.errors import anthropic_error
 from preheat.server.messages_schema import (
     CountRequest,

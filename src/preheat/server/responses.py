@@ -16,11 +16,12 @@ from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, NotFound, PreheatError
 from preheat.frontend.answer_format import AnswerFormat, Block
 from preheat.frontend.frontend import Frontend
+from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
 from preheat.server.body import read_request
-from preheat.server.conversation import Conversation, call_of, prepared_talk, tool_choice
+from preheat.server.conversation import Conversation, prepared_talk, tool_choice
 from preheat.server.middleware import request_id
 from preheat.server.params import sampling_fields
 from preheat.server.responses_schema import (

@@ -1,0 +1,47 @@
+"""Messages of a conversation as chat templates expect them, whoever sent them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from preheat.errors import InvalidRequest
+
+
+def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` in OpenAI's form for chats, without empty fields, and with arguments of calls as objects.
+
+    An empty list says as little as null, but some templates only ask whether there is a field. What an assistant
+    thought has two names, and templates look at either.
+    """
+    return [_told(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _told(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{at} must be an object with role and content", param="messages")
+    plain = {name: value for name, value in message.items() if value not in (None, [])}
+    if thought := plain.get("reasoning") or plain.get("reasoning_content"):
+        plain |= {"reasoning": thought, "reasoning_content": thought}
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{place}]") for place, call in enumerate(calls)]
+    return plain
+
+
+def _call(call: object, param: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or "name" not in function:
+        raise InvalidRequest(f"{param} must be an object with the name and the arguments of a function", param=param)
+    return call_of(call.get("id"), function["name"], function.get("arguments") or "", param)
+
+
+def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+    """A call in the history of a conversation, as chat templates expect it."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: the arguments are not valid JSON: {error}", param=param) from error
+    function = {"name": name, "arguments": arguments}
+    return {**({} if id is None else {"id": id}), "type": "function", "function": function}

@@ -1,0 +1,70 @@
+"""The chat templates that a checkpoint's files hold, found where transformers finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from preheat.errors import ModelError
+from preheat.frontend.tokenizer import read_json
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: the one for every conversation, and the one for conversations with tools."""
+
+FOLDER = "additional_chat_templates"
+
+REPLACE = "correct it, or give another with --chat-template"
+
+
+def stored_templates(folder: Path, config: Mapping[str, Any], *, sees_images: bool = False) -> dict[str, str]:
+    """Return the chat templates in ``folder`` by name; none is an empty dictionary.
+
+    ``config`` is its tokenizer_config.json. The first place that has any counts: for a model that sees images that of
+    transformers' processor, for another that of its tokenizer. Raises ModelError for what is no template.
+    """
+
+    def of_config() -> dict[str, str]:
+        return _named(config, folder / "tokenizer_config.json")
+
+    def of_files() -> dict[str, str]:
+        return _files(folder)
+
+    def legacy() -> dict[str, str]:
+        return _named(read_json(folder / "chat_template.json"), folder / "chat_template.json")
+
+    def of_processor() -> dict[str, str]:
+        return _named(read_json(folder / "processor_config.json"), folder / "processor_config.json")
+
+    places: tuple[Callable[[], dict[str, str]], ...] = (of_files, of_config, legacy, of_processor)
+    if sees_images:
+        places = (legacy, of_files, of_processor, of_config)
+    return next((found for place in places if (found := place())), {})
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """``chat_template.jinja``, and each file of :data:`FOLDER` by its own name."""
+    paths = {DEFAULT: folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
+    return {name: _read(path) for name, path in paths.items() if path.is_file()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; {REPLACE}") from error
+
+
+def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """The ``chat_template`` of a JSON file: one template, an object of them, or a list of names and templates."""
+    found = config.get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, list) and all(isinstance(each, Mapping) for each in found):
+        found = {each.get("name"): each.get("template") for each in found}
+    named = found if isinstance(found, Mapping) else {DEFAULT: found}
+    for name, template in named.items():
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise ModelError(f"{path}: chat_template must be a text, or texts by name; {REPLACE}")
+    return dict(named)
