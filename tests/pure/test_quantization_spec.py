@@ -111,6 +111,28 @@ def test_a_module_around_linear_layers_is_not_ignored() -> None:
         assert schemes(spec_of(ct(ignore=["lm_head", ignored]))).keys() == set(LAYERS)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_names_may_be_those_of_another_layout(prefix: str) -> None:
+    """Of models that see images: the Hub's, and transformers 5's."""
+    llava = {
+        "architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA | {"model_type": "llama"},
+        "image_token_index": 0,
+    }  # fmt: skip
+    head = "lm_head" if prefix == "model." else "language_model.lm_head"
+    ignored = [head, f"{prefix}layers.0.mlp.down_proj", f"re:{prefix}layers.1.self_attn"]
+    found = schemes(spec_of(ct(ignore=ignored), llava))
+    assert found.keys() == set(LAYERS) - {"layers.0.mlp.down", "layers.1.attention.qkv", "layers.1.attention.o"}
+    assert "head" in schemes(spec_of(ct(ignore=["model.lm_head.other"]), llava))
+
+
+def test_names_of_a_model_without_a_head_lack_the_first_part() -> None:
+    base = LLAMA | {"architectures": ["LlamaModel"]}
+    ignored = ["layers.0.mlp.down_proj", r"re:layers\.1\.self_attn"]
+    without = {"layers.0.mlp.down", "layers.1.attention.qkv", "layers.1.attention.o"}
+    assert schemes(spec_of(ct(ignore=ignored), base)).keys() == set(LAYERS) - without
+    assert schemes(spec_of(ct(ignore=[*ignored, "lm_head"]))).keys() == set(LAYERS)
+
+
 def test_gptq_says_which_layers_are_plain() -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     mlp = {path for path in LAYERS if "mlp" in path}

@@ -10,12 +10,23 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 from preheat.backends.base import Facts
 from preheat.errors import ModelError, SettingsError
 from preheat.model import unread
-from preheat.model.specs import ExpertsSpec, GateSpec, LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.model.specs import (
+    TIED_HEAD,
+    ExpertsSpec,
+    GateSpec,
+    LinearSpec,
+    ModelSpec,
+    MoeSpec,
+    Rename,
+    leaves,
+    renamed,
+)
 from preheat.model.unread import refuse_unread
 from preheat.ops.kinds import Scheme
 
@@ -42,8 +53,15 @@ WHOLE_WORDS = ("awq", "gptq", "gptq_v2", "gptq-symmetric")
 LINEAR = "Linear"
 """The class of linear layers, by which compressed-tensors names all of them."""
 
-Says = Callable[[str], Stored | None]
-"""Of a module's name: how it is stored, None for one that is not quantized."""
+Module = tuple[str, ...]
+"""The names of a module: the spec's own, and those of other layouts that its checkpoints come in."""
+
+Says = Callable[[Module], Stored | None]
+"""Of a module: how it is stored, None for one that is not quantized."""
+
+
+Named = Callable[[str], Stored | None]
+"""The same, of the spec's name."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class Quantization:
     says: Says
     head: bool = False
     routers: bool = True
-    tables: Callable[[str], bool] = lambda name: False
+    tables: Callable[[Module], bool] = lambda module: False
 
 
 def quantized(spec: ModelSpec, config: Mapping[str, Any] | None, asked: str | None = None) -> ModelSpec:
@@ -117,45 +135,68 @@ def bytes_by_scheme(spec: ModelSpec, facts: Facts, itemsize: int) -> dict[str, i
 
 
 def _applied(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
+    says = partial(_said, quantization.says, spec.renames)
     for table in (spec.embedding, spec.positions):
-        if table is not None and quantization.tables(table.name):
+        if table is not None and quantization.tables(names_of(table.name, spec.renames)):
             raise ModelError(f"quantized embeddings are not supported: {table.name}; add it to the modules to ignore")
     head = spec.head
-    if quantization.head and spec.tied and quantization.says("lm_head") is not None:
+    if quantization.head and spec.tied and says(TIED_HEAD) is not None:
         raise ModelError(
             "quantized embeddings are not supported: the output head is the table of embeddings, so lm_head has to be "
             "among the modules to ignore"
         )
     if quantization.head and head is not None and not spec.tied:
-        head = _linear(head, quantization.says)
-    return replace(spec, layers=tuple(_walked(layer, quantization) for layer in spec.layers), head=head)
+        head = _linear(head, says)
+    return replace(spec, layers=tuple(_walked(layer, says, quantization.routers) for layer in spec.layers), head=head)
 
 
-def _walked(node: T, quantization: Quantization) -> T:
+def _said(says: Says, renames: tuple[Rename, ...], module: str) -> Stored | None:
+    return says(names_of(module, renames))
+
+
+def names_of(module: str, renames: tuple[Rename, ...]) -> Module:
+    """Return ``module``, and the names of other layouts that ``renames`` turn into it."""
+    rests = (module, module.partition(".")[2])
+    others = dict.fromkeys(start + rest for start in _starts(renames) for rest in rests)
+    return module, *(other for other in others if other != module and renamed(other, renames) == module)
+
+
+@cache
+def _starts(renames: tuple[Rename, ...]) -> tuple[str, ...]:
+    """What names begin with that ``renames`` change as a whole; those that change parts of a layer have none."""
+    return tuple(
+        start for start in _STARTS if any(renamed(start + rest, renames) != start + rest for rest in ("x", TIED_HEAD))
+    )
+
+
+_STARTS = (
+    "", "model.", "language_model.", "language_model.model.", "model.language_model.", "vision_tower.vision_model.",
+    "model.vision_tower.", "model.vision_tower.vision_model.",
+)  # fmt: skip
+"""What names of modules begin with in some layout."""
+
+
+def _walked(node: T, says: Named, routers: bool) -> T:
     """``node`` with all linear layers and experts below it replaced."""
     changed: Any = node
     if isinstance(node, LinearSpec):
-        changed = _linear(node, quantization.says)
+        changed = _linear(node, says)
     elif isinstance(node, ExpertsSpec):
-        changed = _experts(node, quantization.says)
+        changed = _experts(node, says)
     elif isinstance(node, GateSpec):
-        _refuse_gate(node, quantization)
+        if routers and says(node.name) is not None:
+            raise ModelError(f"quantization of {node.name} is not supported: it is not among the modules to ignore")
     elif is_dataclass(node) and not isinstance(node, type):
-        skipped = {"router"} if isinstance(node, MoeSpec) and not quantization.routers else set()
+        skipped = {"router"} if isinstance(node, MoeSpec) and not routers else set()
         names = [field.name for field in fields(node) if field.name not in skipped]
-        below = {name: _walked(getattr(node, name), quantization) for name in names}
+        below = {name: _walked(getattr(node, name), says, routers) for name in names}
         changed = replace(
             cast(Any, node), **{name: new for name, new in below.items() if new is not getattr(node, name)}
         )
     return cast(T, changed)
 
 
-def _refuse_gate(gate: GateSpec, quantization: Quantization) -> None:
-    if quantization.routers and quantization.says(gate.name) is not None:
-        raise ModelError(f"quantization of {gate.name} is not supported: it is not among the modules to ignore")
-
-
-def _linear(spec: LinearSpec, says: Says) -> LinearSpec:
+def _linear(spec: LinearSpec, says: Named) -> LinearSpec:
     stored = _agreed([name for name, _ in spec.parts], says)
     if stored is None:
         return spec
@@ -164,7 +205,7 @@ def _linear(spec: LinearSpec, says: Says) -> LinearSpec:
     return replace(spec, format=stored.format, scheme=stored.scheme)
 
 
-def _experts(spec: ExpertsSpec, says: Says) -> ExpertsSpec:
+def _experts(spec: ExpertsSpec, says: Named) -> ExpertsSpec:
     modules = list(spec.modules)
     stored = _agreed(modules, says)
     if stored is None:
@@ -176,7 +217,7 @@ def _experts(spec: ExpertsSpec, says: Says) -> ExpertsSpec:
     return replace(spec, format=stored.format, scheme=stored.scheme)
 
 
-def _agreed(modules: Sequence[str], says: Says) -> Stored | None:
+def _agreed(modules: Sequence[str], says: Named) -> Stored | None:
     """What is said of all ``modules``, which are computed as one."""
     found = {module: says(module) for module in modules}
     first, *others = dict.fromkeys(found.values())
@@ -261,33 +302,31 @@ class _Fields:
         return value
 
 
-def _named(module: str, names: Iterable[str]) -> bool:
+def _named(module: Module, names: Iterable[str]) -> bool:
     """Whether one of ``names`` means ``module``: words of its name that follow each other (so also a module around it),
     a pattern with *, or a regular expression behind "re:", which must match from the beginning.
     """
-    for name in names:
-        if name.startswith("re:"):
-            if re.match(name[3:], module):
-                return True
-        elif "*" in name:
-            if fnmatchcase(module, name):
-                return True
-        elif f".{name}." in f".{module}.":
-            return True
-    return False
+    return any(_means(name, own) for name in names for own in module)
+
+
+def _means(name: str, module: str) -> bool:
+    if name.startswith("re:"):
+        return re.match(name[3:], module) is not None
+    return fnmatchcase(module, name) if "*" in name else f".{name}." in f".{module}."
 
 
 def _except(ignored: Sequence[str], stored: Stored) -> Says:
     return lambda module: None if _named(module, ignored) else stored
 
 
-def _matched(module: str, names: Iterable[str]) -> bool:
+def _matched(module: Module, names: Iterable[str]) -> bool:
     """Whether one of ``names`` is the whole name of the linear layer ``module``, its class, or a regular expression
     that matches from the beginning: the rule of ``compressed_tensors.match_named_modules``. A module around it is
     another module.
     """
     return any(
-        re.match(name[3:], module) is not None if name.startswith("re:") else name in (module, LINEAR) for name in names
+        any(re.match(name[3:], own) for own in module) if name.startswith("re:") else name in (*module, LINEAR)
+        for name in names
     )
 
 
@@ -349,8 +388,8 @@ def gptq(config: _Fields) -> Quantization:
     stored, only = Stored(version, scheme), config.nested_names("modules_in_block_to_quantize")
     plain = _plain_by_dynamic(config)
 
-    def says(module: str) -> Stored | None:
-        chosen = not only or module == "lm_head" or any(name in module for name in only)
+    def says(module: Module) -> Stored | None:
+        chosen = not only or TIED_HEAD in module or any(name in own for name in only for own in module)
         return stored if chosen and not _matched(module, plain) else None
 
     return Quantization(says, head=bool(config.get("lm_head", False)), routers=False)
@@ -383,16 +422,16 @@ def compressed_tensors(config: _Fields) -> Quantization:
             if target != LINEAR and target[:1].isupper():
                 raise ModelError(f"compressed-tensors: target {target!r} is not supported; supported: {LINEAR}, names")
 
-    def by_name(module: str) -> Stored | None:
+    def by_name(module: Module) -> Stored | None:
         if _matched(module, ignored):
             return None
         return next((stored for targets, stored in groups if _matched(module, set(targets) - {LINEAR})), None)
 
-    def says(module: str) -> Stored | None:
+    def says(module: Module) -> Stored | None:
         by_kind = (stored for targets, stored in groups if LINEAR in targets and not _matched(module, ignored))
         return by_name(module) or next(by_kind, None)
 
-    return Quantization(says, head=True, tables=lambda name: by_name(name) is not None)
+    return Quantization(says, head=True, tables=lambda module: by_name(module) is not None)
 
 
 def _check_cache(config: _Fields) -> None:

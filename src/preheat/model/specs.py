@@ -504,6 +504,14 @@ class Rename:
     names: tuple[str, ...]
 
 
+def renamed(module: str, renames: Iterable[Rename]) -> str:
+    """Return what a checkpoint's ``module`` is called after ``renames``."""
+    for rename in renames:
+        if match := re.fullmatch(rename.stored, f"{module}.weight"):
+            return match.expand(rename.names[0]).removesuffix(".weight")
+    return module
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer.

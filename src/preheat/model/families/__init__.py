@@ -62,8 +62,8 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
             config = Config(family, values)
             made = FAMILIES[family](config)
             config.refuse_unread()
-            spec = quantized(made, config.quantization(), quantization)
-            return spec if family == name else base_model(spec)
+            spec = made if family == name else base_model(made)
+            return quantized(spec, config.quantization(), quantization)
     found = ", ".join(names) if names else f"none named (model_type {values.get('model_type')!r})"
     near = f"; the nearest that is supported: {nearest(names[0])}" if names else ""
     raise ModelError(f"architecture {found} is not supported{near}; supported are {', '.join(FAMILIES)}")

@@ -71,10 +71,12 @@ def llava(config: Config) -> ModelSpec:
     count = tower.size("num_hidden_layers", most=MAX_LAYERS)
     needed = _layers_needed(config, count)
     beyond = "|".join(map(str, range(needed, count)))
+    vision = _vision(config, tower, needed, spec)
+    tower.refuse_unread("vision_config")
     return replace(
         spec,
         architecture=config.architecture,
-        vision=_vision(config, tower, needed, spec),
+        vision=vision,
         renames=RENAMES,
         ignored=(
             r"vision_tower\.embeddings\.position_ids",
