@@ -275,14 +275,13 @@ class _Fields:
     def nested_names(self, name: str) -> tuple[str, ...]:
         """The names in a list of names, or in a list of lists of names."""
         value = self.get(name, [])
-        inner = (
-            [each for entry in value for each in (entry if isinstance(entry, list) else [entry])]
-            if isinstance(value, list)
-            else [value]
+        lists = (
+            [entry if isinstance(entry, list) else [entry] for entry in value] if isinstance(value, list) else [[value]]
         )
-        if not all(isinstance(each, str) for each in inner):
+        found = [each for entry in lists for each in entry]
+        if not all(isinstance(each, str) for each in found):
             raise ModelError(f"{self.method}: {name} must be a list of names, got {value!r}")
-        return tuple(inner)
+        return tuple(found)
 
     def check_pattern(self, name: str) -> None:
         try:
