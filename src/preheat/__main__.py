@@ -8,7 +8,11 @@ import signal
 import sys
 import threading
 
+from preheat.utils.log import leave, protect_stderr
+
 INTERRUPTED = 130
+
+_STDOUT, _STDERR = 1, 2
 
 
 def main() -> int:
@@ -17,6 +21,8 @@ def main() -> int:
     A KeyboardInterrupt would be raised anywhere in it, torch's import and compilers included, which swallow it, print
     it or leave threads that the interpreter waits for. The server handles its own signals once its port is open.
     """
+    _open_standard_files()
+    protect_stderr()
     signal.signal(signal.SIGINT, _leave)
     _leave_from_a_thread()
     from preheat.cli import main as run
@@ -24,11 +30,21 @@ def main() -> int:
     return run()
 
 
+def _open_standard_files() -> None:
+    """Open what was closed of the three standard files: a socket in its place would get what is written there."""
+    while (found := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(found, True)
+    os.close(found)
+    if sys.stdout is None:
+        sys.stdout = sys.__stdout__ = open(_STDOUT, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = sys.__stderr__ = open(_STDERR, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+
+
 def _leave(*_: object) -> None:
-    with contextlib.suppress(Exception):  # what is being written may be half there
-        sys.stdout.flush()
+    with contextlib.suppress(Exception):
         sys.stderr.write("\n" * sys.stderr.isatty())
-    os._exit(INTERRUPTED)
+    leave(INTERRUPTED)
 
 
 def _leave_from_a_thread() -> None:

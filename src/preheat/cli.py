@@ -15,7 +15,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,7 +25,6 @@ from preheat.backends.registry import facts_of
 from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.input_processor import check_params
-from preheat.metrics import set_up_logging
 from preheat.plan import commands as plan_commands
 from preheat.plan.modes import with_defaults
 from preheat.plan.policy import policy_of
@@ -34,6 +32,7 @@ from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
 from preheat.utils.completion import SHELLS, script
 from preheat.utils.foreign_flags import instead_of
+from preheat.utils.log import one_line, printable, set_up_logging, without_controls
 from preheat.utils.options import Option, add_flags
 from preheat.verify import command as verify_command
 from preheat.verify.command import Asked
@@ -73,16 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(words[1:])
         values = _values(words)
         run = values.pop("run")
-        return int(run(values))
+        status = int(run(values))
+        sys.stdout.flush()
+        return status
     except PreheatError as error:
         logger.debug("The command failed", exc_info=True)
-        print(f"preheat: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _complain(" ".join(str(error).split()))
         return USAGE_ERROR if isinstance(error, SettingsError | InvalidRequest) else FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILURE
+    except OSError as error:  # standard output cannot be written to, as a full disk
+        logger.debug("The command failed", exc_info=True)
+        _drop_output()
+        _complain(str(error))
+        return FAILURE
+
+
+def _complain(message: str) -> None:
+    print(f"preheat: error: {one_line(message)}", file=sys.stderr)
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _values(words: Sequence[str]) -> dict[str, Any]:
@@ -255,7 +269,12 @@ def _complete(values: dict[str, Any]) -> int:
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    """Print a part of a model's answer; a terminal gets none of its control characters."""
+    print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
 
 
 def _run_batch(values: dict[str, Any]) -> int:
@@ -359,11 +378,11 @@ def _plan(values: dict[str, Any]) -> int:
     if traffic is not None:
         from preheat.warmup.traffic import solved
 
-        print(solved(Path(traffic)))
+        print(printable(solved(Path(traffic))))
         return 0
     from preheat.startup import planned
 
-    print(planned(settings, as_json=as_json))
+    print(printable(planned(settings, as_json=as_json)))
     return 0
 
 
@@ -372,7 +391,7 @@ def _doctor(values: dict[str, Any]) -> int:
     from preheat import doctor
 
     found = list(doctor.findings(_load(values)))
-    print(json.dumps([finding._asdict() for finding in found], indent=2) if as_json else doctor.table(found))
+    print(json.dumps([finding._asdict() for finding in found], indent=2) if as_json else printable(doctor.table(found)))
     return FAILURE if any(finding.verdict == "fail" for finding in found) else 0
 
 
@@ -404,7 +423,7 @@ def _warm(values: dict[str, Any]) -> int:
     boot_engine(settings, transport)
     json_text = next(message.record for message in transport.receive() if isinstance(message, Ready))
     record = Record.from_json(json_text)
-    print(json_text.decode() if as_json else describe(record))
+    print(json_text.decode() if as_json else printable(describe(record)))
     if html is not None:
         try:
             Path(html).write_text(render(record), encoding="utf-8")
@@ -418,14 +437,14 @@ def _verify(values: dict[str, Any]) -> int:
     settings = _load(values)
     set_up_logging(settings.log_level)
     given = list(_prompts([], asked.prompts)) if asked.prompts else None
-    say = (lambda _: None) if asked.json else partial(print, flush=True)
+    say = (lambda _: None) if asked.json else _say
     if asked.against:
         verdict = verify_command.server(settings, asked, given, say)
     else:
         from preheat.startup import boot_engine
 
         if asked.digest:
-            return verify_command.digest(boot_engine, settings, asked.digest, print)
+            return verify_command.digest(boot_engine, settings, asked.digest, _say)
         if asked.fuzz is not None:
             verdict = verify_command.fuzz(boot_engine, settings, asked, say)
         else:

@@ -1,4 +1,4 @@
-"""The metrics of ``/metrics``, under vLLM's names behind a prefix (``--metrics-prefix``), and the set-up of logging.
+"""The metrics of ``/metrics``, under vLLM's names behind a prefix (``--metrics-prefix``).
 
 The hot path only adds to plain numbers; Prometheus' objects are built when /metrics is read.
 """
@@ -6,7 +6,6 @@ The hot path only adds to plain numbers; Prometheus' objects are built when /met
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -318,13 +317,3 @@ def explain(parts: Collection[str]) -> None:
     """Turn on the debug log of these of the :data:`PARTS`, and of no others."""
     for part, name in PARTS.items():
         logging.getLogger(name).setLevel(logging.DEBUG if part in parts else logging.NOTSET)
-
-
-def set_up_logging(level: str) -> None:
-    """Log to standard error, from ``level`` up."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(levelname)s %(asctime)s [%(process)d] %(name)s: %(message)s",
-        datefmt="%m-%d %H:%M:%S",
-        stream=sys.stderr,
-    )

@@ -24,7 +24,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import override_params, recommended_params
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
-from preheat.metrics import Metrics, explain, set_up_logging
+from preheat.metrics import Metrics, explain
 from preheat.model.config import resolve_dtype
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config
@@ -39,6 +39,7 @@ from preheat.settings import Settings
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
 from preheat.utils.gc import keep_imports, settle
+from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
 from preheat.utils.trace import open_trace
 from preheat.verify.names import check_required

@@ -20,7 +20,6 @@ from preheat.execution.build import build, linear_rows, settle_linears
 from preheat.execution.executor import Executor
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
-from preheat.metrics import set_up_logging
 from preheat.model.decoder import Attended
 from preheat.model.loader import LoadedModel, load_model
 from preheat.parallel.adapters import RankAdapters, Source
@@ -38,6 +37,7 @@ from preheat.plan.plan import Plan, make_plan
 from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
 from preheat.schedule.slots import Slots
 from preheat.utils.heartbeat import Heartbeat
+from preheat.utils.log import leave, set_up_logging
 from preheat.warmup.cold_sources import ColdSources
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,7 @@ def _nothing() -> None:
 
 def _fail(reporter: Reporter, error: BaseException) -> None:
     reporter.fail(f"{type(error).__name__}: {error}")
-    sys.stdout.flush()
-    os._exit(1)
+    leave(1)
 
 
 def _exit_with_leader(line: Connection, site: Site) -> None:

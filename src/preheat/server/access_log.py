@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +10,8 @@ from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from preheat.utils.log import line_handler
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,7 @@ class AccessLog:
     ) -> None:
         self._app, self._counts, self._paths, self._form = app, counts, paths, form
         if form == "json" and not logger.handlers:
-            handler = logging.StreamHandler(sys.stderr)
-            handler.setFormatter(logging.Formatter("%(message)s"))
-            logger.addHandler(handler)
+            logger.addHandler(line_handler("%(message)s"))
             logger.propagate = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

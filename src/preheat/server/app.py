@@ -27,7 +27,6 @@ from starlette.types import ASGIApp
 
 from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
-from preheat.metrics import set_up_logging
 from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
@@ -38,10 +37,11 @@ from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
 from preheat.server.replicas import Replicas
 from preheat.server.service import Service
-from preheat.server.shutdown import Server, Shutdown, exit_after
+from preheat.server.shutdown import Server, Shutdown
 from preheat.server.supervisor import Supervisor
 from preheat.settings import Settings
 from preheat.utils.gc import settle
+from preheat.utils.log import exit_after, leave, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ async def _serve(
     await supervisor.stop(now=shutdown.hasty)
     if shutdown.unready is not None:
         unlisten(settings)
-        os._exit(INTERRUPTED if shutdown.unready == signal.SIGINT else 0)  # a thread may still load the tokenizer
+        leave(INTERRUPTED if shutdown.unready == signal.SIGINT else 0)  # a thread may still load the tokenizer
     if supervisor.boot_error is not None:
         raise supervisor.boot_error
     return 0 if service.dead is None else 1

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -19,6 +17,7 @@ import uvicorn
 
 from preheat.errors import NotReady
 from preheat.server.service import Service
+from preheat.utils.log import exit_after
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +97,3 @@ class Shutdown:
         self._server.close_seconds = _HASTE_SECONDS
         self._server.should_exit = True
         exit_after(_LAST_SECONDS + _HASTE_SECONDS, 0)
-
-
-def exit_after(seconds: float, status: int) -> None:
-    """Exit with ``status`` after ``seconds``, whatever hangs."""
-    last = threading.Timer(seconds, os._exit, [status])
-    last.daemon = True
-    last.start()
