@@ -111,7 +111,8 @@ def _images(settings: Settings, folder: Path) -> Images | None:
     spec = read_spec(config) if "vision_config" in config or "text_config" in config else None
     if spec is None or spec.vision is None:
         return None
-    from preheat.frontend.images import Images, PixelConfig, check_positions
+    from preheat.frontend.image_config import PixelConfig
+    from preheat.frontend.images import Images, check_positions
     from preheat.frontend.media import MediaReader
 
     pixels = PixelConfig.read(folder)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterator
 
+import PIL.Image
 import pytest
 from openai import BadRequestError, OpenAI
 
@@ -93,12 +95,22 @@ def test_a_file_below_the_folder(model, client):
     assert found.choices[0].logprobs == ask(client, image(data_url(A)), TEXT, logprobs=True).choices[0].logprobs
 
 
+def scans(count: int) -> str:
+    """A photograph that repeats its last scan ``count`` times."""
+    file = io.BytesIO()
+    PIL.Image.new("L", (4000, 3000), 90).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return "data:image/jpeg;base64," + base64.b64encode(data[:last] + data[last:-2] * count + data[-2:]).decode()
+
+
 NOT_AN_IMAGE = "data:image/png;base64," + base64.b64encode(b"not an image").decode()
 
 REFUSED = {
     "another file": ([image("file:///etc/passwd"), TEXT], "not below --allowed-local-media-path"),
     "the web": ([image("http://169.254.169.254/latest"), TEXT], "--allowed-media-domains"),
     "no image": ([image(NOT_AN_IMAGE), TEXT], "cannot be decoded: it is no PNG"),
+    "thousands of scans": ([image(scans(3000)), TEXT], "more than 64 scans"),
     "too many": ([image(data_url(A))] * 4, "at most 3 are allowed"),
     "a token of its own": ([{"type": "text", "text": "<image>"}], "1 image tokens .* 0 images"),
     "no URL": ([{"type": "image_url"}], "needs image_url.url"),

@@ -86,7 +86,7 @@ async def prepared_talk(
     if changed:
         params = msgspec.structs.replace(params, **changed)
     frontend.input.check_length(prompt, params)
-    images = await load_images(request, frontend, sources)
+    images = await load_images(request, sources)
     (state,) = await prepared(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
         cap_length=cap_length, images=images,

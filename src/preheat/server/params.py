@@ -109,15 +109,10 @@ def replica_asked(request: Request) -> int | None:
     return int(asked)
 
 
-async def load_images(request: Request, frontend: Frontend, urls: Sequence[str]) -> list[Image]:
-    """The images behind ``urls``, one after the other, in threads of their own."""
-    images, turns, found = frontend.images, request.app.state.service.turns, list[Image]()
-    if images is None:
-        return []
-    for url in urls:
-        data = await turns.read(partial(images.read, url))
-        found.append(await turns.decode(request, partial(images.decode, data)))
-    return found
+async def load_images(request: Request, urls: Sequence[str]) -> list[Image]:
+    """The images behind ``urls``, one after the other, beside the event loop."""
+    lanes = request.app.state.service.image_lanes
+    return [] if lanes is None else await lanes.load(request, urls)
 
 
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:

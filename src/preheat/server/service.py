@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from preheat.core import Progress, ToEngine
 from preheat.errors import EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
@@ -18,6 +19,9 @@ from preheat.server.responses_store import ResponseStore
 from preheat.server.turns import Turns
 from preheat.settings import Settings
 from preheat.utils.adapters import LoraModule, lora_modules, model_names
+
+if TYPE_CHECKING:
+    from preheat.server.image_lanes import ImageLanes
 
 
 class Service:
@@ -31,6 +35,7 @@ class Service:
         self.live = LiveRecords(send, settings.data_parallel_size)
         self.load = 0  # requests for completions that are being answered
         self.turns = Turns()
+        self.image_lanes: ImageLanes | None = None
         self.responses = ResponseStore() if settings.enable_responses_store else None
         self.loads_adapters = settings.enable_lora and settings.allow_runtime_lora_updating
         self.draining = False
@@ -41,6 +46,10 @@ class Service:
 
     def attach(self, frontend: Frontend) -> None:
         """Serve through ``frontend`` from now on."""
+        if frontend.images is not None:
+            from preheat.server.image_lanes import ImageLanes  # it needs Pillow, which other models do without
+
+            self.image_lanes = ImageLanes(frontend.images)
         self._frontend = frontend
 
     @property

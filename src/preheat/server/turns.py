@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -22,19 +21,18 @@ LONG_CHARS = 200_000
 
 MEDIUM_AT_ONCE, LONG_AT_ONCE = 2, 1
 
-DECODED_AT_ONCE, READ_AT_ONCE = 2, 16
-"""Images: decoding takes time and memory, reading mostly waits for another server."""
+DECODED_AT_ONCE = 2
+"""Prompts that are embeddings, whose decoding takes memory."""
 
 
 class Turns:
-    """Who may work in a thread: a few of the medium size and a long one at once, in order of arrival; of images those
-    that are decoded and those that are read.
+    """Who may work in a thread: a few of the medium size and a long one at once, in order of arrival; and a few that
+    decode.
     """
 
     def __init__(self) -> None:
         self._medium, self._long = asyncio.Semaphore(MEDIUM_AT_ONCE), asyncio.Semaphore(LONG_AT_ONCE)
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
-        self._readers = ThreadPoolExecutor(READ_AT_ONCE, "images")  # threads start when they are first needed
 
     async def run(self, request: Request, chars: int, work: Callable[[], Result]) -> Result:
         """The result of ``work`` on ``chars`` characters. Raises ClientDisconnect if the client has gone meanwhile."""
@@ -42,15 +40,9 @@ class Turns:
             return await _in_thread(request, work)
 
     async def decode(self, request: Request, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, which decodes an image."""
+        """The result of ``work``, which decodes embeddings."""
         async with self._decoding:
             return await _in_thread(request, work)
-
-    async def read(self, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, which reads one and may wait for the network: in a thread of its own kind, which no
-        other work waits for.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
 
 async def _in_thread(request: Request, work: Callable[[], Result]) -> Result:

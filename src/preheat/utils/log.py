@@ -169,10 +169,11 @@ class BackgroundStream(io.TextIOBase):
 
 def protect_stderr() -> None:
     """Put a :class:`BackgroundStream` in the place of standard error, unless something else is there already."""
-    if sys.stderr is None or sys.stderr is not sys.__stderr__:
+    stream = sys.__stderr__
+    if stream is None or sys.stderr is not stream:
         return
     try:
-        background = BackgroundStream(sys.stderr)
+        background = BackgroundStream(stream)
     except OSError:  # it has no file
         return
     sys.stderr = background

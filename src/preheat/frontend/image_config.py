@@ -1,0 +1,109 @@
+"""How an image becomes pixels: the image processor of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from preheat.errors import ModelError
+
+KINDS = ("CLIPImageProcessor", "LlavaImageProcessor")
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelConfig:
+    """How an image becomes pixels. ``shortest_edge`` is what the shortest side is resized to by ``resample``, one of
+    Pillow's filters; ``height`` and ``width``: both sides. ``crop`` is the height and width of what is kept. None: not
+    done.
+    """
+
+    shortest_edge: int | None
+    height: int | None
+    width: int | None
+    resample: int
+    crop: tuple[int, int] | None
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    @classmethod
+    def read(cls, folder: Path) -> PixelConfig | None:
+        """From the files of a checkpoint; None if there are none. Raises ModelError for what is not supported."""
+        from preheat.frontend.tokenizer import read_json  # whoever only decodes needs no tokenizer
+
+        values = read_json(folder / "preprocessor_config.json")
+        values = values or read_json(folder / "processor_config.json").get("image_processor") or {}
+        if not values:
+            return None
+        kind = str(values.get("image_processor_type", KINDS[0])).removesuffix("Fast").removesuffix("Pil")
+        if kind not in KINDS:
+            only = " and ".join(KINDS)
+            raise ModelError(f"{folder}: image_processor_type {kind!r} is not supported, only {only} are")
+        for name, usual in (("do_pad", False), ("do_convert_rgb", True)):
+            if values.get(name, usual) not in (None, usual):
+                raise ModelError(f"{folder}: {name} {values[name]!r} of the image processor is not supported")
+        return _pixel_config(folder, values)
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after resizing."""
+        if self.shortest_edge is None:
+            return self.width or width, self.height or height
+        short, long = min(width, height), max(width, height)
+        resized = int(self.shortest_edge * long / short)
+        return (self.shortest_edge, resized) if width <= height else (resized, self.shortest_edge)
+
+    def table(self) -> np.ndarray:
+        """float32 [channels, 256]: what the values of each channel become."""
+        values = np.arange(256, dtype=np.uint8)
+        found = (values if self.rescale is None else values.astype(np.float64) * self.rescale).astype(np.float32)
+        wide = np.broadcast_to(found, (3, 256))
+        if self.mean is None or self.std is None:
+            return wide.copy()
+        mean, std = (np.array(each, np.float32)[:, None] for each in (self.mean, self.std))
+        table: np.ndarray = (wide - mean) / std
+        return table
+
+
+def _pixel_config(folder: Path, values: Mapping[str, Any]) -> PixelConfig:
+    size = _sides(folder, "size", values.get("size"), 224) if values.get("do_resize", True) else {}
+    crop = _sides(folder, "crop_size", values.get("crop_size"), 224) if values.get("do_center_crop", True) else {}
+    side = crop.get("shortest_edge")
+    normalizes = values.get("do_normalize", True)
+    try:
+        return PixelConfig(
+            shortest_edge=size.get("shortest_edge"),
+            height=size.get("height"),
+            width=size.get("width"),
+            resample=int(PIL.Image.Resampling(values.get("resample", PIL.Image.Resampling.BICUBIC))),
+            crop=(side or crop["height"], side or crop["width"]) if crop else None,
+            rescale=float(values.get("rescale_factor", 1 / 255)) if values.get("do_rescale", True) else None,
+            mean=_channels(values.get("image_mean", CLIP_MEAN)) if normalizes else None,
+            std=_channels(values.get("image_std", CLIP_STD)) if normalizes else None,
+        )
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{folder}: the image processor's config cannot be used: {error}") from error
+
+
+def _sides(folder: Path, name: str, value: object, default: int) -> dict[str, int]:
+    """``shortest_edge``, or ``height`` and ``width``."""
+    sides = {"shortest_edge": default} if value is None else {"shortest_edge": value} if type(value) is int else value
+    sides = {key: side for key, side in sides.items() if side is not None} if isinstance(sides, dict) else {}
+    if set(sides) not in ({"shortest_edge"}, {"height", "width"}) or not all(
+        type(side) is int and 0 < side < 1 << 14 for side in sides.values()
+    ):
+        raise ModelError(f"{folder}: {name} {value!r} of the image processor is not supported")
+    return sides
+
+
+def _channels(value: Any) -> tuple[float, ...]:
+    channels = tuple(float(each) for each in value)
+    if len(channels) != 3:
+        raise ValueError(f"{value!r} has not three channels")
+    return channels

@@ -1,0 +1,166 @@
+"""Decoding images into the model's form with Pillow and numpy. No torch here, nor anything of a model.
+
+Contract. Pixels are those of transformers' image processor of the Pillow backend: transparency is put on white, then
+RGB; the shortest side is resized, the centre is cropped (what lies outside is black), values are rescaled in float64,
+rounded to float32, less the mean, divided by the deviation. A value has 8 bits, so the last steps are a table.
+
+An image's hash is that of its 8-bit pixels after the crop and of the processor's config: what the encoder reads, and
+nothing that a sender says of it.
+
+What an image costs is looked at before it is decoded: its pixels and, of a JPEG, its scans, each of which goes over all
+pixels once more, however few bytes it has.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import asdict
+from hashlib import blake2b
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+
+from preheat.core import Image
+from preheat.errors import InvalidRequest
+from preheat.frontend.image_config import PixelConfig
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What is decoded; Pillow knows more, some of which start programs."""
+
+MAX_SCANS = 64
+"""Most scans of a JPEG. Encoders write about ten, and one for each bit of each color would be 42."""
+
+HASH_BYTES = 16
+
+_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])", re.DOTALL)  # RST and stuffed bytes are within a scan
+_JPEG = b"\xff\xd8"
+_SOI, _EOI, _SOS, _FIRST_WITH_LENGTH = 0xD8, 0xD9, 0xDA, 0xC0
+_MOST_MARKERS = 100_000
+
+
+class TooManyPixels(Exception):
+    """The image has so many ``pixels``, more than may be decoded in this place."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__(pixels)
+        self.pixels = pixels
+
+
+class Decoder:
+    """Decodes files into the form that ``config`` describes; an image may have ``max_pixels``, as it is and resized."""
+
+    def __init__(self, config: PixelConfig, max_pixels: int) -> None:
+        self.config, self.max_pixels = config, max_pixels
+        self._table, self._name = config.table(), json.dumps(asdict(config)).encode()
+
+    def decode(self, data: bytes | PIL.Image.Image, most: int | None = None) -> Image:
+        """A file, or an image, in the model's form. Raises InvalidRequest, saying what is wrong with it, and
+        TooManyPixels for a file that has more than ``most``.
+        """
+        if not isinstance(data, bytes | PIL.Image.Image):
+            raise InvalidRequest(f"An image must be one of Pillow, not {type(data).__name__}", param="prompt")
+        try:
+            image = self._opened(data, most) if isinstance(data, bytes) else self._checked(data)
+            pixels = self._pixels(image)
+        except (InvalidRequest, TooManyPixels, MemoryError):
+            raise
+        except Exception as error:  # decoders raise anything
+            raise _undecodable(error) from error
+        digest = blake2b(self._name, digest_size=HASH_BYTES)
+        digest.update(pixels.tobytes())
+        planes = [table[plane] for table, plane in zip(self._table, pixels.transpose(2, 0, 1), strict=True)]
+        return Image(digest.digest(), np.stack(planes).tobytes())
+
+    def _opened(self, data: bytes, most: int | None) -> PIL.Image.Image:
+        image: PIL.Image.Image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header alone
+        pixels = self._cost(self._checked(image))
+        if data.startswith(_JPEG) and scans_of(data) > MAX_SCANS:
+            raise InvalidRequest(
+                f"The image has more than {MAX_SCANS} scans, and each takes as long as a whole image: save it again",
+                param="messages",
+            )
+        if most is not None and pixels > most:
+            raise TooManyPixels(pixels)
+        image.load()
+        turned = PIL.ImageOps.exif_transpose(image)
+        return image if turned is None else turned
+
+    def _cost(self, image: PIL.Image.Image) -> int:
+        """The pixels that are worked on: as it is or resized, whichever are more."""
+        width, height = self.config.size_of(*image.size)
+        return max(image.width * image.height, width * height)
+
+    def _checked(self, image: PIL.Image.Image) -> PIL.Image.Image:
+        """Raise InvalidRequest for an image that is too large, as it is or resized."""
+        if not image.width or not image.height:
+            raise InvalidRequest("The image is empty", param="messages")
+        if self._cost(image) > self.max_pixels:
+            width, height = self.config.size_of(*image.size)
+            raise InvalidRequest(
+                f"The image of {image.width} x {image.height} pixels, resized to {width} x {height}, is larger than "
+                f"the {self.max_pixels:,} pixels that --max-image-pixels allows",
+                param="messages",
+            )
+        return image
+
+    def _pixels(self, image: PIL.Image.Image) -> np.ndarray:
+        """uint8 [height, width, 3]."""
+        image = _rgb(image)
+        resized = self.config.size_of(*image.size)
+        if resized != image.size or self.config.shortest_edge is not None or self.config.width is not None:
+            image = image.resize(resized, PIL.Image.Resampling(self.config.resample))
+        if self.config.crop is None:
+            return np.asarray(image)
+        return _centre(np.asarray(image), *self.config.crop)
+
+
+def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+
+
+def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The centre of ``pixels`` [rows, columns, channels], black where they end."""
+    for axis, size in enumerate((height, width)):
+        if (lacking := size - pixels.shape[axis]) > 0:
+            before = -(-lacking // 2)
+            pads = [(0, 0)] * 3
+            pads[axis] = before, lacking - before
+            pixels = np.pad(pixels, pads)
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return np.ascontiguousarray(pixels[top : top + height, left : left + width])
+
+
+def scans_of(data: bytes) -> int:
+    """The scans of a JPEG file, or more than :data:`MAX_SCANS`; they are counted as libjpeg finds them, up to the end
+    of the image.
+    """
+    at = found = 0
+    for _ in range(_MOST_MARKERS):
+        marker = _MARKER.search(data, at)
+        if marker is None or marker[1][0] == _EOI or found > MAX_SCANS:
+            return found
+        kind, at = marker[1][0], marker.end()
+        found += kind == _SOS
+        if kind >= _FIRST_WITH_LENGTH and kind != _SOI:
+            at += int.from_bytes(data[at : at + 2])
+    return MAX_SCANS + 1
+
+
+def samples() -> list[bytes]:
+    """A small image of each format: decoders are loaded when they are first used."""
+    files = [io.BytesIO() for _ in FORMATS]
+    for form, file in zip(FORMATS, files, strict=True):
+        PIL.Image.new("RGB", (16, 16)).save(file, form)
+    return [file.getvalue() for file in files]
+
+
+def _undecodable(error: Exception) -> InvalidRequest:
+    known = isinstance(error, PIL.UnidentifiedImageError)
+    reason = f"it is no {', '.join(FORMATS)}" if known else f"{type(error).__name__}: {error}"
+    return InvalidRequest(f"The image cannot be decoded: {reason}", param="messages")

@@ -1,0 +1,91 @@
+"""Decoding the images of strangers: in processes, which may be given up, and whose time and memory are bounded."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+
+from preheat.core import Image
+from preheat.errors import InvalidRequest, WireError
+from preheat.frontend.image_decoder import Decoder, TooManyPixels, samples
+from preheat.utils.helper import Helper, HelperEnded, Helpers, Kind, Work
+
+SMALL_SHARE = 4
+"""An image is small if it has at most this part of the pixels that one may have."""
+
+AT_ONCE = 2
+"""Processes for small images, and for large ones."""
+
+SMALL_SECONDS, LARGE_SECONDS = 2, 10
+"""CPU time that an image may take: several times that of the slowest ordinary one."""
+
+_BYTES_PER_PIXEL = 32  # what the copies take that decoding, turning and taking away transparency make
+_MORE_BYTES = 1 << 28  # the file, its metadata, and what a decoder has beside the image
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """What a process makes of a file: an image, an error, or, if it has too many, the number of its pixels."""
+
+    image: Image | None = None
+    error: WireError | None = None
+    pixels: int = 0
+
+
+_decoded = msgspec.msgpack.Decoder(_Answer).decode
+
+
+class ImageProcesses:
+    """Processes that decode as ``decoder`` does, apart for images of at most ``small_pixels`` and for larger ones."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.max_pixels, self.small_pixels = decoder.max_pixels, decoder.max_pixels // SMALL_SHARE
+        self.small = _helpers(decoder, self.small_pixels, SMALL_SECONDS)
+        self.large = _helpers(decoder, self.max_pixels, LARGE_SECONDS)
+
+    def warm_up(self) -> None:
+        """Start all processes and load every decoder in them."""
+        for helpers in (self.small, self.large):
+            for sample in samples():
+                helpers.run_on_each(sample)
+
+
+def _helpers(decoder: Decoder, most: int, seconds: int) -> Helpers:
+    config = pickle.dumps((decoder.config, decoder.max_pixels, most))
+    memory = most * _BYTES_PER_PIXEL + _MORE_BYTES
+    return Helpers(Kind("preheat.frontend.image_processes:make_work", config, seconds, memory), AT_ONCE)
+
+
+def decode(helper: Helper, data: bytes) -> Image:
+    """The image in ``data``. Raises InvalidRequest, saying what is wrong with it, or TooManyPixels."""
+    try:
+        answer = _decoded(helper.run(data))
+    except HelperEnded as ended:
+        said = {"time": "more CPU time", "memory": "more memory"}.get(ended.reason)
+        reason = f"it takes {said} than an image of its size needs" if said else "its decoder failed"
+        raise InvalidRequest(f"The image cannot be decoded: {reason}", param="messages") from ended
+    if answer.error is not None:
+        raise answer.error.restore()
+    if answer.image is None:
+        raise TooManyPixels(answer.pixels)
+    return answer.image
+
+
+# --- in such a process ---
+
+
+def make_work(config: bytes) -> Work:
+    """What decodes a file, for the config of :func:`_helpers`."""
+    pixel_config, max_pixels, most = pickle.loads(config)
+    decoder = Decoder(pixel_config, max_pixels)
+
+    def work(data: bytes) -> bytes:
+        try:
+            answer = _Answer(image=decoder.decode(data, most))
+        except TooManyPixels as error:
+            answer = _Answer(pixels=error.pixels)
+        except InvalidRequest as error:
+            answer = _Answer(error=WireError.of(error))
+        return msgspec.msgpack.encode(answer)
+
+    return work

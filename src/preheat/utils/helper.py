@@ -1,0 +1,227 @@
+"""Work on what strangers wrote, in processes of its own, whose time and memory the system bounds.
+
+Neither an image nor a chat template says beforehand what it will cost. A :class:`Helper` does one job after the other
+in a child process. A job that uses too much CPU time or memory, or that nobody wants any more, ends with its process;
+the next job has a new one. The child leaves with its parent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import LifoQueue
+from typing import Literal
+
+Work = Callable[[bytes], bytes]
+"""Does a job: from bytes to bytes."""
+
+Reason = Literal["time", "memory", "given up", "died"]
+
+_STDIN = 0
+_LAST_SECONDS = 1.0  # for a child whose line is closed to be gone
+_NO_MEMORY = 77  # the exit status of a child that has no memory left
+_ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1",
+    "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+"""Memory that a job frees goes back to the system, and one thread does it."""
+
+
+class HelperEnded(Exception):
+    """The process ended in the middle of a job, for this ``reason``."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Helpers that are alike. ``entry`` ("module:function") makes the work from ``config`` in the child. A job may use
+    ``cpu_seconds`` of CPU time and ``memory`` bytes beyond what the child has when it is idle.
+    """
+
+    entry: str
+    config: bytes
+    cpu_seconds: int
+    memory: int
+
+
+class Helper:
+    """One process of a ``kind``, for one job at a time; it starts when it is first needed."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._lock = threading.Lock()  # of the two that follow
+        self._process: subprocess.Popen[bytes] | None = None
+        self._given_up: bool | None = None  # None: there is no job
+        self._line: Connection | None = None
+        self._end: Callable[[], object] = _nothing
+
+    def run(self, job: bytes) -> bytes:
+        """What the work makes of ``job``. Raises HelperEnded."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            self._given_up = False
+        assert self._line is not None
+        try:
+            self._line.send_bytes(job)
+            return self._line.recv_bytes()
+        except (EOFError, OSError):
+            raise HelperEnded(self._ended()) from None
+        finally:
+            with self._lock:
+                self._given_up = None
+
+    def give_up(self) -> None:
+        """End the job that runs, if one does: its ``run`` raises HelperEnded. Call it from another thread."""
+        with self._lock:
+            if self._given_up is False and self._process is not None:
+                self._given_up = True
+                self._process.kill()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        kind = self._kind
+        words = [kind.entry, str(theirs.fileno()), str(kind.cpu_seconds), str(kind.memory)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-m", "preheat.utils.helper", *words],
+            stdin=subprocess.PIPE,  # it closes with this process, which the child notices
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C does not reach it
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+        self._line = ours
+        self._end()  # of the process before
+        self._end = weakref.finalize(self, _end, self._process, ours)
+        with suppress(OSError):  # it has left already, which the job will find
+            ours.send_bytes(kind.config)
+
+    def _ended(self) -> Reason:
+        """Why the process ended, or ends: its line is closed."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_SECONDS)
+        self._end()
+        if self._given_up:
+            return "given up"
+        status = self._process.returncode
+        return {-signal.SIGXCPU: "time", _NO_MEMORY: "memory"}.get(status, "died")  # type: ignore[return-value]
+
+
+def _end(process: subprocess.Popen[bytes], line: Connection) -> None:
+    process.kill()
+    process.wait()
+    line.close()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _nothing() -> object:
+    """There is no process yet."""
+
+
+class Helpers:
+    """``count`` helpers of a ``kind``, the one that was used last first."""
+
+    def __init__(self, kind: Kind, count: int) -> None:
+        self.count = count
+        self._idle: LifoQueue[Helper] = LifoQueue()
+        for _ in range(count):
+            self._idle.put(Helper(kind))
+
+    @contextmanager
+    def taken(self) -> Iterator[Helper]:
+        """One that is idle; waits for it."""
+        helper = self._idle.get()
+        try:
+            yield helper
+        finally:
+            self._idle.put(helper)
+
+    def run(self, job: bytes) -> bytes:
+        """What the next idle one makes of ``job``. Raises HelperEnded."""
+        with self.taken() as helper:
+            return helper.run(job)
+
+    def run_on_each(self, job: bytes) -> list[bytes]:
+        """What each makes of ``job``, all at once: after it, all are warm. Raises HelperEnded."""
+        with ThreadPoolExecutor(self.count) as threads:
+            together = threading.Barrier(self.count)  # so that none is taken twice
+
+            def run() -> bytes:
+                with self.taken() as helper:
+                    together.wait()
+                    return helper.run(job)
+
+            return [each.result() for each in [threads.submit(run) for _ in range(self.count)]]
+
+
+# --- the child ---
+
+
+def main() -> None:
+    """Do what comes over the line, one job after the other, until the parent leaves."""
+    entry, line_number, cpu_seconds, memory = sys.argv[1:]
+    threading.Thread(target=_leave_with_parent, daemon=True, name="parent-exit").start()
+    line = Connection(int(line_number))
+    module, _, function = entry.partition(":")
+    work: Work = getattr(importlib.import_module(module), function)(line.recv_bytes())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory(int(memory))
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            job = line.recv_bytes()
+            _limit_time(int(cpu_seconds))
+            try:
+                answer = work(job)
+            except MemoryError:
+                os._exit(_NO_MEMORY)
+            line.send_bytes(answer)
+            del job, answer
+
+
+def _leave_with_parent() -> None:
+    while os.read(_STDIN, 1):
+        pass
+    os._exit(1)
+
+
+def _limit_memory(more: int) -> None:
+    """Allow ``more`` bytes of data than there are now, where the system can say how many that is."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        now = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData"))
+        _lower(resource.RLIMIT_DATA, now * 1024 + more)
+
+
+def _limit_time(more: int) -> None:
+    """Allow ``more`` seconds of CPU time from now on; then the system ends this process."""
+    used = sum(os.times()[:2])
+    _lower(resource.RLIMIT_CPU, math.ceil(used + more))
+
+
+def _lower(what: int, limit: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(what, (soft, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Images that cost more than they look: refused beforehand, or given up; the next one is decoded all the same."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preheat.errors import InvalidRequest
+from preheat.frontend.image_config import CLIP_MEAN, CLIP_STD, PixelConfig
+from preheat.frontend.image_decoder import FORMATS, MAX_SCANS, Decoder, TooManyPixels, samples, scans_of
+from preheat.frontend.image_processes import ImageProcesses, decode
+
+SOS = 0xDA
+MOST = 4_000_000
+
+CONFIG = PixelConfig(
+    shortest_edge=28, height=None, width=None, resample=3, crop=(28, 28), rescale=1 / 255, mean=CLIP_MEAN, std=CLIP_STD
+)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(CONFIG, MOST)
+
+
+@pytest.fixture(scope="module")
+def processes(decoder) -> ImageProcesses:
+    made = ImageProcesses(decoder)
+    made.warm_up()
+    return made
+
+
+def photograph(width: int, height: int, form: str = "JPEG", **options) -> bytes:
+    file = io.BytesIO()
+    PIL.Image.effect_noise((width, height), 40).convert("RGB").save(file, form, **options)
+    return file.getvalue()
+
+
+def segments(jpeg: bytes) -> list[tuple[int, bytes]]:
+    """The markers of a JPEG, each with all that is behind it, up to the end of the image."""
+    at, found = 2, []
+    while jpeg[at + 1] != 0xD9:
+        end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        if jpeg[at + 1] == SOS:
+            while jpeg[end] != 0xFF or jpeg[end + 1] in (0, *range(0xD0, 0xD8)):
+                end += 1
+        found.append((jpeg[at + 1], jpeg[at:end]))
+        at = end
+    return found
+
+
+def with_scans(width: int, height: int, more: int, last: bytes = b"\xff\xd9") -> bytes:
+    """A progressive JPEG that repeats its last scan ``more`` times."""
+    file = io.BytesIO()
+    PIL.Image.new("L", (width, height), 90).save(file, "JPEG", progressive=True)
+    parts = segments(file.getvalue())
+    return b"\xff\xd8" + b"".join(part for _, part in parts) + parts[-1][1] * more + last
+
+
+def test_scans_are_counted_as_the_file_has_them():
+    plain, progressive = photograph(60, 40), photograph(60, 40, progressive=True)
+    assert scans_of(plain) == 1
+    assert scans_of(progressive) == sum(kind == SOS for kind, _ in segments(progressive)) == 10
+    assert scans_of(with_scans(30, 30, 20)) == scans_of(with_scans(30, 30, 0)) + 20
+
+
+def test_what_is_no_scan_is_not_counted():
+    """A preview within the metadata, and whatever follows the image, as a film does in some photographs."""
+    picture = photograph(60, 40, comment=b"\xff\xda" * 500)
+    assert scans_of(picture) == 1
+    assert scans_of(picture + b"\xff\xda\x00\x02" * 500) == 1
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_have_a_count(data):
+    assert 0 <= scans_of(b"\xff\xd8" + data) <= MAX_SCANS + 1
+
+
+@given(st.integers(0, 3), st.binary(max_size=12), st.integers(0, 20))
+def test_nothing_hides_a_scan(fills, stuffing, more):
+    """Bytes of fill before a marker, and segments between scans."""
+    comment = b"\xff\xfe" + struct.pack(">H", 2 + len(stuffing)) + stuffing
+    scan = b"\xff" * fills + b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x12\xff\x00"
+    assert scans_of(b"\xff\xd8" + (comment + scan) * more + b"\xff\xd9") == more
+
+
+def test_ordinary_photographs_are_decoded(decoder):
+    for options in ({}, {"progressive": True}, {"progressive": True, "subsampling": 0, "quality": 99}):
+        assert decoder.decode(photograph(300, 200, **options)).pixels
+
+
+@pytest.mark.parametrize("last", [b"\xff\xd9", b""], ids=["whole", "cut"])
+def test_a_photograph_of_a_thousand_scans_is_refused_before_it_is_decoded(decoder, last, monkeypatch):
+    data = with_scans(1500, 1000, 1000, last)
+    assert len(data) < 60_000
+    monkeypatch.setattr(PIL.Image.Image, "load", None)
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_SCANS} scans"):
+        decoder.decode(data)
+
+
+def test_one_that_says_it_is_several_is_looked_at_too(decoder):
+    """A file of several photographs, of which the first counts."""
+    file = io.BytesIO()
+    first, second = (PIL.Image.new("L", (40, 40), color) for color in (1, 200))
+    first.save(file, "MPO", save_all=True, append_images=[second], progressive=True)
+    parts = segments(file.getvalue())
+    data = b"\xff\xd8" + b"".join(part for _, part in parts) + parts[-1][1] * 100 + b"\xff\xd9"
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_SCANS} scans"):
+        decoder.decode(data)
+
+
+def test_processes_decode_the_same(decoder, processes):
+    for data in (*samples(), photograph(300, 200), photograph(64, 64, "PNG")):
+        with processes.small.taken() as helper:
+            assert decode(helper, data) == decoder.decode(data)
+
+
+def test_a_large_one_is_left_to_the_others(decoder, processes):
+    data = photograph(1200, 900)
+    with processes.small.taken() as helper, pytest.raises(TooManyPixels) as large:
+        decode(helper, data)
+    assert large.value.pixels == 1200 * 900 > processes.small_pixels
+    with processes.large.taken() as helper:
+        assert decode(helper, data) == decoder.decode(data)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(*chunks: bytes, width: int = 10, height: int = 10) -> bytes:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks)
+
+
+GIF_HEAD = b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0)
+
+BOMBS = {
+    "a text that unpacks to much": lambda: png(*[chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 26)))] * 3),
+    "a profile that unpacks to much": lambda: png(chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 28)))),
+    "comments that are put together": lambda: GIF_HEAD + b"\x21\xfe" + (b"\xff" + b"c" * 255) * 78_000,
+    "a million extensions": lambda: GIF_HEAD + b"\x21\xfe\x00" * 6_000_000,
+    "a canvas that is larger than its image": lambda: (
+        b"RIFF" + struct.pack("<I", 200) + b"WEBPVP8X" + struct.pack("<I", 10) + b"\x02\0\0\0" + b"\xff\x3f\0" * 2
+        + b"ANIM" + struct.pack("<I", 6) + bytes(6)
+    ),
+    "data for many more pixels": lambda: png(
+        chunk(b"IDAT", zlib.compress(bytes(1 << 28))), chunk(b"IEND", b""), width=900, height=900
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_an_error_or_an_image_in_bounded_time_and_memory(processes, name):
+    data = BOMBS[name]()
+    before = os.times()
+    with processes.small.taken() as helper:
+        with suppress(InvalidRequest):
+            assert decode(helper, data).pixels
+        assert decode(helper, samples()[0]).pixels  # the next one
+        pid = helper._process.pid
+    after = os.times()
+    assert after.children_user + after.user - before.children_user - before.user < 8
+    assert int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0]) < 150_000
+
+
+def test_every_format_has_a_sample():
+    assert [PIL.Image.open(io.BytesIO(sample)).format for sample in samples()] == list(FORMATS)
