@@ -22,7 +22,8 @@ from preheat.frontend.image_decoder import Decoder
 from preheat.frontend.image_processes import ImageProcesses
 from preheat.frontend.media import MediaReader
 from preheat.server import image_lanes
-from preheat.server.image_lanes import FairShare, ImageLanes, client_of
+from preheat.server.fair_share import FairShare, client_of
+from preheat.server.image_lanes import ImageLanes
 
 CONFIG = PixelConfig(
     shortest_edge=28, height=None, width=None, resample=3, crop=(28, 28), rescale=None, mean=None, std=None

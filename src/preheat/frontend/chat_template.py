@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import meta, nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from preheat.errors import InvalidRequest, ModelError, SettingsError
+from preheat.frontend import template_process
 from preheat.frontend.image_parts import IMAGE
-from preheat.frontend.stored_templates import DEFAULT, REPLACE, TOOL_USE, stored_templates
+from preheat.frontend.stored_templates import DEFAULT, REPLACE, TOOL_USE, StoredTemplate, stored_templates
+from preheat.frontend.template_process import TemplateExhausted, TemplateFailed, TemplateRefused
 from preheat.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -27,30 +21,6 @@ _RESERVED = {
 }  # fmt: skip
 _END = "FINAL_MESSAGE_ENDS_HERE "
 """Follows a message that is to be continued; a template that trims drops its last character."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the model's own text for training; rendering ignores it."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Refusal(jinja2.TemplateError):
-    """What a template raises on purpose, about a conversation that its model cannot have."""
-
-
-def _raise_exception(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _tojson(value: object, **options: Any) -> str:
-    """Unlike Jinja's own filter, this one escapes no HTML: a model reads the result, not a browser."""
-    return json.dumps(value, **({"ensure_ascii": False} | options))
-
 
 _TOOL = {
     "type": "function",
@@ -67,26 +37,14 @@ _TOOL = {
 """What a template for tools is tried with."""
 
 
-def _where(error: jinja2.TemplateError) -> str:
-    return f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    extensions = [_GenerationTag, jinja2.ext.loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+def _check_compiled(source: str, file: str) -> None:
+    """Raise ModelError if the template in ``file`` cannot be compiled."""
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelError(f"the chat template is broken: {_where(error)}{error}; {REPLACE}") from error
-
-
-@lru_cache(maxsize=16)
-def _variables(source: str) -> frozenset[str]:
-    return frozenset(meta.find_undeclared_variables(_compiled(source).environment.parse(source)))
+        template_process.variables(source)
+    except TemplateExhausted as error:
+        raise ModelError(f"{file}: the chat template cannot be compiled: {error}; {REPLACE}") from error
+    except TemplateFailed as error:
+        raise ModelError(f"the chat template is broken: {error}; {REPLACE}") from error
 
 
 @lru_cache(maxsize=16)
@@ -94,8 +52,8 @@ def _shows_parts(source: str, image_token: str, special_tokens: tuple[tuple[str,
     parts = [IMAGE, {"type": "text", "text": "Hello"}]
     known = {**dict(special_tokens), "tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        text = _compiled(source).render(messages=[{"role": "user", "content": parts}], **known)
-    except Exception:  # one that expects texts may raise anything
+        text = template_process.render(source, {"messages": [{"role": "user", "content": parts}], **known})
+    except TemplateFailed:  # one that expects texts may raise anything
         return False
     return text.count(image_token) == 1 and "Hello" in text and "'type'" not in text
 
@@ -122,14 +80,15 @@ class ChatTemplate:
                 f"default_chat_template_kwargs cannot set {', '.join(sorted(clash))}: leave it out",
                 param="default_chat_template_kwargs",
             )
-        self._sources: dict[str, str] = {}
+        stored: dict[str, StoredTemplate] = {}
         if override and tokenizer.speaks:
-            self._sources = {DEFAULT: _read_override(override)}
+            stored = {DEFAULT: _read_override(override)}
         elif tokenizer.speaks:
             stored = stored_templates(tokenizer.folder, tokenizer.config, sees_images=image_token is not None)
-            self._sources = {name: stored[name] for name in (DEFAULT, TOOL_USE) if name in stored}
+        self._sources = {name: stored[name].source for name in (DEFAULT, TOOL_USE) if name in stored}
+        self._places = {each.source: each.place for each in stored.values()}
         for source in self._sources.values():
-            _compiled(source)
+            _check_compiled(source, self._places[source])
 
     def check(self) -> None:
         """Raise ModelError if a template fails on one message of a user, other than by its own decision."""
@@ -137,11 +96,18 @@ class ChatTemplate:
             try:
                 self.render([{"role": "user", "content": "Hello"}], tools=[_TOOL] if name == TOOL_USE else None)
             except InvalidRequest as error:
-                if not isinstance(error.__cause__, _Refusal):
+                if isinstance(error.__cause__, TemplateExhausted):
+                    raise ModelError(f"{error.message}; {REPLACE}") from error
+                if not isinstance(error.__cause__, TemplateRefused):
                     raise ModelError(
                         f"the chat template{'' if name == DEFAULT else f' {name}'} fails on a single message of a "
                         f"user: {error.__cause__}; {REPLACE}"
                     ) from error
+
+    def warm_up(self) -> None:
+        """Make every process that renders ready for the first conversation."""
+        for source in self._sources.values():
+            template_process.warm_up(source)
 
     def _chosen(self, tools: object) -> str | None:
         """The template for a conversation with these ``tools``, if there is one."""
@@ -161,7 +127,7 @@ class ChatTemplate:
     def uses(self, name: str, tools: object = None) -> bool:
         """Whether the template of a conversation with these ``tools`` looks at the variable ``name`` at all."""
         source = self._chosen(tools)
-        return source is not None and name in _variables(source)
+        return source is not None and name in template_process.variables(source)
 
     def render(
         self,
@@ -210,10 +176,12 @@ class ChatTemplate:
         known["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
         final = _mark_end(plain) if continue_final_message else None
         try:
-            text = _compiled(source).render(messages=plain, **known)
-        except InvalidRequest:
-            raise
-        except Exception as error:  # an expression in a template may raise anything
+            text = template_process.render(source, {"messages": plain, **known})
+        except TemplateExhausted as error:
+            raise InvalidRequest(
+                f"The chat template of {self._places[source]} cannot show these messages: {error}", param="messages"
+            ) from error
+        except TemplateFailed as error:
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
         return text if final is None else _up_to_the_end_of(final, text)
 
@@ -272,12 +240,12 @@ def _text_part(part: object, image_token: str | None) -> str:
     return text
 
 
-def _read_override(template: str) -> str:
+def _read_override(template: str) -> StoredTemplate:
     """``template`` itself, or the file that it names: a path has no braces and no newlines."""
     if "{" in template or "\n" in template:
-        return template
+        return StoredTemplate(template, "--chat-template")
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8-sig")
+        return StoredTemplate(Path(template).expanduser().read_text(encoding="utf-8-sig"), template)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"--chat-template {template} cannot be read: {reason}") from error

@@ -17,7 +17,7 @@ SMALL_SHARE = 4
 AT_ONCE = 2
 """Processes for small images, and for large ones."""
 
-SMALL_SECONDS, LARGE_SECONDS = 2, 10
+SMALL_SECONDS, LARGE_SECONDS = 2.0, 10.0
 """CPU time that an image may take: several times that of the slowest ordinary one."""
 
 _BYTES_PER_PIXEL = 32  # what the copies take that decoding, turning and taking away transparency make
@@ -50,7 +50,7 @@ class ImageProcesses:
                 helpers.run_on_each(sample)
 
 
-def _helpers(decoder: Decoder, most: int, seconds: int) -> Helpers:
+def _helpers(decoder: Decoder, most: int, seconds: float) -> Helpers:
     config = pickle.dumps((decoder.config, decoder.max_pixels, most))
     memory = most * _BYTES_PER_PIXEL + _MORE_BYTES
     return Helpers(Kind("preheat.frontend.image_processes:make_work", config, seconds, memory), AT_ONCE)

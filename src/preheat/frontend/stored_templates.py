@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from preheat.errors import ModelError
 from preheat.frontend.tokenizer import read_json
@@ -17,36 +17,45 @@ FOLDER = "additional_chat_templates"
 REPLACE = "correct it, or give another with --chat-template"
 
 
-def stored_templates(folder: Path, config: Mapping[str, Any], *, sees_images: bool = False) -> dict[str, str]:
+class StoredTemplate(NamedTuple):
+    """A template, and where it was read, for messages."""
+
+    source: str
+    place: str
+
+
+def stored_templates(
+    folder: Path, config: Mapping[str, Any], *, sees_images: bool = False
+) -> dict[str, StoredTemplate]:
     """Return the chat templates in ``folder`` by name; none is an empty dictionary.
 
     ``config`` is its tokenizer_config.json. The first place that has any counts: for a model that sees images that of
     transformers' processor, for another that of its tokenizer. Raises ModelError for what is no template.
     """
 
-    def of_config() -> dict[str, str]:
+    def of_config() -> dict[str, StoredTemplate]:
         return _named(config, folder / "tokenizer_config.json")
 
-    def of_files() -> dict[str, str]:
+    def of_files() -> dict[str, StoredTemplate]:
         return _files(folder)
 
-    def legacy() -> dict[str, str]:
+    def legacy() -> dict[str, StoredTemplate]:
         return _named(read_json(folder / "chat_template.json"), folder / "chat_template.json")
 
-    def of_processor() -> dict[str, str]:
+    def of_processor() -> dict[str, StoredTemplate]:
         return _named(read_json(folder / "processor_config.json"), folder / "processor_config.json")
 
-    places: tuple[Callable[[], dict[str, str]], ...] = (of_files, of_config, legacy, of_processor)
+    places: tuple[Callable[[], dict[str, StoredTemplate]], ...] = (of_files, of_config, legacy, of_processor)
     if sees_images:
         places = (legacy, of_files, of_processor, of_config)
     return next((found for place in places if (found := place())), {})
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _files(folder: Path) -> dict[str, StoredTemplate]:
     """``chat_template.jinja``, and each file of :data:`FOLDER` by its own name."""
     paths = {DEFAULT: folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
-    return {name: _read(path) for name, path in paths.items() if path.is_file()}
+    return {name: StoredTemplate(_read(path), str(path)) for name, path in paths.items() if path.is_file()}
 
 
 def _read(path: Path) -> str:
@@ -56,7 +65,7 @@ def _read(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error}; {REPLACE}") from error
 
 
-def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+def _named(config: Mapping[str, Any], path: Path) -> dict[str, StoredTemplate]:
     """The ``chat_template`` of a JSON file: one template, an object of them, or a list of names and templates."""
     found = config.get("chat_template")
     if found is None:
@@ -67,4 +76,4 @@ def _named(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     for name, template in named.items():
         if not isinstance(name, str) or not isinstance(template, str):
             raise ModelError(f"{path}: chat_template must be a text, or texts by name; {REPLACE}")
-    return dict(named)
+    return {name: StoredTemplate(template, str(path)) for name, template in named.items()}

@@ -19,10 +19,9 @@ from preheat.frontend.image_parts import take_images
 from preheat.frontend.messages import told
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
-from preheat.server.body import body_size
 from preheat.server.params import load_images, prepared
 from preheat.server.schema import Message, NamedToolChoice
-from preheat.server.turns import in_turn
+from preheat.server.turns import Turns
 
 
 @dataclass
@@ -47,7 +46,8 @@ async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> 
     for name, given in (("documents", talk.documents), ("reasoning_effort", talk.variables.get("reasoning_effort"))):
         if given and not frontend.template.uses(name, talk.tools):
             raise InvalidRequest(f"the chat template of this model does not look at {name}: leave it out", param=name)
-    return await in_turn(request, body_size(request), partial(_render, frontend, talk))
+    turns: Turns = request.app.state.service.turns
+    return await turns.render(request, partial(_render, frontend, talk))
 
 
 def _render(frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:

@@ -24,6 +24,7 @@ def warm_up_server(
 
     The dummy requests run in ``loop``: after a warm-up in a separate event loop, the first request was 3 ms slower.
     """
+    frontend.template.warm_up()
     if frontend.images is not None:
         frontend.images.processes.warm_up()
     transport = InlineTransport()

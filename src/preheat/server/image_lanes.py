@@ -7,10 +7,8 @@ each gets its turn after the other, however many images one has sent. When a cli
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ from preheat.core import Image
 from preheat.frontend.image_decoder import TooManyPixels
 from preheat.frontend.image_processes import AT_ONCE, decode
 from preheat.frontend.images import Images
+from preheat.server.fair_share import FairShare, client_of
 from preheat.utils.helper import Helper, Helpers
 
 READ_AT_ONCE = 16
@@ -27,51 +26,6 @@ READ_AT_ONCE = 16
 
 _LOCAL = "data:"
 _THREADS = 2 * AT_ONCE + 2  # one for each process, and for what is within URLs
-
-Client = tuple[str, str]
-"""Whose requests wait for each other: an address, and the key that was sent."""
-
-
-def client_of(request: Request) -> Client:
-    """Who sent ``request``, as far as it says."""
-    return request.client.host if request.client else "", request.headers.get("authorization", "")
-
-
-class FairShare:
-    """Shares ``total`` among clients, who take parts of it in turns."""
-
-    def __init__(self, total: int) -> None:
-        self._left = total
-        self._waiting: dict[Client, deque[tuple[int, asyncio.Future[None]]]] = {}
-
-    @asynccontextmanager
-    async def of(self, client: Client, part: int) -> AsyncIterator[None]:
-        """A context with ``part`` of the total; waits for it."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((part, turn))
-        self._admit()
-        try:
-            await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._left += part
-            self._admit()
-
-    def _admit(self) -> None:
-        """Begin the turns of those who come next, client after client, as long as there is enough left."""
-        while self._waiting:
-            client, queue = next(iter(self._waiting.items()))
-            part, turn = queue[0]
-            if not turn.cancelled():
-                if part > self._left:
-                    return
-                self._left -= part
-                turn.set_result(None)
-            queue.popleft()
-            del self._waiting[client]
-            if queue:
-                self._waiting[client] = queue  # behind the others
 
 
 class ImageLanes:

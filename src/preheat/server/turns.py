@@ -11,6 +11,9 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from preheat.frontend.template_process import AT_ONCE as RENDERED_AT_ONCE
+from preheat.server.fair_share import FairShare, client_of
+
 Result = TypeVar("Result")
 
 INLINE_CHARS = 4_000
@@ -32,11 +35,17 @@ class Turns:
 
     def __init__(self) -> None:
         self._medium, self._long = asyncio.Semaphore(MEDIUM_AT_ONCE), asyncio.Semaphore(LONG_AT_ONCE)
+        self._rendering = FairShare(RENDERED_AT_ONCE)
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def run(self, request: Request, chars: int, work: Callable[[], Result]) -> Result:
         """The result of ``work`` on ``chars`` characters. Raises ClientDisconnect if the client has gone meanwhile."""
         async with self._long if chars >= LONG_CHARS else self._medium:
+            return await _in_thread(request, work)
+
+    async def render(self, request: Request, work: Callable[[], Result]) -> Result:
+        """The result of ``work``, which renders a chat template: a process of its own does, and this one waits."""
+        async with self._rendering.of(client_of(request), 1):
             return await _in_thread(request, work)
 
     async def decode(self, request: Request, work: Callable[[], Result]) -> Result:

@@ -8,7 +8,6 @@ the next job has a new one. The child leaves with its parent.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import resource
 import signal
@@ -57,7 +56,7 @@ class Kind:
 
     entry: str
     config: bytes
-    cpu_seconds: int
+    cpu_seconds: float
     memory: int
 
 
@@ -122,7 +121,7 @@ class Helper:
         if self._given_up:
             return "given up"
         status = self._process.returncode
-        return {-signal.SIGXCPU: "time", _NO_MEMORY: "memory"}.get(status, "died")  # type: ignore[return-value]
+        return {-signal.SIGPROF: "time", _NO_MEMORY: "memory"}.get(status, "died")  # type: ignore[return-value]
 
 
 def _end(process: subprocess.Popen[bytes], line: Connection) -> None:
@@ -185,16 +184,21 @@ def main() -> None:
     work: Work = getattr(importlib.import_module(module), function)(line.recv_bytes())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(int(memory))
-    with suppress(EOFError, BrokenPipeError):
+    try:
         while True:
-            job = line.recv_bytes()
-            _limit_time(int(cpu_seconds))
-            try:
-                answer = work(job)
-            except MemoryError:
-                os._exit(_NO_MEMORY)
-            line.send_bytes(answer)
-            del job, answer
+            _do(work, line, float(cpu_seconds))
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+    except (EOFError, BrokenPipeError):
+        os._exit(0)
+
+
+def _do(work: Work, line: Connection, cpu_seconds: float) -> None:
+    """The next job. Beyond its CPU time a signal ends this process."""
+    job = line.recv_bytes()
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    line.send_bytes(work(job))
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _leave_with_parent() -> None:
@@ -208,19 +212,9 @@ def _limit_memory(more: int) -> None:
     status = Path("/proc/self/status")
     if status.exists():
         now = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData"))
-        _lower(resource.RLIMIT_DATA, now * 1024 + more)
-
-
-def _limit_time(more: int) -> None:
-    """Allow ``more`` seconds of CPU time from now on; then the system ends this process."""
-    used = sum(os.times()[:2])
-    _lower(resource.RLIMIT_CPU, math.ceil(used + more))
-
-
-def _lower(what: int, limit: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(what, (soft, hard))
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = now * 1024 + more
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
 
 if __name__ == "__main__":

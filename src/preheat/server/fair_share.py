@@ -1,0 +1,55 @@
+"""Something that clients share: where they wait for it, they have turns, however much one of them asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+Client = tuple[str, str]
+"""Whose requests wait for each other: an address, and the key that was sent."""
+
+
+def client_of(request: Request) -> Client:
+    """Who sent ``request``, as far as it says."""
+    return request.client.host if request.client else "", request.headers.get("authorization", "")
+
+
+class FairShare:
+    """Shares ``total`` among clients, who take parts of it in turns."""
+
+    def __init__(self, total: int) -> None:
+        self._left = total
+        self._waiting: dict[Client, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    @asynccontextmanager
+    async def of(self, client: Client, part: int) -> AsyncIterator[None]:
+        """A context with ``part`` of the total; waits for it."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append((part, turn))
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._left += part
+            self._admit()
+
+    def _admit(self) -> None:
+        """Begin the turns of those who come next, client after client, as long as there is enough left."""
+        while self._waiting:
+            client, queue = next(iter(self._waiting.items()))
+            part, turn = queue[0]
+            if not turn.cancelled():
+                if part > self._left:
+                    return
+                self._left -= part
+                turn.set_result(None)
+            queue.popleft()
+            del self._waiting[client]
+            if queue:
+                self._waiting[client] = queue  # behind the others
