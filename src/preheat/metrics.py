@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from preheat.core import FinishReason, GrammarStats, SamplingParams, Stats
+from preheat.utils.log import one_line
 
 _TOKEN_SECONDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
@@ -121,7 +122,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, model_name: str, prefix: str = "preheat", engines: int = 1) -> None:
-        self.model_name, self.prefix = model_name, prefix
+        self.model_name, self.prefix = one_line(model_name), prefix
         self.running = self.waiting = 0
         self.engines = [EngineFigures() for _ in range(engines)]
         self.loads: Callable[[], Sequence[tuple[int, int]]] | None = None
@@ -265,7 +266,7 @@ class Metrics(Collector):
     def _adapters(self) -> Metric:
         text = "When this was asked, in seconds since 1970; the labels are the adapters that run and that wait."
         family = GaugeMetricFamily(f"{self.prefix}:lora_requests_info", text, labels=list(self.adapters))
-        family.add_metric(list(self.adapters.values()), time.time())
+        family.add_metric(list(map(one_line, self.adapters.values())), time.time())
         return family
 
     def _family(

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.metrics import Metrics
 from preheat.utils.log import TRACEBACK, BackgroundStream, LineFormatter, one_line, printable, without_controls
 
 FORM = "%(levelname)s %(name)s: %(message)s"
@@ -84,6 +85,14 @@ def test_lines_for_a_terminal(text):
     assert all(line.isprintable() for line in printable(text).split("\n"))
     assert printable(text).count("\n") == text.count("\n")
     assert not set(without_controls(text)) & set("\x00\x07\r\x1b\x7f\x85\x9b")
+
+
+@given(TEXTS, TEXTS)
+def test_labels_of_metrics_break_no_line_of_the_page(model, adapter):
+    metrics = Metrics(model)
+    metrics.adapters = {"running_lora_adapters": adapter}
+    page = metrics.text().decode()
+    assert all(line.isprintable() for line in page.split("\n"))
 
 
 # --- standard error that is not read ---
