@@ -241,6 +241,29 @@ def test_the_last_lines_are_written_before_the_end():
         assert "last words" in done.stderr and ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
 
 
+UNCAUGHT = """
+import threading, warnings
+from preheat.utils.log import set_up_logging
+
+set_up_logging("info")
+text = "a\\nINFO made up\\x1b[2J"
+thread = threading.Thread(target=lambda: [][text])
+thread.start()
+thread.join()
+warnings.warn(text)
+raise ValueError(text)
+"""
+
+
+def test_what_nobody_catches_and_warnings_are_events_too():
+    done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    events = [line for line in lines if not line.startswith(TRACEBACK)]
+    assert [line.split()[0] for line in events] == ["CRITICAL", "WARNING", "CRITICAL"]
+    assert all(line.isprintable() for line in lines) and sum("made up" in line for line in lines) == 2
+
+
 def preheat(words: str, redirect: str) -> subprocess.CompletedProcess[str]:
     command = ["sh", "-c", f'exec "$0" -m preheat {words} {redirect}', sys.executable]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -46,7 +46,8 @@ from preheat.utils.log import exit_after, leave, set_up_logging
 logger = logging.getLogger(__name__)
 
 _GOODBYE_SECONDS = 0.5  # for streams to send the error of a dead engine, and for /health to report it
-_THREADS_SECONDS = 2.0  # for threads that still work for somebody, after the last connection; nobody waits for them
+_THREADS_SECONDS = 2.0  # for threads that still work for clients who have gone
+_STOP_SECONDS = 7.0  # the same, and for the engine to stop
 _LAST_SECONDS = 4.5  # after the engine's death; then the process exits, whatever hangs
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell reports it."""
@@ -143,11 +144,12 @@ async def _serve(
     logger.info("Listening on %s", settings.uds or "{}:{}".format(*listener.getsockname()[:2]))
     await server.serve(sockets=[listener])
     supervising.cancel()
+    status = 0 if service.dead is None else 1
+    exit_after(_STOP_SECONDS, status)
     await supervisor.stop(now=shutdown.hasty)
     if shutdown.unready is not None:
         unlisten(settings)
         leave(INTERRUPTED if shutdown.unready == signal.SIGINT else 0)  # a thread may still load the tokenizer
-    status = 0 if service.dead is None else 1
     exit_after(_THREADS_SECONDS, status)
     if supervisor.boot_error is not None:
         raise supervisor.boot_error

@@ -63,7 +63,7 @@ class ImageLanes:
     async def _in(self, helpers: Helpers, request: Request, data: bytes) -> Image:
         """The image in ``data``, by one of ``helpers``, which is given up if the client leaves."""
         gone = asyncio.ensure_future(_disconnected(request))
-        with helpers.taken() as helper:
+        with helpers.taken() as helper:  # never waits: there are as many as may be used at once
             work = asyncio.get_running_loop().run_in_executor(self._decoders, decode, helper, data)
             try:
                 either: set[asyncio.Future[Any]] = {work, gone}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -36,6 +37,7 @@ class Turns:
     def __init__(self) -> None:
         self._medium, self._long = asyncio.Semaphore(MEDIUM_AT_ONCE), asyncio.Semaphore(LONG_AT_ONCE)
         self._rendering = FairShare(RENDERED_AT_ONCE)
+        self._renderers = ThreadPoolExecutor(RENDERED_AT_ONCE, "templates")  # they start when they are first needed
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
 
     async def run(self, request: Request, chars: int, work: Callable[[], Result]) -> Result:
@@ -46,7 +48,7 @@ class Turns:
     async def render(self, request: Request, work: Callable[[], Result]) -> Result:
         """The result of ``work``, which renders a chat template: a process of its own does, and this one waits."""
         async with self._rendering.of(client_of(request), 1):
-            return await _in_thread(request, work)
+            return await _in_thread(request, work, self._renderers)
 
     async def decode(self, request: Request, work: Callable[[], Result]) -> Result:
         """The result of ``work``, which decodes embeddings."""
@@ -54,10 +56,10 @@ class Turns:
             return await _in_thread(request, work)
 
 
-async def _in_thread(request: Request, work: Callable[[], Result]) -> Result:
+async def _in_thread(request: Request, work: Callable[[], Result], threads: ThreadPoolExecutor | None = None) -> Result:
     if await request.is_disconnected():
         raise ClientDisconnect
-    return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, total: int | None = None) -> Result:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any, TextIO
 
 HELD_BYTES = 1 << 20
@@ -198,11 +199,19 @@ def exit_after(seconds: float, status: int) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """Log to standard error, from ``level`` up; so are Python's warnings."""
+    """Log to standard error, from ``level`` up, with Python's warnings and what nobody catches."""
     protect_stderr()
-    handler = line_handler(_FORM)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[line_handler(_FORM)])
     logging.captureWarnings(True)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _uncaught
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = lambda told: _uncaught(told.exc_type, told.exc_value, told.exc_traceback)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if not issubclass(kind, SystemExit | KeyboardInterrupt):
+        logging.getLogger("preheat").critical("An error that nobody caught", exc_info=(kind, error, trace))  # type: ignore[arg-type]
 
 
 def line_handler(form: str) -> logging.Handler:
