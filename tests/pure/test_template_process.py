@@ -99,6 +99,11 @@ def test_at_boot_the_file_and_what_it_did_are_named(tmp_path):
     (beside / "chat_template.jinja").write_text(memory)
     with pytest.raises(ModelError, match=rf"{beside}/chat_template\.jinja .*took more than 512 MiB; correct it, or"):
         ChatTemplate(plain).check()
+    (beside / "chat_template.jinja").write_text(ORDINARY)
+    (beside / "additional_chat_templates").mkdir()
+    (beside / "additional_chat_templates" / "tool_use.jinja").write_text(seconds)
+    with pytest.raises(ModelError, match=r"additional_chat_templates/tool_use\.jinja .* 0\.25 s of CPU time"):
+        ChatTemplate(plain).check()
     given = tmp_path / "given.jinja"
     given.write_text(seconds)
     with pytest.raises(ModelError, match=rf"{given} .* 0.25 s of CPU time"):
