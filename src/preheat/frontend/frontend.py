@@ -6,7 +6,7 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,13 @@ from preheat.utils.pooling import Pooling
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Images, Source  # it needs Pillow, which other models do without
+
+
+MOST_BYTES = 2**28
+"""Of all that one client's request gives to the engine."""
+
+ID_BYTES = 8
+"""A token id in a list."""
 
 
 class Frontend:
@@ -104,6 +111,7 @@ class Frontend:
         self.dead: str | None = None
         self.state = EngineState()
         self._send, self._max_queued = send, max_queued
+        self._starting = 0  # sequences of requests that are being sent
         self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
     @property
@@ -174,27 +182,58 @@ class Frontend:
 
     def start(self, states: Iterable[RequestState]) -> None:
         """Send prepared requests to the engine: all, or none with TooManyRequests if the queue is full."""
-        states = list(states)
-        asked, waiting = sum(state.params.n for state in states), self.metrics.waiting
-        if self._max_queued is not None and asked > self._max_queued:
+        for _ in self.starting(list(states)):
+            pass
+
+    def starting(self, states: Sequence[RequestState]) -> Iterator[None]:
+        """As :meth:`start`, with a pause for other work before each message to the engine. Whoever does not go on
+        aborts ``states``.
+        """
+        left = sum(state.params.n for state in states)
+        self._check_room(states, left)
+        self._starting += left
+        try:
+            for state in states:
+                self.limits()
+                if state.search is None:
+                    yield from self._launching(state)
+                else:
+                    state.search.begin(self)
+                self._starting -= state.params.n
+                left -= state.params.n
+        finally:
+            self._starting -= left
+
+    def _check_room(self, states: Sequence[RequestState], asked: int) -> None:
+        """Raise InvalidRequest or TooManyRequests unless ``states``, ``asked`` sequences, may be sent."""
+        self.limits()
+        if self._max_queued is None:
+            return
+        if asked > self._max_queued:
             raise InvalidRequest(
                 f"The request asks for {asked} sequences (prompts x n), but at most {self._max_queued} can wait "
                 "(--max-queued-requests): ask for fewer"
             )
-        if self._max_queued is not None and waiting + asked > self._max_queued:
+        waiting = self.metrics.waiting + self._starting
+        if waiting + asked > self._max_queued:
             raise TooManyRequests(f"{waiting} sequences are waiting already; try again later")
-        self.limits()
-        for state in states:
-            if state.search is None:
-                self.launch(state)
-            else:
-                state.search.begin(self)
+        if (size := sum(map(_bytes_of, states))) > MOST_BYTES:
+            raise InvalidRequest(
+                f"The request's prompts have {size:,} bytes together, each counted n times, but at most {MOST_BYTES:,} "
+                "are sent to the engine: ask for fewer choices or prompts",
+                param="n",
+            )
 
     def launch(self, state: RequestState) -> None:
         """Send the engine requests of ``state``, whatever is waiting."""
+        for _ in self._launching(state):
+            pass
+
+    def _launching(self, state: RequestState) -> Iterator[None]:
         requests = self.input.fan_out(state)
         self.output.add(state)
         for request in requests:
+            yield
             self._send(request)
 
     def abort(self, state: RequestState) -> None:
@@ -263,6 +302,12 @@ class Frontend:
             asked, self._asked = self._asked, {}
             for id, done in asked.items():
                 done(Outcome(id, self.state, WireError.of(EngineDead(message))))
+
+
+def _bytes_of(state: RequestState) -> int:
+    """What the engine gets for ``state``: each choice has the whole prompt, the embeddings in it, and a mask."""
+    given = sum(len(segment.image.pixels) for segment in state.segments)
+    return state.params.n * (given + ID_BYTES * (len(state.prompt_ids) + len(state.params.allowed_token_ids or ())))
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:

@@ -11,6 +11,7 @@ from starlette.types import Receive
 
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
+from preheat.server.turns import in_slices
 
 
 class RunningRequests:
@@ -25,7 +26,11 @@ class RunningRequests:
     async def __aenter__(self) -> Self:
         for state in self._states:
             state.on_change = self._changed.set
-        self._frontend.start(self._states)
+        try:
+            await in_slices(self._frontend.starting(self._states))
+        except BaseException:
+            self._abort()
+            raise
         self._listener = asyncio.create_task(self._listen())
         return self
 
