@@ -18,7 +18,7 @@ from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
 from preheat.server.beam_search import as_searches
-from preheat.server.body import read_request
+from preheat.server.body import interpreted, read_request
 from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
 from preheat.server.stream import CompletionsWriter
@@ -31,7 +31,7 @@ async def completions(request: Request) -> ASGIApp:
     """Complete prompts."""
     frontend, body = await read_request(request, CompletionRequest)
     frontend.check_generates("Completions API")
-    params = _params(frontend, body)
+    params = await interpreted(request, partial(_params, frontend, body))
     prompts, special = await _prompts(request, frontend, body, params), body.add_special_tokens is not False
     capped = body.max_tokens is None
     states = await prepared(
@@ -78,7 +78,7 @@ async def _prompts(
     if body.prompt_embeds is None:
         if body.prompt is None:
             raise InvalidRequest("Missing required parameter: prompt", param="prompt")
-        return [*listed(frontend, body.prompt, params)]
+        return [*await interpreted(request, partial(listed, frontend, body.prompt, params))]
     if body.echo:
         raise InvalidRequest("prompt_embeds have no tokens that could be shown: leave out echo", param="echo")
     reads, given = frontend.prompt_embeds, body.prompt_embeds
@@ -86,8 +86,12 @@ async def _prompts(
     if not 1 <= len(texts) <= MAX_PROMPTS:
         raise InvalidRequest(f"prompt_embeds must hold 1 to {MAX_PROMPTS} prompts", param="prompt_embeds")
     turns = request.app.state.service.turns
-    found = [await turns.decode(request, partial(reads.decode, text)) for text in texts]
-    return [*found, *(listed(frontend, body.prompt, params) if body.prompt else [])]
+    found: list[str | list[int] | Embedded] = []
+    for text in texts:
+        found.append(await turns.decode(request, partial(reads.decode, text)))
+    if not body.prompt:
+        return found
+    return [*found, *await interpreted(request, partial(listed, frontend, body.prompt, params))]
 
 
 def listed(

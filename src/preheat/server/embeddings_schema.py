@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
 from preheat.server.answers import Usage
-from preheat.server.schema import ForModel, accepted, rejected
+from preheat.server.schema import MOST_IDS, ForModel, accepted, rejected
 
 
 @accepted("user")
@@ -24,6 +24,8 @@ class Texts(ForModel, kw_only=True):
 
 class EmbeddingRequest(Texts, kw_only=True):
     """POST /v1/embeddings. ``normalize``, or ``use_activation``: whether an embedding has length 1."""
+
+    most_values: ClassVar[int] = MOST_IDS
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None

@@ -21,12 +21,21 @@ from preheat.server.running import RunningRequests
 from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
 
+FLOAT_BYTES = 4
+
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 def event_of(message: Struct | dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % encode(message)
+
+
+def _values(state: RequestState) -> int:
+    """How many values an answer tells of ``state``: tokens, their alternatives, and an embedding's numbers."""
+    generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
+    prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
+    return generated + prompt + len(state.pooled) // FLOAT_BYTES
 
 
 class WholeWriter(ABC):
@@ -54,7 +63,8 @@ class WholeWriter(ABC):
         if running.gone:
             return
         running.raise_error()
-        body = encode(self.whole())
+        values = sum(map(_values, self._states))
+        body = await self._service.turns.answer(values, lambda: encode(self.whole()))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
