@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from preheat.core import (
     AdapterReport,
     Command,
@@ -49,6 +51,8 @@ from preheat.utils.pooling import Pooling
 if TYPE_CHECKING:
     from preheat.frontend.images import Images, Source  # it needs Pillow, which other models do without
 
+
+_encode = msgspec.msgpack.Encoder().encode
 
 MOST_BYTES = 2**28
 """Of all that one client's request gives to the engine."""
@@ -305,9 +309,9 @@ class Frontend:
 
 
 def _bytes_of(state: RequestState) -> int:
-    """What the engine gets for ``state``: each choice has the whole prompt, the embeddings in it, and a mask."""
-    given = sum(len(segment.image.pixels) for segment in state.segments)
-    return state.params.n * (given + ID_BYTES * (len(state.prompt_ids) + len(state.params.allowed_token_ids or ())))
+    """What the engine gets for ``state``: each choice has the whole prompt, the embeddings in it, and what is asked."""
+    given = sum(len(segment.image.pixels) for segment in state.segments) + len(_encode(state.params))
+    return state.params.n * (given + ID_BYTES * len(state.prompt_ids))
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:

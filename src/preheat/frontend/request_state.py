@@ -170,6 +170,13 @@ class RequestState:
         """The prompt's token ids; none where there are none."""
         return [] if self.embedded else self.prompt_ids
 
+    def forget(self) -> None:
+        """Let go of what is large, when nobody will look at it again: choices and their state know each other, so that
+        only the garbage collector would find them, much later and all at once.
+        """
+        self.choices, self.prompt_ids, self.prompt_logprobs, self.segments = [], [], [], []
+        self.prompt = self.checked = self.search = self.on_change = None
+
     def output(self) -> RequestOutput:
         """The result so far."""
         wanted = self.params.prompt_logprobs is not None

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 
 from preheat.server.answers import Usage
-from preheat.server.schema import MOST_IDS, ForModel, accepted, rejected
+from preheat.server.schema import MOST_IDS, ForModel, Name, accepted, rejected
 
 
 @accepted("user")
@@ -18,7 +18,7 @@ class Texts(ForModel, kw_only=True):
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     priority: int | None = None
 
 

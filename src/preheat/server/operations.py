@@ -17,7 +17,7 @@ from preheat.errors import InvalidRequest, ModelError, NotFound, SettingsError
 from preheat.frontend.frontend import Frontend
 from preheat.server import answers
 from preheat.server.body import interpreted, read_json
-from preheat.server.schema import ForModel, only
+from preheat.server.schema import FilePath, ForModel, Name, only
 from preheat.server.service import Service
 from preheat.server.status import PATIENCE
 from preheat.settings import Settings
@@ -40,8 +40,8 @@ class UpdateWeightsRequest(ForModel, kw_only=True):
     a trainer sends in the group of /init_weight_transfer_engine.
     """
 
-    path: str | None = None
-    weight_version: str | None = None
+    path: FilePath | None = None
+    weight_version: Name | None = None
     update_info: UpdateInfo | None = None
 
 
@@ -50,7 +50,7 @@ class InitInfo(Struct, forbid_unknown_fields=True):
     to wait for it, and later for each tensor.
     """
 
-    master_address: str
+    master_address: Name
     master_port: int
     rank_offset: int
     world_size: int
@@ -72,7 +72,7 @@ class StartWeightUpdateRequest(ForModel, kw_only=True):
 class FinishWeightUpdateRequest(ForModel, kw_only=True):
     """POST /finish_weight_update."""
 
-    weight_version: str | None = None
+    weight_version: Name | None = None
 
 
 def check_settings(settings: Settings) -> None:

@@ -15,7 +15,10 @@ from preheat.server.turns import in_slices
 
 
 class RunningRequests:
-    """A context in which a client's requests run. They end on exit, or when the client disconnects (``gone``)."""
+    """A context in which a client's requests run. They end on exit, or when the client disconnects (``gone``).
+
+    After the exit nothing is left of them.
+    """
 
     def __init__(self, frontend: Frontend, states: Sequence[RequestState], receive: Receive) -> None:
         self._frontend, self._states = frontend, states
@@ -39,6 +42,7 @@ class RunningRequests:
     ) -> None:
         self._listener.cancel()
         self._abort()
+        await in_slices(map(RequestState.forget, self._states))
 
     @property
     def finished(self) -> bool:

@@ -27,6 +27,11 @@ Kind = TypeVar("Kind", bound=Struct)
 REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
 """What a client may call its request."""
 
+Name = Annotated[str, Meta(max_length=1024)]
+"""What a client calls something: a model, a version, a host."""
+
+FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
+
 _PATH = re.compile(r"`\$([^`]*)`")
 _UNKNOWN = "unknown field `"
 _FIELD_PROBLEMS = {
@@ -49,7 +54,7 @@ class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
 
     most_values: ClassVar[int] = MOST_VALUES
 
-    model: str | None = None
+    model: Name | None = None
     request_id: Annotated[str, Meta(pattern=f"^{REQUEST_ID}$")] | None = None
 
 
@@ -59,13 +64,13 @@ class LoadLoraAdapterRequest(ForModel, kw_only=True):
     """
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    lora_path: FilePath
     load_inplace: bool | None = None
     is_3d_lora_weight: Annotated[Any, only(False)] = None
 
 
 class UnloadLoraAdapterRequest(ForModel, kw_only=True):
-    lora_name: str
+    lora_name: Name
     lora_int_id: _INERT = None
 
 
@@ -145,7 +150,7 @@ class Sampling(ForModel, kw_only=True):
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     response_format: ResponseFormat | None = None
