@@ -23,6 +23,7 @@ from preheat.core import (
     Outcome,
     Progress,
     Ready,
+    Request,
     ResetPrefixCache,
     ToEngine,
 )
@@ -199,12 +200,12 @@ class Frontend:
         try:
             for state in states:
                 self.limits()
-                if state.search is None:
-                    yield from self._launching(state)
-                else:
-                    state.search.begin(self)
-                self._starting -= state.params.n
+                requests = self._begin(state)
+                self._starting -= state.params.n  # they are counted as waiting now
                 left -= state.params.n
+                for request in requests:
+                    yield
+                    self._send(request)
         finally:
             self._starting -= left
 
@@ -228,16 +229,18 @@ class Frontend:
                 param="n",
             )
 
+    def _begin(self, state: RequestState) -> list[Request]:
+        """The messages for ``state`` to the engine; a search sends its own."""
+        if state.search is None:
+            requests = self.input.fan_out(state)
+            self.output.add(state)
+            return requests
+        state.search.begin(self)
+        return []
+
     def launch(self, state: RequestState) -> None:
         """Send the engine requests of ``state``, whatever is waiting."""
-        for _ in self._launching(state):
-            pass
-
-    def _launching(self, state: RequestState) -> Iterator[None]:
-        requests = self.input.fan_out(state)
-        self.output.add(state)
-        for request in requests:
-            yield
+        for request in self._begin(state):
             self._send(request)
 
     def abort(self, state: RequestState) -> None:
