@@ -54,6 +54,10 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
+    def __add__(self, more: CompletionLogprobs) -> CompletionLogprobs:
+        """Those of a text, and of what follows it."""
+        return CompletionLogprobs(*(getattr(self, name) + getattr(more, name) for name in self.__struct_fields__))
+
 
 class CompletionChoice(Struct):
     index: int

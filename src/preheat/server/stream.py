@@ -20,6 +20,7 @@ from preheat.server.middleware import request_id
 from preheat.server.running import RunningRequests
 from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
+from preheat.server.turns import in_slices
 
 FLOAT_BYTES = 4
 
@@ -29,13 +30,6 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 def event_of(message: Struct | dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: %b\n\n" % encode(message)
-
-
-def _values(state: RequestState) -> int:
-    """How many values an answer tells of ``state``: tokens, their alternatives, and an embedding's numbers."""
-    generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
-    prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
-    return generated + prompt + len(state.pooled) // FLOAT_BYTES
 
 
 class WholeWriter(ABC):
@@ -48,6 +42,12 @@ class WholeWriter(ABC):
     @abstractmethod
     def whole(self) -> Struct | dict[str, Any]:
         """The whole answer."""
+
+    def values(self, state: RequestState) -> int:
+        """How many values the answer tells of ``state``: tokens, their alternatives, and an embedding's numbers."""
+        generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
+        prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
+        return generated + prompt + len(state.pooled) // FLOAT_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.load += 1
@@ -63,7 +63,7 @@ class WholeWriter(ABC):
         if running.gone:
             return
         running.raise_error()
-        values = sum(map(_values, self._states))
+        values = sum(map(self.values, self._states))
         body = await self._service.turns.answer(values, lambda: encode(self.whole()))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -78,6 +78,9 @@ class Writer(WholeWriter):
         self._stream = stream
         for state in states:
             state.stream = stream
+
+    async def read_prompt(self, state: RequestState) -> None:
+        """Do what takes time for each token of a prompt, before the first event of its choices."""
 
     def opening(self) -> bytes:
         """The events before the first of a choice."""
@@ -106,9 +109,16 @@ class Writer(WholeWriter):
             return
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
-        body = self.opening()
+        body, opened = self.opening(), set[int]()
         while True:
-            body += b"".join([self.event(first, choice) for first, choice in pending if choice.has_delta])
+            due = [(first, choice) for first, choice in pending if choice.has_delta]
+            for first, choice in due:
+                if first not in opened:
+                    opened.add(first)
+                    await self.read_prompt(choice.state)
+            events = list[bytes]()
+            await in_slices(events.append(self.event(first, choice)) for first, choice in due)
+            body += b"".join(events)
             pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
             if not pending or running.gone:
                 break
