@@ -200,6 +200,8 @@ class Frontend:
         try:
             for state in states:
                 self.limits()
+                if state.search is not None:
+                    yield
                 requests = self._begin(state)
                 self._starting -= state.params.n  # they are counted as waiting now
                 left -= state.params.n
@@ -222,7 +224,7 @@ class Frontend:
         waiting = self.metrics.waiting + self._starting
         if waiting + asked > self._max_queued:
             raise TooManyRequests(f"{waiting} sequences are waiting already; try again later")
-        if (size := sum(map(_bytes_of, states))) > MOST_BYTES:
+        if (size := _bytes_of(states)) > MOST_BYTES:
             raise InvalidRequest(
                 f"The request's prompts have {size:,} bytes together, each counted n times, but at most {MOST_BYTES:,} "
                 "are sent to the engine: ask for fewer choices or prompts",
@@ -311,10 +313,15 @@ class Frontend:
                 done(Outcome(id, self.state, WireError.of(EngineDead(message))))
 
 
-def _bytes_of(state: RequestState) -> int:
-    """What the engine gets for ``state``: each choice has the whole prompt, the embeddings in it, and what is asked."""
-    given = sum(len(segment.image.pixels) for segment in state.segments) + len(_encode(state.params))
-    return state.params.n * (given + ID_BYTES * len(state.prompt_ids))
+def _bytes_of(states: Sequence[RequestState]) -> int:
+    """The bytes that the engine gets for ``states``: for each choice the prompt, its embeddings and the parameters."""
+    kinds = {id(state.checked): state.checked for state in states}  # mostly one for all
+    asked = {key: len(_encode(checked[:3])) if checked else 0 for key, checked in kinds.items()}
+    return sum(state.params.n * (asked[id(state.checked)] + _prompt_bytes(state)) for state in states)
+
+
+def _prompt_bytes(state: RequestState) -> int:
+    return ID_BYTES * len(state.prompt_ids) + sum(len(segment.image.pixels) for segment in state.segments)
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:
