@@ -199,6 +199,15 @@ ROWS: dict[str, Row] = {
     "prompt_logprobs": _json(
         COMPLETIONS, lambda _: {"prompt": [7] * 30_000, "prompt_logprobs": 3, "max_tokens": 1}, 200, server="roomy"
     ),
+    "echo": _json(
+        COMPLETIONS,
+        lambda _: {"prompt": [7] * 30_000, "echo": True, "logprobs": 3, "n": 8, "stream": True, "max_tokens": 1},
+        200,
+        server="roomy",
+    ),
+    "bad_words_sent": _json(
+        COMPLETIONS, lambda _: {"prompt": [[1, 2]] * 100, "n": 128, "bad_words": ["xyz " * 15_000]}
+    ),
     # HTTP itself
     "pipelined": Row("/nothing", lambda _: b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n" * 20_000, frozenset({401, 404})),
     "tiny_chunks": Row(
@@ -212,6 +221,11 @@ ROWS: dict[str, Row] = {
     ),
     "header": Row(
         "/health", lambda size: b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * size + b"\r\n\r\n", frozenset({431})
+    ),
+    "headers": Row(
+        "/v1/models",
+        lambda _: f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n".encode() + b"a:b\r\n" * 9_000 + b"\r\n",
+        frozenset({200}),
     ),
     "url": Row(
         "/warmup",
