@@ -53,9 +53,7 @@ def http(path: str, data: bytes) -> bytes:
     return head.encode() + data
 
 
-def _json(
-    path: str, fields: dict[str, Any] | Callable[[], dict[str, Any]], *statuses: int, server: str = "plain"
-) -> Row:
+def _json(path: str, fields: Callable[[int], dict[str, Any]], *statuses: int, server: str = "plain") -> Row:
     def payload(limit: int) -> bytes:
         return http(path, json.dumps(fields(limit - ROOM), separators=(",", ":")).encode())
 
@@ -269,7 +267,7 @@ class HealthProbe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        said, _ = self._process.communicate()  # closes its input; it waits for the answer that is under way
+        said = self._process.communicate()[0]  # closes its input; it waits for the answer that is under way
         self.times = sorted([*self.times, *map(float, said.split())])
 
     def at(self, share: float) -> float:

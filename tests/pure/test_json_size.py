@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.errors import InvalidRequest
-from preheat.server.schema import MOST_CONTAINERS, MOST_IDS, MOST_VALUES, ChatRequest, CompletionRequest, decode
+from preheat.server.schema import ChatRequest, CompletionRequest, decode
 from preheat.utils import json_size as module
-from preheat.utils.json_size import json_size
+from preheat.utils.json_size import MOST_CONTAINERS, MOST_IDS, MOST_VALUES, json_size
 
 TEXTS = st.text(alphabet='a\\"[]{},:\n', max_size=9)
 VALUES = st.recursive(

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 
 from preheat.server.answers import Usage
-from preheat.server.schema import MOST_IDS, ForModel, Name, accepted, rejected
+from preheat.server.schema import ForModel, Name, accepted, rejected
+from preheat.utils.json_size import MOST_IDS
 
 
 @accepted("user")

@@ -116,9 +116,7 @@ class Writer(WholeWriter):
                 if first not in opened:
                     opened.add(first)
                     await self.read_prompt(choice.state)
-            events = list[bytes]()
-            await in_slices(events.append(self.event(first, choice)) for first, choice in due)
-            body += b"".join(events)
+            body += b"".join(await in_slices(self.event(first, choice) for first, choice in due))
             pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
             if not pending or running.gone:
                 break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -103,10 +103,12 @@ async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, t
     return await turns.run(request, chars, work)
 
 
-async def in_slices(steps: Iterator[object]) -> None:
-    """Run ``steps`` in the event loop, a slice of time after the other."""
-    end = time.monotonic() + SLICE_SECONDS
-    for _ in steps:
+async def in_slices(steps: Iterable[Result]) -> list[Result]:
+    """What ``steps`` give, made in the event loop, a slice of time after the other."""
+    end, found = time.monotonic() + SLICE_SECONDS, list[Result]()
+    for step in steps:
+        found.append(step)
         if time.monotonic() > end:
             await asyncio.sleep(0)
             end = time.monotonic() + SLICE_SECONDS
+    return found
