@@ -151,7 +151,7 @@ ROWS: dict[str, Row] = {
     "ids_cut": _json(COMPLETIONS, lambda _: {"prompt": [7] * 10**6, "truncate_prompt_tokens": 5, "max_tokens": 1}, 200),
     "ids_allowed": _json(COMPLETIONS, lambda _: {"prompt": [1, 2], "allowed_token_ids": [7] * 10**6}),
     "long_integers": _many(COMPLETIONS, '{"prompt":[', "9" * 600, "]}"),
-    "logit_bias": _json(COMPLETIONS, lambda _: {"prompt": "x", "logit_bias": dict.fromkeys(range(200_000), 1)}),
+    "logit_bias": _json(COMPLETIONS, lambda _: {"prompt": "x", "logit_bias": dict.fromkeys(range(300_000), 1)}),
     "inputs": _many(EMBEDDINGS, '{"input":[', "[1]", "]}", server="pooling"),
     "documents": _many("/rerank", '{"query":"x","documents":[', '""', "]}", server="pooling"),
     "texts": _many("/score", '{"text_1":"x","text_2":[', '""', "]}", server="pooling"),

@@ -22,12 +22,14 @@ VALUES = st.recursive(
 )
 
 
-def counted(value: Any) -> tuple[int, int]:
-    """Values and containers of decoded JSON."""
+def counted(value: Any) -> tuple[int, int, int]:
+    """Values, containers and members of decoded JSON."""
     if not isinstance(value, list | dict):
-        return 1, 0
+        return 1, 0, 0
+    named = len(value) if isinstance(value, dict) else 0
     inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
-    return 1 + sum(values for values, _ in inner), 1 + sum(containers for _, containers in inner)
+    values, containers, members = (sum(part) for part in zip((0, 0, 0), *inner, strict=True))
+    return 1 + values, 1 + containers, named + members
 
 
 @given(value=VALUES, chunk=st.sampled_from([1, 2, 3, 7, 1 << 18]), spaced=st.booleans())
@@ -36,14 +38,14 @@ def test_never_too_few(value: Any, chunk: int, spaced: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK", chunk)
         found = json_size(text)
-    values, containers = counted(value)
-    assert found.containers == containers
+    values, containers, members = counted(value)
+    assert (found.containers, found.members) == (containers, members)
     assert values <= found.values <= values + containers
 
 
 def test_what_a_text_holds_does_not_count() -> None:
     text = json.dumps("[{,\\" * 100 + '"[' * 100).encode()
-    assert json_size(text) == (1, 0)
+    assert json_size(text) == (1, 0, 0)
     assert text.count(b"[") == 200  # what a plain count would find
 
 
@@ -63,6 +65,12 @@ def test_a_body_of_too_many_values_is_not_decoded(
     monkeypatch.setattr("preheat.server.schema._decoded", None)
     with pytest.raises(InvalidRequest, match=f"more than {most:,} {said}"):
         decode(body(kind, most + 1), CompletionRequest)
+
+
+def test_members_take_longer_than_items() -> None:
+    bias = b",".join(b'"%d":1' % number for number in range(MOST_VALUES + 1))
+    with pytest.raises(InvalidRequest, match=f"more than {MOST_VALUES:,} values with names"):
+        decode(b'{"logit_bias":{%b}}' % bias, CompletionRequest)
 
 
 def test_only_bodies_of_ids_may_have_so_many() -> None:

@@ -24,18 +24,19 @@ MOST_CONTAINERS = 2**16
 _CHUNK = 1 << 18
 """Bytes that are looked at together: their masks stay in a processor's cache."""
 
-_QUOTE, _BACKSLASH, _COMMA = b'"\\,'
+_QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _OPEN, _LOWER = ord("{"), 0x20
 """With this bit, ``[`` is ``{``; no other byte is."""
 
 
 class JsonSize(NamedTuple):
     """``values``: how many there are, at most: each one but the first follows a comma or opens a list or an object.
-    ``containers``: the lists and objects among them.
+    ``containers``: the lists and objects among them. ``members``: the values that have names, in objects.
     """
 
     values: int
     containers: int
+    members: int
 
 
 def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | None = None) -> None:
@@ -43,15 +44,18 @@ def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | Non
     if len(text) <= MOST_CONTAINERS:
         return
     size = json_size(text)
-    limits = (size.values, most, "values"), (size.containers, MOST_CONTAINERS, "lists and objects")
-    for count, limit, name in limits:
+    for count, limit, name in (
+        (size.values, most, "values"),
+        (size.members, MOST_VALUES, "values with names"),
+        (size.containers, MOST_CONTAINERS, "lists and objects"),
+    ):
         if count > limit:
             raise InvalidRequest(f"{what} has more than {limit:,} {name}: send less in one request", param=param)
 
 
 def json_size(text: bytes) -> JsonSize:
     """The size of a JSON ``text``; of any other text, some number."""
-    values, containers, inside, escape = 1, 0, False, False
+    values, containers, members, inside, escape = 1, 0, 0, False, False
     for start in range(0, len(text), _CHUNK):
         chunk = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
         quotes = chunk == _QUOTE
@@ -64,7 +68,8 @@ def json_size(text: bytes) -> JsonSize:
         opened = int(np.count_nonzero(((chunk | _LOWER) == _OPEN) & outside))
         containers += opened
         values += opened + int(np.count_nonzero((chunk == _COMMA) & outside))
-    return JsonSize(values, containers)
+        members += int(np.count_nonzero((chunk == _COLON) & outside))
+    return JsonSize(values, containers, members)
 
 
 def _escaped(backslashes: np.ndarray, first: bool) -> tuple[np.ndarray | None, bool]:
