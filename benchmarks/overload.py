@@ -3,8 +3,9 @@
     python -m benchmarks overload [--seconds 10] [--clients 4] [--only NAME ...]
 
 A scripted engine answers, so that the server alone is measured, with the bundled model's tokenizer. ``--clients``
-connections, in a process of their own, send one attack after the other for ``--seconds``; meanwhile this process asks
-for /health every 20 ms, whether it has answered or not, and keeps a stream open, whose longest pause it reports.
+connections, in a process of their own, send a row of ``tests/api/abuse.py`` again and again for ``--seconds``.
+Meanwhile this process asks for /health every 20 ms, whether it has answered or not, and keeps a stream open, whose
+longest pause it reports. The last figures, of "all", are those of all rows together.
 """
 
 from __future__ import annotations
@@ -12,52 +13,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import parser, save
+from tests.api.abuse import ROWS, SERVERS, Row, http
 from tests.api.conftest import Server, serving
 
-SHORT = "tests.api.scripted:run_engine"
-ROOMY = "tests.api.scripted:run_roomy_engine"
+BODY_BYTES = 16 * 2**20
+"""What --max-body-bytes is by default."""
+
+REST = Row("/health", lambda _: b"", frozenset())
+ATTACKS = {"rest": REST, **ROWS}
 PAUSE_SECONDS = 0.02
 PATIENCE_SECONDS = 60.0
 
 
-def _text(length: int) -> str:
-    """Text of varied words, as a tokenizer's cache does not help with."""
-    draw = random.Random(length)
-    common = "the a def return if for in of to".split()
-    text = " ".join(f"{draw.choice(common)} word{draw.randrange(10**6)}" for _ in range(5000))
-    return (text * (length // len(text) + 1))[:length]
-
-
-def _completion(**fields: object) -> bytes:
-    data = json.dumps({"max_tokens": 1, **fields}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
-
-
-ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "rest": (SHORT, lambda: b""),
-    "prompts_1MB": (ROOMY, lambda: _completion(prompt=_text(10**6))),
-    "prompts_1MB_too_long": (SHORT, lambda: _completion(prompt=_text(10**6))),
-    "prompts_16MB_too_long": (SHORT, lambda: _completion(prompt=_text(16 * 10**6))),
-    "lists_of_500_prompts_of_8kB": (ROOMY, lambda: _completion(prompt=[_text(8000)] * 500)),
-    "prompts_of_5M_token_ids": (SHORT, lambda: _completion(prompt=[7] * 5_000_000)),
-    "endless_header": (SHORT, lambda: b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 20_000_000 + b"\r\n\r\n"),
-}
-"""For each attack the engine, and what a client sends."""
-
-
 async def _attack(port: int, name: str, seconds: float, clients: int) -> Counter[str]:
     """Send ``name`` until the time is over; the answers' statuses."""
-    payload, seen = ATTACKS[name][1](), Counter[str]()
+    payload, seen = ATTACKS[name].payload(BODY_BYTES), Counter[str]()
     end = time.monotonic() + seconds
 
     async def client() -> None:
@@ -98,7 +77,8 @@ async def _longest_pause(port: int) -> float:
     try:
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(_completion(prompt="def f(x):", max_tokens=4000, stream=True, ignore_eos=True))
+            asked = {"prompt": "def f(x):", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+            writer.write(http("/v1/completions", json.dumps(asked).encode()))
             last = None
             while (chunk := await reader.read(65536)) and b"[DONE]" not in chunk:
                 now = time.perf_counter()
@@ -108,17 +88,25 @@ async def _longest_pause(port: int) -> float:
         return longest * 1e3
 
 
-async def _probe(port: int, attack: subprocess.Popen[str]) -> dict[str, float]:
-    """Times of /health, asked for at a fixed pace, whatever the answers take: a stall delays many."""
-    stream, asked = asyncio.create_task(_longest_pause(port)), list[asyncio.Task[float]]()
+async def _probe(port: int, attack: subprocess.Popen[str], *, streams: bool) -> tuple[list[float], dict[str, float]]:
+    """Milliseconds of /health, asked for at a fixed pace, whatever the answers take: a stall delays many. And their
+    figures, with those of a stream if the server ``streams``.
+    """
+    stream, asked = asyncio.create_task(_longest_pause(port)) if streams else None, list[asyncio.Task[float]]()
     while attack.poll() is None:
         asked.append(asyncio.create_task(_health(port)))
         await asyncio.sleep(PAUSE_SECONDS)
-    times = sorted(await asyncio.gather(*asked))
-    stream.cancel()
-    at = {name: times[min(len(times) - 1, int(len(times) * share))] for name, share in (("p50", 0.5), ("p99", 0.99))}
-    found = {"health_p50_ms": at["p50"], "health_p99_ms": at["p99"], "health_max_ms": times[-1]}
-    found["stream_longest_pause_ms"] = await stream
+    times, found = list(await asyncio.gather(*asked)), dict[str, float]()
+    if stream is not None:
+        stream.cancel()
+        found["stream_longest_pause_ms"] = round(await stream, 1)
+    return times, _figures(times) | found
+
+
+def _figures(times: Sequence[float]) -> dict[str, float]:
+    times = sorted(times)
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    found = {f"health_{name}_ms": times[min(len(times) - 1, int(len(times) * share))] for name, share in shares.items()}
     return {name: round(value, 1) for name, value in found.items()} | {"health_answers": len(times)}
 
 
@@ -128,17 +116,18 @@ def _memory(server: Server) -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one attack, on a server of its own."""
-    with serving("bundled", engine=ATTACKS[name][0]) as server:
+def measure(name: str, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+    """The times of /health during one attack, on a server of its own, and all of its figures."""
+    options = dict(SERVERS[ATTACKS[name].server])
+    with serving(options.pop("model"), **options) as server:
         before = _memory(server)
         command = [sys.executable, "-m", "benchmarks.overload", str(server.port), name]
         command += [str(args.seconds), str(args.clients)]
         attack = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        found: dict[str, Any] = asyncio.run(_probe(server.port, attack))
+        times, found = asyncio.run(_probe(server.port, attack, streams="runner" not in options))
         assert attack.stdout is not None
         answers = json.loads(attack.stdout.read())
-        return found | {"answers": answers, "memory_MiB": [before, _memory(server)]}
+        return times, {**found, "answers": answers, "memory_MiB": [before, _memory(server)]}
 
 
 def main(words: Sequence[str]) -> None:
@@ -147,10 +136,14 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--clients", type=int, default=4)
     flags.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     args = flags.parse_args(words)
+    every = list[float]()
     result: dict[str, Any] = {"seconds": args.seconds, "clients": args.clients}
     for name in args.only:
-        result[name] = measure(name, args)
+        times, result[name] = measure(name, args)
+        every += times
         print(name, json.dumps(result[name]), flush=True)
+    result["all"] = _figures(every)
+    print("all", json.dumps(result["all"]), flush=True)
     if set(args.only) == set(ATTACKS):
         save("overload", result)
 

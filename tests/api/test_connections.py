@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterator
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from preheat.server.protocol import ConnectionLimits
+from preheat.server.protocol import SLICE_BYTES, ConnectionLimits, LimitedProtocol
 from tests.api.conftest import Server, serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -139,3 +143,32 @@ def test_it_is_logged_again_when_it_happens_again(caplog: pytest.LogCaptureFixtu
         assert len(caplog.records) == 1
         assert limits.admit(4) and not limits.admit(11)
         assert len(caplog.records) == 2
+
+
+class Parsing(LimitedProtocol):
+    """Remembers what it has parsed, and its loop what it shall call."""
+
+    def __init__(self) -> None:
+        self.parsed, self.calls = list[bytes](), list[Callable[[], None]]()
+        self._rest = deque[memoryview]()
+        self.transport = types.SimpleNamespace(is_closing=lambda: False)  # type: ignore[assignment]
+        self.loop = types.SimpleNamespace(call_soon=self.calls.append)  # type: ignore[assignment]
+
+    def _parse(self, data: memoryview) -> None:
+        self.parsed.append(bytes(data))
+
+
+@given(sizes=st.lists(st.integers(1, 4 * SLICE_BYTES), min_size=1, max_size=6), late=st.data())
+def test_what_arrives_is_parsed_in_slices(sizes: list[int], late: st.DataObject) -> None:
+    """In order, one slice for each turn of the loop, whenever more comes."""
+    protocol, sent = Parsing(), [bytes([place]) * size for place, size in enumerate(sizes)]
+    for data in sent:
+        before = len(protocol.parsed)
+        protocol.data_received(data)
+        assert len(protocol.parsed) - before <= 1
+        while protocol.calls and late.draw(st.booleans()):
+            protocol.calls.pop()()
+    while protocol.calls:
+        protocol.calls.pop()()
+    assert b"".join(protocol.parsed) == b"".join(sent)
+    assert max(map(len, protocol.parsed)) <= SLICE_BYTES

@@ -286,63 +286,6 @@ def test_a_second_signal_leaves_no_traceback(folder: Path, tmp_path: Path) -> No
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-async def health_times(port: int, seconds: float) -> list[float]:
-    """Seconds until /health answers, asked every 20 ms whether it has answered or not, sorted."""
-
-    async def once() -> float:
-        started = time.monotonic()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
-        writer.close()
-        return time.monotonic() - started
-
-    asked, end = [], time.monotonic() + seconds
-    while time.monotonic() < end:
-        asked.append(asyncio.create_task(once()))
-        await asyncio.sleep(0.02)
-    return sorted(await asyncio.gather(*asked))
-
-
-WORDS = "".join(f"def f_{number * 7919}(x): return x + {number}\n" for number in range(30_000))[: 10**6]
-LARGE = {
-    "too long": ("tests.api.scripted:run_engine", {"prompt": WORDS}, b"400"),
-    "encoded": ("tests.api.scripted:run_roomy_engine", {"prompt": WORDS}, b"200"),
-    "a list": ("tests.api.scripted:run_roomy_engine", {"prompt": [WORDS[:5000]] * 200}, b"200"),
-    "token ids": ("tests.api.scripted:run_engine", {"prompt": [7] * 400_000}, b"400"),
-    "a conversation": (
-        "tests.api.scripted:run_roomy_engine", {"messages": [{"role": "user", "content": "x"}] * 20_000}, b"200"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", LARGE)
-def test_health_answers_while_large_prompts_arrive(what: str) -> None:
-    """Bounds for a busy machine; `python -m benchmarks overload` has the figures for a quiet one."""
-    engine, body, status = LARGE[what]
-    data = json.dumps({"max_tokens": 1, **body}).encode()
-    path = b"/v1/chat/completions" if "messages" in body else b"/v1/completions"
-    raw = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (path, len(data))
-
-    async def send(port: int) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(raw + data)
-        answer = await reader.read(-1)
-        writer.close()
-        return answer
-
-    async def scenario(port: int) -> list[float]:
-        sending = [asyncio.create_task(send(port)) for _ in range(4)]
-        times = await health_times(port, 2)
-        for answer in await asyncio.gather(*sending):
-            assert answer.startswith(b"HTTP/1.1 " + status), answer[:300]
-        return times
-
-    with serving("bundled", engine=engine) as server:
-        times = asyncio.run(asyncio.wait_for(scenario(server.port), 120))
-    assert times[len(times) // 2] < 0.25 and times[-1] < 2, (times[len(times) // 2], times[-1])
-
-
 def test_a_client_that_does_not_read(folder: Path) -> None:
     with serving(str(folder), max_concurrent_requests=2) as server:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -42,10 +43,11 @@ from preheat.errors import (
     TooManyRequests,
     WireError,
 )
+from preheat.frontend import frontend as frontend_module
 from preheat.frontend.adapters import Adapters
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
-from preheat.frontend.request_state import RequestState
+from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.llm import LLM
 from preheat.server.conversation import plain_messages
@@ -504,3 +506,69 @@ def test_which_prompt_of_a_list() -> None:
         raise ContextTooLong("One", param="prompt")
     with pytest.raises(InvalidRequest, match=r"^Another"), naming_prompt(0, 2):
         raise InvalidRequest("Another", param="logprobs")
+
+
+def test_others_may_work_between_the_messages_of_a_request(tokenizer: Tokenizer) -> None:
+    """Requests that begin meanwhile know of those that are on their way; whoever stops leaves nothing behind."""
+    played = Played(tokenizer, max_queued=10)
+    frontend = played.frontend
+    params = frontend.input.params(n=4)
+    states = [frontend.prepare("hi", params) for _ in range(2)]
+    sending = frontend.starting(states)
+    for count in range(5):
+        next(sending)
+        assert len(played.requests) == count
+    with pytest.raises(TooManyRequests, match="8 sequences are waiting already"):
+        played.ask(n=3)
+    played.ask(n=2)
+    sending.close()
+    for state in states:
+        frontend.abort(state)
+    assert len([message for message in played.sent if isinstance(message, Cancel)]) == 8
+    played.ask(n=4)
+    assert frontend.num_unfinished == 6
+
+
+def test_sending_ends_when_the_engine_dies(tokenizer: Tokenizer) -> None:
+    played = Played(tokenizer)
+    states = [played.frontend.prepare("hi", SamplingParams()) for _ in range(2)]
+    sending = played.frontend.starting(states)
+    next(sending)
+    played.frontend.die("gone")
+    with pytest.raises(EngineDead):
+        list(sending)
+    assert isinstance(states[0].error, EngineDead) and len(played.requests) == 1
+
+
+def test_the_bytes_of_a_request_are_counted_for_each_choice(tokenizer: Tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(frontend_module, "MOST_BYTES", 1000)
+    played = Played(tokenizer, max_queued=1000)
+    played.ask([5] * 20, n=5)
+    for params in ({"n": 7}, {"n": 5, "allowed_token_ids": [*range(100, 200)]}):
+        with pytest.raises(InvalidRequest, match="each counted n times") as refused:
+            played.ask([5] * 20, **params)
+        assert refused.value.param == "n"
+    offline = Played(tokenizer)  # where the caller is the owner of the memory
+    offline.ask([5] * 20, n=7)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_what_has_ended_is_forgotten_without_the_garbage_collector(tokenizer: Tokenizer, forgets: bool) -> None:
+    """The control: choices and their state know each other."""
+
+    def choices() -> int:
+        return sum(type(each) is Choice for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        played, before = Played(tokenizer), choices()
+        state = played.ask(max_tokens=1)
+        assert choices() == before + 1
+        played.say("x", Finish("length"))
+        if forgets:
+            state.forget()
+        del state
+        assert choices() - before == (not forgets)
+    finally:
+        gc.enable()

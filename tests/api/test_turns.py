@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import types
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from preheat.server.turns import INLINE_CHARS, LONG_AT_ONCE, LONG_CHARS, MEDIUM_AT_ONCE, Turns, in_turn
+from preheat.server.turns import (
+    INLINE_CHARS,
+    INLINE_VALUES,
+    LONG_AT_ONCE,
+    LONG_CHARS,
+    MEDIUM_AT_ONCE,
+    SLICE_SECONDS,
+    Turns,
+    in_slices,
+    in_turn,
+)
 
 
 def request(turns: Turns, gone: bool = False) -> Request:
@@ -72,3 +83,33 @@ def test_the_work_of_a_lost_client_is_not_done() -> None:
         assert work.running == 0
 
     asyncio.run(scenario())
+
+
+def test_long_answers_are_written_beside_the_loop() -> None:
+    async def scenario() -> None:
+        turns, loop = Turns(), threading.get_ident()
+        assert await turns.answer(INLINE_VALUES - 1, threading.get_ident) == loop
+        assert await turns.answer(INLINE_VALUES, threading.get_ident) != loop
+
+    asyncio.run(scenario())
+
+
+def test_steps_let_others_run_between_slices() -> None:
+    async def scenario() -> int:
+        others, steps = 0, 8
+
+        async def other() -> None:
+            nonlocal others
+            while True:
+                others += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await in_slices(time.sleep(1.1 * SLICE_SECONDS) for _ in range(steps))
+        assert others >= steps
+        others = 0
+        await in_slices(iter(range(steps)))  # the control: they would have no turn if steps were one slice
+        task.cancel()
+        return others
+
+    assert asyncio.run(scenario()) == 0

@@ -13,7 +13,9 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from preheat.core import Ready, SamplingParams
-from preheat.errors import ContextTooLong
+from preheat.errors import ContextTooLong, InvalidRequest
+from preheat.frontend import encoding
+from preheat.frontend.encoding import TextBound
 from preheat.frontend.input_processor import InputProcessor
 from preheat.frontend.token_length import chars_per_token
 from preheat.frontend.tokenizer import Tokenizer
@@ -67,11 +69,16 @@ def test_no_bound_where_text_may_be_dropped(name: str) -> None:
 
 
 class Counting(Tokenizer):
-    encoded = 0
+    encoded = longest = 0
 
-    def encode(self, *args, **kwargs):
+    def encode(self, text, *args, **kwargs):
         self.encoded += 1
-        return super().encode(*args, **kwargs)
+        self.longest = max(self.longest, len(text))
+        return super().encode(text, *args, **kwargs)
+
+    def count(self, text):
+        self.longest = max(self.longest, len(text))
+        return super().count(text)
 
 
 @pytest.fixture
@@ -89,6 +96,79 @@ def test_a_prompt_too_long_is_refused_before_it_is_encoded(processor: InputProce
     with pytest.raises(ContextTooLong, match=r"your prompt has \d+ tokens"):
         processor.prepare("xy" * 64, SamplingParams())  # it might have fitted: the control
     assert tokenizer.encoded == 1
+
+
+def refuse(size: str) -> None:
+    raise ContextTooLong(size)
+
+
+@pytest.fixture(scope="module", params=["byte_level", "words"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Counting:
+    """One with a bound on the characters of a token, and one without."""
+    folder = tmp_path_factory.mktemp(request.param)
+    backend = byte_level() if request.param == "byte_level" else dropping()["strip"]
+    backend.save(str(folder / "tokenizer.json"))
+    return Counting(folder)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["the", "thethe", "  ", "a", "😀", "x" * 40, "\n"]), max_size=60),
+    most=st.integers(1, 80),
+)
+def test_a_text_is_encoded_whole_or_has_too_many_tokens(tokenizer: Counting, words: list[str], most: int) -> None:
+    text = " ".join(words)
+    right = Tokenizer.encode(tokenizer, text, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "_PIECE", 32)  # so that short texts are measured in pieces
+        try:
+            found = TextBound(most, refuse).encode(tokenizer, text, False)
+        except ContextTooLong:
+            assert len(right) > most
+        else:
+            assert found == right and len(right) <= most
+
+
+def test_a_long_text_is_measured_before_it_is_encoded(tokenizer: Counting) -> None:
+    tokenizer.longest, text = 0, "ax z" * 500_000
+    with pytest.raises(ContextTooLong, match="2000000 characters"):
+        TextBound(5_000, refuse).encode(tokenizer, text, True)
+    assert tokenizer.longest <= 1 << 16
+    with pytest.raises(ContextTooLong, match=r"^\d+ tokens"):  # the control: one that may fit is encoded as it is
+        TextBound(5_000, refuse).encode(tokenizer, text[:40_000], True)
+    assert tokenizer.longest <= 1 << 16
+
+
+@pytest.mark.parametrize("cut", [-1, 3])
+def test_what_is_cut_off_is_bounded_too(processor: InputProcessor, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = processor.tokenizer
+    assert isinstance(tokenizer, Counting)
+    params = SamplingParams(truncate_prompt_tokens=cut, max_tokens=1)
+    state = processor.prepare("xyz" * 1000, params)
+    assert len(state.prompt_ids) == (3 if cut == 3 else 63)
+    monkeypatch.setattr(encoding, "MOST_COUNTED", 500)
+    tokenizer.longest = 0
+    for call in (
+        lambda: processor.prepare("xyz" * 100_000, params),
+        lambda: processor.encode_to_count("xyz" * 100_000, True),
+    ):
+        with pytest.raises(ContextTooLong, match="at most 500 tokens are counted or cut"):
+            call()
+    assert tokenizer.longest <= 1 << 16
+
+
+def test_parameters_are_worked_on_once_for_all_prompts(processor: InputProcessor) -> None:
+    tokenizer = processor.tokenizer
+    assert isinstance(tokenizer, Counting)
+    checked = processor.checked(SamplingParams(bad_words=["x", "y", "x"], stop=["z"]))
+    encoded = tokenizer.encoded
+    requests = [request for _ in range(3) for request in processor.fan_out(processor.prepare([5, 6], checked))]
+    assert tokenizer.encoded == encoded
+    assert len(requests) == 3 and all(request.bad_words is checked.bad_words for request in requests)
+    with pytest.raises(InvalidRequest, match="1024 texts of 65536 characters"):
+        processor.checked(SamplingParams(bad_words=["x" * 65_537]))
+    with pytest.raises(InvalidRequest, match="name each once"):
+        processor.checked(SamplingParams(allowed_token_ids=[1] * (tokenizer.vocab_size + 1)))
 
 
 def test_too_many_token_ids_are_not_looked_at(processor: InputProcessor) -> None:

@@ -6,9 +6,11 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from preheat.core import (
     AdapterReport,
@@ -21,6 +23,7 @@ from preheat.core import (
     Outcome,
     Progress,
     Ready,
+    Request,
     ResetPrefixCache,
     ToEngine,
 )
@@ -48,6 +51,15 @@ from preheat.utils.pooling import Pooling
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Images, Source  # it needs Pillow, which other models do without
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+MOST_BYTES = 2**28
+"""Of all that one client's request gives to the engine."""
+
+ID_BYTES = 8
+"""A token id in a list."""
 
 
 class Frontend:
@@ -104,6 +116,7 @@ class Frontend:
         self.dead: str | None = None
         self.state = EngineState()
         self._send, self._max_queued = send, max_queued
+        self._starting = 0  # sequences of requests that are being sent
         self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
     @property
@@ -174,27 +187,62 @@ class Frontend:
 
     def start(self, states: Iterable[RequestState]) -> None:
         """Send prepared requests to the engine: all, or none with TooManyRequests if the queue is full."""
-        states = list(states)
-        asked, waiting = sum(state.params.n for state in states), self.metrics.waiting
-        if self._max_queued is not None and asked > self._max_queued:
+        for _ in self.starting(list(states)):
+            pass
+
+    def starting(self, states: Sequence[RequestState]) -> Iterator[None]:
+        """As :meth:`start`, with a pause for other work before each message to the engine. Whoever does not go on
+        aborts ``states``.
+        """
+        left = sum(state.params.n for state in states)
+        self._check_room(states, left)
+        self._starting += left
+        try:
+            for state in states:
+                self.limits()
+                if state.search is not None:
+                    yield
+                requests = self._begin(state)
+                self._starting -= state.params.n  # they are counted as waiting now
+                left -= state.params.n
+                for request in requests:
+                    yield
+                    self._send(request)
+        finally:
+            self._starting -= left
+
+    def _check_room(self, states: Sequence[RequestState], asked: int) -> None:
+        """Raise InvalidRequest or TooManyRequests unless ``states``, ``asked`` sequences, may be sent."""
+        self.limits()
+        if self._max_queued is None:
+            return
+        if asked > self._max_queued:
             raise InvalidRequest(
                 f"The request asks for {asked} sequences (prompts x n), but at most {self._max_queued} can wait "
                 "(--max-queued-requests): ask for fewer"
             )
-        if self._max_queued is not None and waiting + asked > self._max_queued:
+        waiting = self.metrics.waiting + self._starting
+        if waiting + asked > self._max_queued:
             raise TooManyRequests(f"{waiting} sequences are waiting already; try again later")
-        self.limits()
-        for state in states:
-            if state.search is None:
-                self.launch(state)
-            else:
-                state.search.begin(self)
+        if (size := _bytes_of(states)) > MOST_BYTES:
+            raise InvalidRequest(
+                f"The request's prompts have {size:,} bytes together, each counted n times, but at most {MOST_BYTES:,} "
+                "are sent to the engine: ask for fewer choices or prompts",
+                param="n",
+            )
+
+    def _begin(self, state: RequestState) -> list[Request]:
+        """The messages for ``state`` to the engine; a search sends its own."""
+        if state.search is None:
+            requests = self.input.fan_out(state)
+            self.output.add(state)
+            return requests
+        state.search.begin(self)
+        return []
 
     def launch(self, state: RequestState) -> None:
         """Send the engine requests of ``state``, whatever is waiting."""
-        requests = self.input.fan_out(state)
-        self.output.add(state)
-        for request in requests:
+        for request in self._begin(state):
             self._send(request)
 
     def abort(self, state: RequestState) -> None:
@@ -263,6 +311,17 @@ class Frontend:
             asked, self._asked = self._asked, {}
             for id, done in asked.items():
                 done(Outcome(id, self.state, WireError.of(EngineDead(message))))
+
+
+def _bytes_of(states: Sequence[RequestState]) -> int:
+    """The bytes that the engine gets for ``states``: for each choice the prompt, its embeddings and the parameters."""
+    kinds = {id(state.checked): state.checked for state in states}  # mostly one for all
+    asked = {key: len(_encode(checked[:3])) if checked else 0 for key, checked in kinds.items()}
+    return sum(state.params.n * (asked[id(state.checked)] + _prompt_bytes(state)) for state in states)
+
+
+def _prompt_bytes(state: RequestState) -> int:
+    return ID_BYTES * len(state.prompt_ids) + sum(len(segment.image.pixels) for segment in state.segments)
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:

@@ -20,8 +20,9 @@ from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsE
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.detokenize import SILENT
+from preheat.frontend.encoding import TextBound, counted
 from preheat.frontend.prompt_embeds import Embedded
-from preheat.frontend.request_state import Choice, RequestState
+from preheat.frontend.request_state import CheckedParams, Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 16_384
 MAX_BAD_WORDS = 1024
+MAX_BAD_CHARS = 65_536
 _RECOMMENDED = {field.recommended: name for name, field in SAMPLING_FIELDS.items() if field.recommended}
 
 
@@ -69,10 +71,20 @@ class InputProcessor:
         given = {name: value for name, value in given.items() if value is not None}
         return check_params({"max_tokens": None, **self.recommended, **given})
 
+    def checked(self, params: SamplingParams) -> CheckedParams:
+        """``params``, checked, and what is made of them once for all prompts. Raises InvalidRequest."""
+        params = check_params(msgspec.structs.asdict(params))
+        self._check_params(params)
+        return self._made(self._with_most_logprobs(params))
+
+    def _made(self, params: SamplingParams) -> CheckedParams:
+        strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
+        return CheckedParams(params, self._stop_ids(params), self._bad_words(params), strings)
+
     def prepare(
         self,
         prompt: str | Sequence[int] | Embedded,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         *,
         request_id: str = "",
         text: str | None = None,
@@ -85,25 +97,25 @@ class InputProcessor:
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
-        ``prompt``: a text, token ids, or embeddings.
+        ``prompt``: a text, token ids, or embeddings. ``params`` are checked unless they are already.
         ``images`` are those that the prompt's image tokens stand for, in order. ``lora_name``: the adapter, if any.
         ``text``: the prompt's text if ``prompt`` has its token ids. ``cap_length`` shortens ``max_tokens`` to what fits
         the context instead of rejecting the request.
         """
-        limits, params = self._limits(), check_params(msgspec.structs.asdict(params))
+        limits = self._limits()
+        checked = params if isinstance(params, CheckedParams) else self.checked(params)
+        params = checked.params
         self._check_priority(priority)
         self.check_length(prompt, params)
         if isinstance(prompt, Embedded):
             _check_without_tokens(params)
             ids = prompt.ids
         elif isinstance(prompt, str):
-            text, ids = prompt, self._encode(prompt, params, add_special_tokens)
+            text, ids = prompt, self._bound(params).encode(self.tokenizer, prompt, add_special_tokens)
         else:
             ids = self._checked_ids(prompt)
         if not ids:
             raise InvalidRequest("The prompt is empty; give at least one token", param="prompt")
-        self._check_params(params)
-        params = self._with_most_logprobs(params)
         ids, segments = (ids, prompt.segments) if isinstance(prompt, Embedded) else self._with_images(ids, images)
         if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
             if segments:
@@ -117,7 +129,7 @@ class InputProcessor:
         max_tokens = _max_tokens(len(ids), params, limits, cap_length)
         return RequestState(
             request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt, segments=segments,
-            priority=priority, lora_name=lora_name, embedded=isinstance(prompt, Embedded),
+            priority=priority, lora_name=lora_name, embedded=isinstance(prompt, Embedded), checked=checked,
         )  # fmt: skip
 
     def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
@@ -178,28 +190,30 @@ class InputProcessor:
 
     def check_length(self, prompt: str | Sequence[object] | Embedded, params: SamplingParams) -> None:
         """Raise ContextTooLong if ``prompt`` has too many token ids to fit, or too many characters, whatever its tokens
-        are. One of which ``params`` keep a part fits.
+        are. Of one of which ``params`` keep a part, far more may be cut off.
         """
+        if isinstance(prompt, str):
+            self._bound(params).check(self.tokenizer, prompt)
+        elif params.truncate_prompt_tokens is None:
+            _check_prompt_length(len(prompt), self._limits())
+
+    def encode_to_count(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``, which need not fit the model. Raises ContextTooLong if they are far too many."""
+        return counted(self._limits().max_model_len).encode(self.tokenizer, text, add_special_tokens)
+
+    def _bound(self, params: SamplingParams) -> TextBound:
+        """How long the text of a prompt may be."""
         limits = self._limits()
         if params.truncate_prompt_tokens is not None:
-            return
-        if not isinstance(prompt, str):
-            _check_prompt_length(len(prompt), limits)
-        elif len(prompt) <= limits.max_model_len:
-            return  # spares the look at the vocabulary
-        elif (most := self.tokenizer.chars_per_token) and len(prompt) > limits.max_model_len * most:
-            least = -(-len(prompt) // most)
-            _check_prompt_length(least, limits, f"{len(prompt)} characters, at least {least} tokens")
-
-    def _encode(self, text: str, params: SamplingParams, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens, lambda count: self.check_length(range(count), params))
+            return counted(limits.max_model_len)
+        most = min(limits.max_model_len - 1, limits.max_prompt_len or sys.maxsize)
+        return TextBound(most, lambda size: _check_prompt_length(most + 1, limits, size))
 
     def fan_out(self, state: RequestState) -> list[Request]:
         """One engine request for each choice; the choices are added to ``state``."""
         params, prompt = state.params, state.prompt_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
-        stop_ids, bad_words = self._stop_ids(params), self._bad_words(params)
-        strings = StopStrings(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
+        _, stop_ids, bad_words, strings = state.checked or self._made(params)
         for index in range(params.n):
             stop = StopChecker(strings) if strings else None
             detokenizer = SILENT
@@ -256,12 +270,11 @@ class InputProcessor:
 
         As in vLLM: one whose text can be written by other tokens is not found in them.
         """
-        found: list[list[int]] = []
+        found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
-            alone = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
-            within = self.tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
-            found += [ids for ids in (alone, within) if ids and ids not in found]
-        return found
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return [list(ids) for ids in found if ids]
 
     def _with_most_logprobs(self, params: SamplingParams) -> SamplingParams:
         """``params`` with the number that -1 stands for; none where ``logprob_token_ids`` say which tokens."""
@@ -287,8 +300,16 @@ class InputProcessor:
         self.check_vocabulary(params.logprob_token_ids or (), "logprob_token_ids")
         if params.bad_words:
             self.check_text("bad_words", "use logit_bias with -100, or allowed_token_ids")
-        if len(params.bad_words or ()) > MAX_BAD_WORDS:
-            raise InvalidRequest(f"bad_words may have {MAX_BAD_WORDS} texts", param="bad_words")
+            if len(params.bad_words) > MAX_BAD_WORDS or sum(map(len, params.bad_words)) > MAX_BAD_CHARS:
+                raise InvalidRequest(
+                    f"bad_words may have {MAX_BAD_WORDS} texts of {MAX_BAD_CHARS} characters together",
+                    param="bad_words",
+                )
+        if (count := len(params.allowed_token_ids or ())) > self.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"allowed_token_ids has {count} ids, but there are {self.tokenizer.vocab_size}: name each once",
+                param="allowed_token_ids",
+            )
         if params.structured_outputs is not None:
             self.check_text("structured_outputs", "check the text yourself")
         if stops := params.stop_strings:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from preheat.errors import InvalidRequest
+from preheat.utils.json_size import check_size
 
 
 def told(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -39,6 +40,7 @@ def _call(call: object, param: str) -> dict[str, Any]:
 def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
     """A call in the history of a conversation, as chat templates expect it."""
     if isinstance(arguments, str):
+        check_size(arguments.encode(errors="replace"), f"{param}: the JSON of the arguments", param=param)
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:

@@ -5,18 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from preheat.core import SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from preheat.frontend.stop import StopChecker
+from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Times
 
 if TYPE_CHECKING:
     from preheat.frontend.beam_search import BeamSearch
+
+
+class CheckedParams(NamedTuple):
+    """Sampling parameters that were checked, the token ids that end a sequence, those of ``bad_words``, and the stop
+    strings, if any: all that several prompts with the same parameters share.
+    """
+
+    params: SamplingParams
+    stop_ids: list[int]
+    bad_words: list[list[int]]
+    strings: StopStrings | None
 
 
 @dataclass(slots=True)
@@ -131,6 +142,7 @@ class RequestState:
     priority: int = 0
     lora_name: str = ""
     embedded: bool = False
+    checked: CheckedParams | None = None  # params, and what is made of them for all prompts of its client's request
     data_parallel_rank: int | None = None  # the replica that its client asks for
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
@@ -157,6 +169,13 @@ class RequestState:
     def shown_ids(self) -> list[int]:
         """The prompt's token ids; none where there are none."""
         return [] if self.embedded else self.prompt_ids
+
+    def forget(self) -> None:
+        """Let go of what is large, when nobody will look at it again: choices and their state know each other, so that
+        only the garbage collector would find them, much later and all at once.
+        """
+        self.choices, self.prompt_ids, self.prompt_logprobs, self.segments = [], [], [], []
+        self.prompt = self.checked = self.search = self.on_change = None
 
     def output(self) -> RequestOutput:
         """The result so far."""

@@ -97,6 +97,14 @@ def _token_ids(config: Mapping[str, Any], path: Path) -> list[int]:
     return ids
 
 
+def _check_unicode(text: str) -> None:
+    """Raise InvalidRequest if ``text`` has lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"The text is not valid Unicode at character {error.start}") from error
+
+
 class Tokenizer:
     """Encodes and decodes text with the tokenizer in ``folder``; raises ModelError if its files cannot be used.
 
@@ -155,15 +163,17 @@ class Tokenizer:
         ``check_length`` is called with their number before they are listed, and may raise. Other threads run meanwhile:
         unlike ``encode``, the library's ``encode_batch_fast`` releases the GIL.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"The text is not valid Unicode at character {error.start}") from error
+        _check_unicode(text)
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if check_length is not None:
             check_length(len(encoding))
         ids: list[int] = encoding.ids
         return ids
+
+    def count(self, text: str) -> int:
+        """The number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
+        _check_unicode(text)
+        return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; unknown ids add nothing. Other threads run meanwhile."""
@@ -221,6 +231,9 @@ class NoTokenizer(Tokenizer):
         raise InvalidRequest(
             "There is no tokenizer (skip_tokenizer_init): give the prompt as token ids", param="prompt"
         )
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so nothing can be turned into text")

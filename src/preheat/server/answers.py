@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -10,6 +10,13 @@ from msgspec import UNSET, Struct, UnsetType
 from preheat.warmup.record import Record
 
 encode = msgspec.json.Encoder().encode
+
+
+def encoded(value: object) -> Any:
+    """``value`` as JSON that goes into an answer as it is: Python's lock is held while a whole answer is encoded, so
+    what may be much is encoded part by part before.
+    """
+    return msgspec.Raw(encode(value))
 
 
 class PromptTokensDetails(Struct):
@@ -46,6 +53,10 @@ class CompletionLogprobs(Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+    def __add__(self, more: CompletionLogprobs) -> CompletionLogprobs:
+        """Those of a text, and of what follows it."""
+        return CompletionLogprobs(*(getattr(self, name) + getattr(more, name) for name in self.__struct_fields__))
 
 
 class CompletionChoice(Struct):

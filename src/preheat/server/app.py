@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -39,9 +40,11 @@ from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.shutdown import Server, Shutdown
 from preheat.server.supervisor import Supervisor
+from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
 from preheat.utils.gc import settle
 from preheat.utils.log import exit_after, leave, set_up_logging
+from preheat.utils.memory import give_back_large_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
     operations.check_settings(settings)
     set_up_logging(settings.log_level)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
+    _bound_pauses()
     listener = listen(settings)
     if settings.uds is None:
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
@@ -79,6 +83,13 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
             return runner.run(_serve(settings, entry, listener, on_message))
     finally:
         unlisten(settings)
+
+
+def _bound_pauses() -> None:
+    """Bound how long the event loop waits for Python's lock, and what the process keeps of memory that it used."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)  # the time is quadratic in the digits
+    give_back_large_blocks()
 
 
 def build_app(service: Service) -> ASGIApp:

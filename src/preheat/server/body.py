@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -15,9 +15,10 @@ from preheat.frontend.frontend import Frontend
 from preheat.server.middleware import name_request
 from preheat.server.schema import ForModel, decode
 from preheat.server.service import Service
-from preheat.server.turns import LONG_CHARS
+from preheat.server.turns import in_turn
 
 Body = TypeVar("Body", bound=ForModel)
+Result = TypeVar("Result")
 
 BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
@@ -29,18 +30,27 @@ DISCARD_SECONDS = 0.5
 async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Body]:
     """The frontend, and the decoded body. Raises ModelNotFound if the body names another model."""
     service: Service = request.app.state.service
-    data = await read_body(request)
-    request.state.body_size = len(data)
-    reading = partial(decode, data, kind)
-    body = await service.turns.run(request, len(data), reading) if len(data) >= LONG_CHARS else reading()
+    body = await read_json(request, kind)
     if body.request_id is not None:
         name_request(request, body.request_id)
     request.state.lora_name = service.adapter_of(body.model)
     return service.frontend, body
 
 
+async def read_json(request: Request, kind: type[Body], default: bytes = b"") -> Body:
+    """The decoded body; that of ``default`` if it is empty."""
+    data = await read_body(request) or default
+    request.state.body_size = len(data)
+    return await in_turn(request, len(data), partial(decode, data, kind))
+
+
+async def interpreted(request: Request, work: Callable[[], Result]) -> Result:
+    """The result of ``work``, which takes time for each value in the body that was read."""
+    return await in_turn(request, request.state.body_size, work)
+
+
 def body_size(request: Request) -> int:
-    """Bytes in the body that :func:`read_request` has read."""
+    """Bytes in the body that was read."""
     return int(request.state.body_size)
 
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
-from preheat.frontend.answer_format import AnswerFormat, AnswerParser, ParsedAnswer
+from preheat.frontend.answer_format import AnswerFormat, AnswerParser, ParsedAnswer, ToolChoice
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
@@ -27,7 +27,7 @@ from preheat.server.answers import (
     ToolCallDelta,
 )
 from preheat.server.beam_search import as_searches
-from preheat.server.body import read_request
+from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, plain_messages, prepared_talk, tool_choice
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
 from preheat.server.schema import ChatRequest
@@ -38,10 +38,14 @@ async def chat(request: Request) -> ASGIApp:
     """Answer a conversation."""
     frontend, body = await read_request(request, ChatRequest)
     frontend.check_generates("Chat Completions API")
-    params = _params(frontend, body)
-    choice = tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+    def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
+        params = _params(frontend, body)
+        return _talk(body), tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls), params
+
+    talk, choice, params = await interpreted(request, asked)
     state, form = await prepared_talk(
-        request, frontend, _talk(body), choice, params, cache_salt=body.cache_salt or "", priority=body.priority or 0,
+        request, frontend, talk, choice, params, cache_salt=body.cache_salt or "", priority=body.priority or 0,
         cap_length=body.max_tokens is None and body.max_completion_tokens is None,
     )  # fmt: skip
     as_searches(frontend, body, [state])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -16,9 +17,9 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import check_params
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
-from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs
+from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
 from preheat.server.beam_search import as_searches
-from preheat.server.body import read_request
+from preheat.server.body import interpreted, read_request
 from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
 from preheat.server.stream import CompletionsWriter
@@ -31,7 +32,7 @@ async def completions(request: Request) -> ASGIApp:
     """Complete prompts."""
     frontend, body = await read_request(request, CompletionRequest)
     frontend.check_generates("Completions API")
-    params = _params(frontend, body)
+    params = await interpreted(request, partial(_params, frontend, body))
     prompts, special = await _prompts(request, frontend, body, params), body.add_special_tokens is not False
     capped = body.max_tokens is None
     states = await prepared(
@@ -78,7 +79,7 @@ async def _prompts(
     if body.prompt_embeds is None:
         if body.prompt is None:
             raise InvalidRequest("Missing required parameter: prompt", param="prompt")
-        return [*listed(frontend, body.prompt, params)]
+        return [*await interpreted(request, partial(listed, frontend, body.prompt, params))]
     if body.echo:
         raise InvalidRequest("prompt_embeds have no tokens that could be shown: leave out echo", param="echo")
     reads, given = frontend.prompt_embeds, body.prompt_embeds
@@ -86,8 +87,12 @@ async def _prompts(
     if not 1 <= len(texts) <= MAX_PROMPTS:
         raise InvalidRequest(f"prompt_embeds must hold 1 to {MAX_PROMPTS} prompts", param="prompt_embeds")
     turns = request.app.state.service.turns
-    found = [await turns.decode(request, partial(reads.decode, text)) for text in texts]
-    return [*found, *(listed(frontend, body.prompt, params) if body.prompt else [])]
+    found: list[str | list[int] | Embedded] = []
+    for text in texts:
+        found.append(await turns.decode(request, partial(reads.decode, text)))
+    if not body.prompt:
+        return found
+    return [*found, *await interpreted(request, partial(listed, frontend, body.prompt, params))]
 
 
 def listed(
@@ -119,6 +124,16 @@ def _best(state: RequestState, n: int) -> list[Choice]:
     return sorted(state.choices, key=mean, reverse=True)[:n]
 
 
+class _Prompt(NamedTuple):
+    """A prompt as its choices show it: its text and the log-probabilities of its tokens, one form for ``echo`` and one
+    for ``prompt_logprobs``.
+    """
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    alternatives: PromptLogprobs
+
+
 class _CompletionWriter(CompletionsWriter):
     prefix, event_object = "cmpl", "text_completion"
 
@@ -129,6 +144,7 @@ class _CompletionWriter(CompletionsWriter):
         self._n = None if body.best_of is None else body.n or 1
         self._hides_logprobs = self._n is not None and body.logprobs is None
         self._offsets: dict[int, int] = {}  # choice -> characters that its logprobs have covered
+        self._prompts: dict[int, _Prompt] = {}  # by the id of their state
 
     def whole(self) -> Completion:
         n = self._n or self._states[0].params.n
@@ -138,6 +154,13 @@ class _CompletionWriter(CompletionsWriter):
             for rank, choice in enumerate(_best(state, n))
         ]
         return Completion(**self._fields, choices=choices, usage=self.usage())
+
+    def values(self, state: RequestState) -> int:
+        shown = len(state.prompt_ids) * state.params.n
+        return super().values(state) + shown * bool(self._echo or self._return_token_ids)
+
+    async def read_prompt(self, state: RequestState) -> None:
+        await self._service.turns.answer(self.values(state), partial(self._prompt, state))
 
     def event(self, first: int, choice: Choice) -> bytes:
         return self.event_with(choice, self._choice(first + choice.index, choice))
@@ -155,20 +178,33 @@ class _CompletionWriter(CompletionsWriter):
             delta = OutputDelta("", [], delta.logprobs and [], delta.first)
             answer = CompletionChoice(index, "", None, choice.finish_reason and "length")
         if echo:
-            answer.text = state.prompt_text + answer.text
+            answer.text = self._prompt(state).text + answer.text
         if delta.logprobs is not None:
             answer.logprobs = self._logprobs(index, state, delta, echo)
         if delta.first and self._prompt_logprobs:
-            answer.prompt_logprobs = prompt_logprobs_of(state)
+            answer.prompt_logprobs = self._prompt(state).alternatives
         if self._return_token_ids:
             answer.token_ids = delta.token_ids
             answer.prompt_token_ids = state.shown_ids if delta.first else UNSET
         return answer
 
     def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> CompletionLogprobs:
-        ids = [*state.prompt_ids, *delta.token_ids] if echo else delta.token_ids
-        entries = [*state.prompt_logprobs, *(delta.logprobs or ())] if echo else delta.logprobs or ()
+        before = self._prompt(state).logprobs if echo else None
         offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(state.tokenizer, ids, entries, offset)
+        if before is not None:
+            offset = sum(map(len, before.tokens))
+        logprobs = completion_logprobs(state.tokenizer, delta.token_ids, delta.logprobs or (), offset)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
-        return logprobs
+        return logprobs if before is None else before + logprobs
+
+    def _prompt(self, state: RequestState) -> _Prompt:
+        """What is shown of the prompt, made once for all of its choices."""
+        key = id(state)
+        if key not in self._prompts:
+            shows = self._echo and state.prompt_logprobs
+            self._prompts[key] = _Prompt(
+                state.prompt_text if self._echo else "",
+                completion_logprobs(state.tokenizer, state.prompt_ids, state.prompt_logprobs, 0) if shows else None,
+                prompt_logprobs_of(state) if self._prompt_logprobs else [],
+            )
+        return self._prompts[key]

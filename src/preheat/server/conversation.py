@@ -19,9 +19,10 @@ from preheat.frontend.image_parts import take_images
 from preheat.frontend.messages import told
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
+from preheat.server.body import body_size
 from preheat.server.params import load_images, prepared
 from preheat.server.schema import Message, NamedToolChoice
-from preheat.server.turns import Turns
+from preheat.server.turns import Turns, in_turn
 
 
 @dataclass
@@ -77,21 +78,28 @@ async def prepared_talk(
 ) -> tuple[RequestState, AnswerFormat]:
     """The checked request for a conversation, and how its answers are read."""
     prompt, sources = await rendered(request, frontend, talk)
-    form = frontend.formats.form(choice, prompt)
-    changed: dict[str, Any] = {}
-    if (constraint := form.constraint(params.structured_outputs)) is not None:
-        changed["structured_outputs"] = constraint
-    if frontend.formats.shows_special_tokens(form):
-        changed["skip_special_tokens"] = False
-    if changed:
-        params = msgspec.structs.replace(params, **changed)
     frontend.input.check_length(prompt, params)
+    size = max(body_size(request), len(prompt))
+    form, params = await in_turn(request, size, partial(_formed, frontend, choice, prompt, params))
     images = await load_images(request, sources)
     (state,) = await prepared(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
         cap_length=cap_length, images=images,
     )  # fmt: skip
     return state, form
+
+
+def _formed(
+    frontend: Frontend, choice: ToolChoice, prompt: str, params: SamplingParams
+) -> tuple[AnswerFormat, SamplingParams]:
+    """How the answers to ``prompt`` are read, and ``params`` with what that asks of them."""
+    form = frontend.formats.form(choice, prompt)
+    changed: dict[str, Any] = {}
+    if (constraint := form.constraint(params.structured_outputs)) is not None:
+        changed["structured_outputs"] = constraint
+    if frontend.formats.shows_special_tokens(form):
+        changed["skip_special_tokens"] = False
+    return form, msgspec.structs.replace(params, **changed) if changed else params
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

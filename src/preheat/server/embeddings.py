@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.embedding import asked_of, check_dimensions, cosine, embedding, paired
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
-from preheat.server.answers import PromptTokensDetails, Usage
-from preheat.server.body import read_request
+from preheat.server.answers import PromptTokensDetails, Usage, encoded
+from preheat.server.body import interpreted, read_request
 from preheat.server.completions import listed
 from preheat.server.embeddings_schema import (
     Document,
@@ -90,7 +91,9 @@ async def _states(
     check_dimensions(own, body.dimensions)
     params = asked_of(own, body.truncate_prompt_tokens)
     with _as_input():
-        prompts = listed(frontend, given if isinstance(given, str) else list(given), params)
+        prompts = await interpreted(
+            request, partial(listed, frontend, given if isinstance(given, str) else list(given), params)
+        )
         return await prepared(
             request, prompts, params, add_special_tokens=body.add_special_tokens is not False,
             cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=True,
@@ -143,19 +146,19 @@ class _VectorWriter(_PooledWriter):
         super().__init__(request, body, states)
         self._normalize, self._base64 = body.normalizes, body.encoding_format == "base64"
 
-    def encoded(self) -> list[list[float] | str]:
-        """The embeddings as the client asked for them: numbers, or base64 of fp32 in little-endian order."""
+    def shown(self) -> list[Any]:
+        """The embeddings as the client asked for them: numbers, or base64 of fp32 in little-endian order; as JSON."""
         vectors = self.vectors(self._normalize)
         if self._base64:
-            return [base64.b64encode(vector.astype(FLOAT_LE).tobytes()).decode() for vector in vectors]
-        return [vector.tolist() for vector in vectors]
+            return [encoded(base64.b64encode(vector.astype(FLOAT_LE).tobytes()).decode()) for vector in vectors]
+        return [encoded(vector.tolist()) for vector in vectors]
 
 
 class _EmbeddingWriter(_VectorWriter):
     prefix = "embd"
 
     def whole(self) -> EmbeddingList:
-        data = [Embedding(*each) for each in enumerate(self.encoded())]
+        data = [Embedding(*each) for each in enumerate(self.shown())]
         return EmbeddingList(**self._fields, data=data, usage=self.usage())
 
 
@@ -163,7 +166,7 @@ class _PoolingWriter(_VectorWriter):
     prefix = "pool"
 
     def whole(self) -> PoolingList:
-        data = [PooledData(*each) for each in enumerate(self.encoded())]
+        data = [PooledData(*each) for each in enumerate(self.shown())]
         return PoolingList(**self._fields, data=data, usage=self.usage())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
 from preheat.server.answers import Usage
-from preheat.server.schema import ForModel, accepted, rejected
+from preheat.server.schema import ForModel, Name, accepted, rejected
+from preheat.utils.json_size import MOST_IDS
 
 
 @accepted("user")
@@ -18,12 +19,14 @@ class Texts(ForModel, kw_only=True):
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     priority: int | None = None
 
 
 class EmbeddingRequest(Texts, kw_only=True):
     """POST /v1/embeddings. ``normalize``, or ``use_activation``: whether an embedding has length 1."""
+
+    most_values: ClassVar[int] = MOST_IDS
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None

@@ -16,9 +16,17 @@ RETRY = {"retry-after": "1"}
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}, 429: RETRY, 503: RETRY}
 
 
+MOST_CHARS = 4_000
+"""Characters of an error's message, and of the name of the field in it: clients may choose parts of both."""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]} ..."
+
+
 def error_body(error: PreheatError) -> ErrorResponse:
     """The body, which is also the last event of a stream that fails."""
-    return ErrorResponse(ErrorBody(error.message, error.kind, error.param, error.code))
+    return ErrorResponse(ErrorBody(_short(error.message), error.kind, error.param and _short(error.param), error.code))
 
 
 ANTHROPIC = "/v1/messages"
@@ -32,7 +40,7 @@ _KINDS = {
 
 def anthropic_error(error: PreheatError) -> dict[str, str]:
     """Anthropic's error object, which names no field."""
-    return {"type": _KINDS.get(error.status, "api_error"), "message": error.message}
+    return {"type": _KINDS.get(error.status, "api_error"), "message": _short(error.message)}
 
 
 def error_response(error: PreheatError, path: str = "") -> Response:

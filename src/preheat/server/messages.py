@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
 from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
-from preheat.server.body import read_request
+from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, prepared_talk, rendered, tool_choice
 from preheat.server.errors import anthropic_error
 from preheat.server.messages_schema import (
@@ -37,26 +39,32 @@ from preheat.server.messages_schema import (
 )
 from preheat.server.middleware import request_id
 from preheat.server.schema import FunctionName, NamedToolChoice
+from preheat.server.turns import in_turn
 
 
 async def messages(request: Request) -> ASGIApp:
     """Answer a conversation, in Anthropic's form."""
     frontend, body = await read_request(request, MessagesRequest)
     frontend.check_generates("Messages API")
-    params = frontend.input.params(
-        max_tokens=body.max_tokens, stop=body.stop_sequences, temperature=body.temperature, top_p=body.top_p,
-        top_k=body.top_k,
-    )  # fmt: skip
-    state, form = await prepared_talk(request, frontend, _talk(body), _choice(body), params, cap_length=False)
+
+    def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
+        params = frontend.input.params(
+            max_tokens=body.max_tokens, stop=body.stop_sequences, temperature=body.temperature, top_p=body.top_p,
+            top_k=body.top_k,
+        )  # fmt: skip
+        return _talk(body), _choice(body), params
+
+    talk, choice, params = await interpreted(request, asked)
+    state, form = await prepared_talk(request, frontend, talk, choice, params, cap_length=False)
     return _MessagesWriter(request, body, state, form)
 
 
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
     frontend, body = await read_request(request, CountRequest)
-    prompt, _ = await rendered(request, frontend, _talk(body))
-    count = TokenCount(len(frontend.tokenizer.encode(prompt, add_special_tokens=False)))
-    return Response(encode(count), media_type="application/json")
+    prompt, _ = await rendered(request, frontend, await interpreted(request, partial(_talk, body)))
+    ids = await in_turn(request, len(prompt), partial(frontend.input.encode_to_count, prompt, add_special_tokens=False))
+    return Response(encode(TokenCount(len(ids))), media_type="application/json")
 
 
 def _talk(body: CountRequest) -> Conversation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +16,8 @@ from preheat.core import EngineState, Outcome
 from preheat.errors import InvalidRequest, ModelError, NotFound, SettingsError
 from preheat.frontend.frontend import Frontend
 from preheat.server import answers
-from preheat.server.body import read_body
-from preheat.server.schema import ForModel, decode, only
+from preheat.server.body import interpreted, read_json
+from preheat.server.schema import FilePath, ForModel, Name, only
 from preheat.server.service import Service
 from preheat.server.status import PATIENCE
 from preheat.settings import Settings
@@ -40,8 +40,8 @@ class UpdateWeightsRequest(ForModel, kw_only=True):
     a trainer sends in the group of /init_weight_transfer_engine.
     """
 
-    path: str | None = None
-    weight_version: str | None = None
+    path: FilePath | None = None
+    weight_version: Name | None = None
     update_info: UpdateInfo | None = None
 
 
@@ -50,7 +50,7 @@ class InitInfo(Struct, forbid_unknown_fields=True):
     to wait for it, and later for each tensor.
     """
 
-    master_address: str
+    master_address: Name
     master_port: int
     rank_offset: int
     world_size: int
@@ -72,7 +72,7 @@ class StartWeightUpdateRequest(ForModel, kw_only=True):
 class FinishWeightUpdateRequest(ForModel, kw_only=True):
     """POST /finish_weight_update."""
 
-    weight_version: str | None = None
+    weight_version: Name | None = None
 
 
 def check_settings(settings: Settings) -> None:
@@ -179,24 +179,24 @@ async def is_sleeping(request: Request) -> Response:
 @_for_operators
 async def update_weights(request: Request) -> Response:
     """Replace weights in place: by those in a folder, or by what a trainer sends."""
-    body = decode(await read_body(request), UpdateWeightsRequest)
+    body = await read_json(request, UpdateWeightsRequest)
     if (body.path is None) == (body.update_info is None):
         raise InvalidRequest(
             "give path, a folder of files, or update_info, what a trainer sends: one of them", param="path"
         )
     fields: dict[str, Any] = {"version": body.weight_version or ""}
     if body.path is not None:
-        fields["path"] = allowed_path(_service(request).settings.weights_root, body.path)
+        fields["path"] = await asyncio.to_thread(allowed_path, _service(request).settings.weights_root, body.path)
     if body.update_info is not None:
         info = body.update_info
-        fields["announced"] = announced(info.names, info.dtype_names, info.shapes)
+        fields["announced"] = await interpreted(request, partial(announced, info.names, info.dtype_names, info.shapes))
     return _weights(await _command(request, "update_weights", **fields))
 
 
 @_for_operators
 async def init_weight_transfer_engine(request: Request) -> Response:
     """Join the group of a trainer, which waits for this engine."""
-    info = decode(await read_body(request), InitWeightTransferRequest).init_info
+    info = (await read_json(request, InitWeightTransferRequest)).init_info
     group = TransferGroup(*(getattr(info, name) for name in info.__struct_fields__))
     await _command(request, "init_weight_transfer_engine", group=group)
     return _json(answers.Status("joined"))
@@ -205,8 +205,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 @_for_operators
 async def start_weight_update(request: Request) -> Response:
     """Keep what a trainer sends until /finish_weight_update."""
-    if body := await read_body(request):
-        decode(body, StartWeightUpdateRequest)
+    await read_json(request, StartWeightUpdateRequest, default=b"{}")
     await _command(request, "start_weight_update")
     return _json(answers.Status("started"))
 
@@ -214,7 +213,7 @@ async def start_weight_update(request: Request) -> Response:
 @_for_operators
 async def finish_weight_update(request: Request) -> Response:
     """Replace weights in place by all that a trainer has sent since /start_weight_update."""
-    body = decode(await read_body(request) or b"{}", FinishWeightUpdateRequest)
+    body = await read_json(request, FinishWeightUpdateRequest, default=b"{}")
     return _weights(await _command(request, "finish_weight_update", version=body.weight_version or ""))
 
 

@@ -19,6 +19,7 @@ from preheat.frontend.tracing import parent_of
 from preheat.server import answers
 from preheat.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from preheat.server.beam_search import search_params
+from preheat.server.body import body_size
 from preheat.server.middleware import request_id
 from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
 from preheat.server.structured import structured_outputs
@@ -71,9 +72,11 @@ async def prepared(
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             frontend.input.check_length(prompt, params)
+    total = max(body_size(request), sum(map(len, prompts)))
+    checked = await in_turn(request, total, partial(frontend.input.checked, params))
     prepare = partial(
         frontend.prepare,
-        params=params,
+        params=checked,
         request_id=request_id(request),
         add_special_tokens=add_special_tokens,
         cache_salt=cache_salt,
@@ -82,7 +85,7 @@ async def prepared(
         images=images,
         lora_name=request.state.lora_name,
     )
-    total, states = sum(map(len, prompts)), []
+    states = []
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
             states.append(await in_turn(request, len(prompt), partial(prepare, prompt), total=total))
@@ -118,11 +121,14 @@ async def load_images(request: Request, urls: Sequence[str]) -> list[Image]:
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
     """vLLM's shape: one mapping from token id per position of the prompt, None for the first."""
 
-    def by_id(entry: TokenLogprobs) -> dict[int, answers.PromptLogprob]:
-        return {
-            id: answers.PromptLogprob(max(p.logprob, _LOWEST), p.rank or 0, p.decoded_token or "")
-            for id, p in state.position(entry).items()
-        }
+    def by_id(entry: TokenLogprobs) -> Any:
+        position = state.position(entry).items()
+        return answers.encoded(
+            {
+                id: answers.PromptLogprob(max(p.logprob, _LOWEST), p.rank or 0, p.decoded_token or "")
+                for id, p in position
+            }
+        )
 
     return [None if entry is None else by_id(entry) for entry in state.prompt_logprobs]
 
@@ -138,7 +144,7 @@ def completion_logprobs(
         answer.text_offset.append(offset)
         offset += len(text)
         answer.token_logprobs.append(None if entry is None else max(entry.logprob, _LOWEST))
-        answer.top_logprobs.append(None if entry is None else _top_by_text(tokenizer, entry))
+        answer.top_logprobs.append(None if entry is None else answers.encoded(_top_by_text(tokenizer, entry)))
     return answer
 
 
@@ -155,9 +161,11 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
     """The shape of /v1/chat/completions."""
     return ChatLogprobs(
         [
-            answers.TokenLogprob(
-                *_token(tokenizer, entry.token, entry.logprob),
-                [answers.TopLogprob(*_token(tokenizer, id, logprob)) for id, logprob in entry.top],
+            answers.encoded(
+                answers.TokenLogprob(
+                    *_token(tokenizer, entry.token, entry.logprob),
+                    [answers.TopLogprob(*_token(tokenizer, id, logprob)) for id, logprob in entry.top],
+                )
             )
             for entry in entries
         ]

@@ -2,6 +2,7 @@
 
 uvicorn's protocol bounds neither the bytes of headers nor the time that they take, and its parser joins the fragments
 of one header over and over. Both are bounded here, ahead of any check of a key; so are trailers and chunk extensions.
+What one connection sends at once is parsed in slices, with other work between them: requests and chunks may be tiny.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 2.0
 """How long the rest of a body is read and dropped after the answer: a client that still sends may not read it."""
+
+SLICE_BYTES = 1 << 13
+"""How much of what a connection has sent is parsed before others have their turn: some hundred requests."""
 
 _MOST_DESCRIPTORS = 65_536
 _RESERVED_DESCRIPTORS = 64
@@ -80,6 +85,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True  # of the first or next request
         self._head = 0  # bytes of its request line, headers and trailers, once they are complete
         self._unparsed = 0  # bytes since the parser last made something of them
+        self._rest = deque[memoryview]()  # what has arrived and is parsed later
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
 
@@ -92,13 +98,36 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._rest.clear()
         _cancel(self._head_timer, self._linger)
 
     def data_received(self, data: bytes) -> None:
+        first = not self._rest
+        self._rest.append(memoryview(data))
+        if first:
+            self._parse_slice()
+
+    def _parse_slice(self) -> None:
+        """Parse the beginning of what has arrived, and the rest when others have had their turn."""
+        if not self._rest or self.transport.is_closing():
+            self._rest.clear()
+            return
+        data = self._rest[0]
+        self._parse(data[:SLICE_BYTES])
+        if not self._rest:
+            return
+        if len(data) > SLICE_BYTES:
+            self._rest[0] = data[SLICE_BYTES:]
+        else:
+            self._rest.popleft()
+        if self._rest:
+            self.loop.call_soon(self._parse_slice)
+
+    def _parse(self, data: memoryview) -> None:
         self._unparsed += len(data)
         if self._in_head:
             self._start_head_timer()
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]  # the parser takes any buffer
         if self._unparsed > self._limits.header_bytes:
             self._refuse(self._too_large())
 

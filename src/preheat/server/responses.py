@@ -14,13 +14,13 @@ from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, NotFound, PreheatError
-from preheat.frontend.answer_format import AnswerFormat, Block
+from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
-from preheat.server.body import read_request
+from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, prepared_talk, tool_choice
 from preheat.server.middleware import request_id
 from preheat.server.params import sampling_fields
@@ -67,24 +67,34 @@ async def responses(request: Request) -> ASGIApp:
             param="store" if body.store else "previous_response_id",
         )
     previous = store.get(body.previous_response_id).messages if store and body.previous_response_id else []
-    messages = [*previous, *_messages(body.input)]
-    told = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
-    tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [])]
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        variables["reasoning_effort"] = body.reasoning.effort
-    asked = body.tool_choice
-    if isinstance(asked, FunctionChoice):
-        choice = tool_choice(tools, NamedToolChoice(FunctionName(asked.name)), body.parallel_tool_calls)
-    else:
-        choice = tool_choice(tools, asked, body.parallel_tool_calls)
-    params = _params(frontend, body)
+
+    def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
+        talk = _talk(body, [*previous, *_messages(body.input)])
+        return talk, _choice(body, talk.tools), _params(frontend, body)
+
+    talk, choice, params = await interpreted(request, asked)
+    messages = talk.messages[1:] if body.instructions else talk.messages
     state, form = await prepared_talk(
-        request, frontend, Conversation(told, tools, variables), choice, params,
+        request, frontend, talk, choice, params,
         cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=body.max_output_tokens is None,
     )  # fmt: skip
     kept = store if body.store is not False else None
     return _ResponsesWriter(request, body, state, form, messages=messages, store=kept)
+
+
+def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversation:
+    told = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        variables["reasoning_effort"] = body.reasoning.effort
+    return Conversation(told, [_nested(tool) for tool in msgspec.to_builtins(body.tools or [])], variables)
+
+
+def _choice(body: ResponsesRequest, tools: list[dict[str, Any]] | None) -> ToolChoice:
+    asked = body.tool_choice
+    if isinstance(asked, FunctionChoice):
+        return tool_choice(tools, NamedToolChoice(FunctionName(asked.name)), body.parallel_tool_calls)
+    return tool_choice(tools, asked, body.parallel_tool_calls)
 
 
 async def response(request: Request) -> Response:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import SAMPLING_HINTS, ForModel, accepted, only, rejected, with_fields
+from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, only, rejected, with_fields
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class ResponsesRequest(ForModel, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     priority: int | None = None
     store: bool | None = None
     previous_response_id: str | None = None

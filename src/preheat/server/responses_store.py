@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -25,28 +26,32 @@ class ResponseStore:
     """Keeps responses by id; beyond ``most`` bytes those that were used longest ago are dropped."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
+        self._lock = threading.RLock()  # long answers are written in threads
         self._most, self._bytes = most, 0
         self._kept: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
 
     def get(self, id: str) -> Stored:
         """The response of this id. Raises NotFound if it was never kept, or is no longer."""
-        if id not in self._kept:
-            raise NotFound(f"There is no response {id!r}, or no longer: the last ones are kept", param="response_id")
-        self._kept.move_to_end(id)
-        return self._kept[id][0]
+        with self._lock:
+            if id not in self._kept:
+                raise NotFound(f"There is no response {id!r}, or no longer: the last are kept", param="response_id")
+            self._kept.move_to_end(id)
+            return self._kept[id][0]
 
     def put(self, id: str, stored: Stored) -> None:
         """Keep a response, unless it alone is too large."""
-        self.delete(id)
         size = len(stored.json) + len(encode(stored.messages))
-        if size > self._most:
-            return
-        self._kept[id] = stored, size
-        self._bytes += size
-        while self._bytes > self._most:
-            self.delete(next(iter(self._kept)))
+        with self._lock:
+            self.delete(id)
+            if size > self._most:
+                return
+            self._kept[id] = stored, size
+            self._bytes += size
+            while self._bytes > self._most:
+                self.delete(next(iter(self._kept)))
 
     def delete(self, id: str) -> None:
         """Forget a response, if it is kept."""
-        if id in self._kept:
-            self._bytes -= self._kept.pop(id)[1]
+        with self._lock:
+            if id in self._kept:
+                self._bytes -= self._kept.pop(id)[1]

@@ -11,10 +11,14 @@ from starlette.types import Receive
 
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
+from preheat.server.turns import in_slices
 
 
 class RunningRequests:
-    """A context in which a client's requests run. They end on exit, or when the client disconnects (``gone``)."""
+    """A context in which a client's requests run. They end on exit, or when the client disconnects (``gone``).
+
+    After the exit nothing is left of them.
+    """
 
     def __init__(self, frontend: Frontend, states: Sequence[RequestState], receive: Receive) -> None:
         self._frontend, self._states = frontend, states
@@ -25,7 +29,11 @@ class RunningRequests:
     async def __aenter__(self) -> Self:
         for state in self._states:
             state.on_change = self._changed.set
-        self._frontend.start(self._states)
+        try:
+            await in_slices(self._frontend.starting(self._states))
+        except BaseException:
+            self._abort()
+            raise
         self._listener = asyncio.create_task(self._listen())
         return self
 
@@ -34,6 +42,7 @@ class RunningRequests:
     ) -> None:
         self._listener.cancel()
         self._abort()
+        await in_slices(map(RequestState.forget, self._states))
 
     @property
     def finished(self) -> bool:

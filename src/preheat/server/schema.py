@@ -12,18 +12,25 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import InvalidRequest
+from preheat.utils.json_size import MOST_IDS, MOST_VALUES, check_size
 
-Body = TypeVar("Body", bound=Struct)
+Body = TypeVar("Body", bound="ForModel")
+Kind = TypeVar("Kind", bound=Struct)
 
 REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
 """What a client may call its request."""
+
+Name = Annotated[str, Meta(max_length=1024)]
+"""What a client calls something: a model, a version, a host."""
+
+FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 _PATH = re.compile(r"`\$([^`]*)`")
 _UNKNOWN = "unknown field `"
@@ -45,7 +52,9 @@ _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
     """A body that may name a model, and the request itself: see :func:`preheat.server.middleware.name_request`."""
 
-    model: str | None = None
+    most_values: ClassVar[int] = MOST_VALUES
+
+    model: Name | None = None
     request_id: Annotated[str, Meta(pattern=f"^{REQUEST_ID}$")] | None = None
 
 
@@ -55,13 +64,13 @@ class LoadLoraAdapterRequest(ForModel, kw_only=True):
     """
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    lora_path: FilePath
     load_inplace: bool | None = None
     is_3d_lora_weight: Annotated[Any, only(False)] = None
 
 
 class UnloadLoraAdapterRequest(ForModel, kw_only=True):
-    lora_name: str
+    lora_name: Name
     lora_int_id: _INERT = None
 
 
@@ -74,23 +83,23 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
-def with_fields(hints: Mapping[str, object]) -> Callable[[type[Body]], type[Body]]:
+def with_fields(hints: Mapping[str, object]) -> Callable[[type[Kind]], type[Kind]]:
     """Add an optional field for each of ``hints`` that the struct does not declare itself."""
 
-    def add(kind: type[Body]) -> type[Body]:
+    def add(kind: type[Kind]) -> type[Kind]:
         fields = [(name, hint, None) for name, hint in hints.items() if name not in kind.__struct_fields__]
         how: dict[str, Any] = {"module": kind.__module__, "namespace": {"__doc__": kind.__doc__}, "kw_only": True}
-        return typing.cast(type[Body], msgspec.defstruct(kind.__name__, fields, bases=(kind,), **how))
+        return typing.cast(type[Kind], msgspec.defstruct(kind.__name__, fields, bases=(kind,), **how))
 
     return add
 
 
-def accepted(names: str) -> Callable[[type[Body]], type[Body]]:
+def accepted(names: str) -> Callable[[type[Kind]], type[Kind]]:
     """Add fields that are accepted and change nothing."""
     return with_fields(dict.fromkeys(names.split(), _INERT))
 
 
-def rejected(names: str) -> Callable[[type[Body]], type[Body]]:
+def rejected(names: str) -> Callable[[type[Kind]], type[Kind]]:
     """Add fields that exist in the API and are rejected by name here."""
     return with_fields(dict.fromkeys(names.split(), Annotated[Any, only()]))
 
@@ -141,7 +150,7 @@ class Sampling(ForModel, kw_only=True):
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     response_format: ResponseFormat | None = None
@@ -163,6 +172,8 @@ class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions. ``prompt_embeds``: prompts of embeddings, each base64 of what ``torch.save`` writes; they
     come before those of ``prompt``.
     """
+
+    most_values: ClassVar[int] = MOST_IDS
 
     prompt: str | list[str | int | list[int]] | None = None
     prompt_embeds: str | list[str] | None = None
@@ -270,6 +281,8 @@ class TokenizeRequest(ForModel, kw_only=True):
 class DetokenizeRequest(ForModel, kw_only=True):
     """POST /detokenize."""
 
+    most_values: ClassVar[int] = MOST_IDS
+
     tokens: list[int]
 
 
@@ -288,6 +301,7 @@ class ErrorResponse(Struct):
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported."""
+    check_size(data, "The body", kind.most_values)
     try:
         body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind)
     except msgspec.ValidationError as error:

@@ -14,10 +14,11 @@ from starlette.responses import Response
 import preheat
 from preheat.core import Progress
 from preheat.errors import InvalidRequest, ModelNotFound
+from preheat.frontend.encoding import counted
 from preheat.frontend.frontend import Frontend
 from preheat.server import answers
 from preheat.server.answers import encode
-from preheat.server.body import read_request
+from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, plain_messages, rendered
 from preheat.server.errors import RETRY
 from preheat.server.schema import DetokenizeRequest, TokenizeRequest
@@ -159,8 +160,9 @@ async def tokenize(request: Request) -> Response:
             raise InvalidRequest(f"{only_chat} needs messages", param=only_chat)
         text, special = body.prompt or "", body.add_special_tokens is not False
     else:
+        messages = await interpreted(request, partial(plain_messages, body.messages))
         talk = Conversation(
-            plain_messages(body.messages), body.tools, body.chat_template_kwargs or {},
+            messages, body.tools, body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message is True,
         )  # fmt: skip
@@ -171,7 +173,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokens(frontend: Frontend, text: str, special: bool, with_strings: bool) -> Response:
-    ids = frontend.tokenizer.encode(text, special)
+    ids = frontend.input.encode_to_count(text, special)
     strings = [frontend.tokenizer.token_text(id) for id in ids] if with_strings else None
     return _json(answers.Tokens(len(ids), frontend.limits().max_model_len, ids, strings))
 
@@ -179,9 +181,15 @@ def _tokens(frontend: Frontend, text: str, special: bool, with_strings: bool) ->
 async def detokenize(request: Request) -> Response:
     """Token ids to text."""
     frontend, body = await read_request(request, DetokenizeRequest)
-    frontend.input.check_vocabulary(body.tokens, "tokens")
-    decode = partial(frontend.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return _json(answers.Text(await in_turn(request, len(body.tokens), decode)))
+    most = counted(frontend.limits().max_model_len).most
+    if len(body.tokens) > most:
+        raise InvalidRequest(f"tokens has {len(body.tokens)} ids, but at most {most} are decoded", param="tokens")
+    return await interpreted(request, partial(_text, frontend, body.tokens))
+
+
+def _text(frontend: Frontend, ids: list[int]) -> Response:
+    frontend.input.check_vocabulary(ids, "tokens")
+    return _json(answers.Text(frontend.tokenizer.decode(ids, skip_special_tokens=False)))
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -20,6 +20,9 @@ from preheat.server.middleware import request_id
 from preheat.server.running import RunningRequests
 from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
+from preheat.server.turns import in_slices
+
+FLOAT_BYTES = 4
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -40,6 +43,12 @@ class WholeWriter(ABC):
     def whole(self) -> Struct | dict[str, Any]:
         """The whole answer."""
 
+    def values(self, state: RequestState) -> int:
+        """How many values the answer tells of ``state``: tokens, their alternatives, and an embedding's numbers."""
+        generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
+        prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
+        return generated + prompt + len(state.pooled) // FLOAT_BYTES
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.load += 1
         try:
@@ -54,7 +63,8 @@ class WholeWriter(ABC):
         if running.gone:
             return
         running.raise_error()
-        body = encode(self.whole())
+        values = sum(map(self.values, self._states))
+        body = await self._service.turns.answer(values, lambda: encode(self.whole()))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -68,6 +78,9 @@ class Writer(WholeWriter):
         self._stream = stream
         for state in states:
             state.stream = stream
+
+    async def read_prompt(self, state: RequestState) -> None:
+        """Do what takes time for each token of a prompt, before the first event of its choices."""
 
     def opening(self) -> bytes:
         """The events before the first of a choice."""
@@ -96,9 +109,14 @@ class Writer(WholeWriter):
             return
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
-        body = self.opening()
+        body, opened = self.opening(), set[int]()
         while True:
-            body += b"".join([self.event(first, choice) for first, choice in pending if choice.has_delta])
+            due = [(first, choice) for first, choice in pending if choice.has_delta]
+            for first, choice in due:
+                if first not in opened:
+                    opened.add(first)
+                    await self.read_prompt(choice.state)
+            body += b"".join(await in_slices(self.event(first, choice) for first, choice in due))
             pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
             if not pending or running.gone:
                 break

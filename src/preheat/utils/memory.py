@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_LARGE_BLOCK = 1 << 18
 RESET_PEAK = "5"
 """What the kernel takes, written to clear_refs, as "forget the peak of the resident set"."""
 
@@ -70,6 +72,16 @@ def total_memory() -> int:
 def used_memory() -> int:
     """The resident set of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def give_back_large_blocks() -> None:
+    """Let the C library give each large block back to the kernel when it is freed.
+
+    It would keep them, up to 32 MB each,
+    once some were freed.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 def trim() -> None:

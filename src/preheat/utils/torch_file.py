@@ -16,14 +16,24 @@ from typing import Any, NamedTuple
 DTYPES = {"FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16"}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-MAX_PICKLE = 1 << 16
-"""Bytes of ``data.pkl``, which describes one tensor."""
+MAX_PICKLE = 1 << 12
+"""Bytes of ``data.pkl``, which describes one tensor: torch writes a few hundred."""
 
 MAX_ENTRIES = 16
 """Files in the zip: torch writes six."""
 
+MAX_PARTS = 64
+"""Values in what the pickle makes, each counted as often as it occurs: a tensor of three dimensions has about 20."""
+
+INTEGER_BITS = 63
+"""Bits of a number in the pickle: torch's shapes, strides and offsets are 64-bit integers."""
+
+_FEW = "it is no file of torch.save: that has few parts, none of which are compressed"
+_LARGE = "its description is larger than that of one plain tensor"
+_ENTRY = b"PK\1\2"  # begins each entry of a zip's directory
+
 _CALLS = ("torch._utils _rebuild_tensor_v2", "collections OrderedDict")
-_PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "GLOBAL"}
 _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": ()}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MARK = object()
@@ -52,6 +62,8 @@ class _Stored(NamedTuple):
 
 def read_tensor(file: bytes) -> TorchTensor:
     """The tensor in ``file``. Raises ValueError, saying what else it is."""
+    if file.count(_ENTRY) > MAX_ENTRIES:  # before the directory is read, which takes long for many entries
+        raise ValueError(_FEW)
     try:
         with zipfile.ZipFile(io.BytesIO(file)) as archive:
             return _tensor(archive)
@@ -61,8 +73,8 @@ def read_tensor(file: bytes) -> TorchTensor:
 
 def _tensor(archive: zipfile.ZipFile) -> TorchTensor:
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    if len(members) > MAX_ENTRIES or any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
-        raise ValueError("it is no file of torch.save: that has few parts, none of which are compressed")
+    if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
+        raise ValueError(_FEW)
     if "data.pkl" not in members or members["data.pkl"].file_size > MAX_PICKLE:
         raise ValueError("it is no file of torch.save with one tensor")
     if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
@@ -100,19 +112,33 @@ def _described(found: object) -> tuple[str, str, int, tuple[int, ...]]:
     return dtype, key, offset, shape
 
 
+def _parts(value: object) -> int:
+    """How many values ``value`` is made of, itself included."""
+    return 1 + sum(map(_parts, value)) if isinstance(value, tuple) else 1
+
+
+def _small(value: Any) -> Any:
+    """``value``, if it has few parts: a tuple of a tuple twice, made again and again, would double them each time.
+    Raises ValueError.
+    """
+    if _parts(value) > MAX_PARTS or (isinstance(value, int) and value.bit_length() > INTEGER_BITS):
+        raise ValueError(_LARGE)
+    return value
+
+
 def _followed(pickle: bytes) -> object:
-    """What the pickle describes; nothing in it is called."""
+    """What the pickle describes; nothing in it is called. Each value on the stack is small, and so is the stack."""
     stack: list[Any] = []
     memo: dict[object, Any] = {}
     try:
         for code, arg, _ in pickletools.genops(pickle):
             name = code.name
+            if len(stack) > MAX_PARTS:
+                raise ValueError(_LARGE)
             if name in _PUSHED:
-                stack.append(arg)
+                stack.append(_small(arg))
             elif name in _CONSTANTS:
                 stack.append(_CONSTANTS[name])
-            elif name == "GLOBAL":
-                stack.append(arg)
             elif name == "MARK":
                 stack.append(_MARK)
             elif name in ("BINPUT", "LONG_BINPUT"):
@@ -120,17 +146,17 @@ def _followed(pickle: bytes) -> object:
             elif name in ("BINGET", "LONG_BINGET"):
                 stack.append(memo[arg])
             elif name in _TUPLES:
-                stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+                stack[-_TUPLES[name] :] = [_small(tuple(stack[-_TUPLES[name] :]))]
             elif name == "TUPLE":
                 at = len(stack) - 1 - stack[::-1].index(_MARK)
-                stack[at:] = [tuple(stack[at + 1 :])]
+                stack[at:] = [_small(tuple(stack[at + 1 :]))]
             elif name == "BINPERSID":
-                stack.append(_Stored(stack.pop()))
+                stack.append(_small(_Stored(stack.pop())))
             elif name == "REDUCE":
                 args, function = stack.pop(), stack.pop()
                 if function not in _CALLS:
                     raise ValueError(f"it would call {str(function)[:80]}, and nothing of a file is called")
-                stack.append(_Called(function, args))
+                stack.append(_small(_Called(function, args)))
             elif name not in ("PROTO", "STOP"):
                 raise ValueError(f"it holds something other than one plain tensor ({name})")
     except (IndexError, KeyError, TypeError) as error:

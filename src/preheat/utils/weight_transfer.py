@@ -17,6 +17,9 @@ ITEM_BYTES = {
 }  # fmt: skip
 """The types of tensors that may be announced, by torch's names, and the bytes of a number."""
 
+MOST_SIDES, MOST_NUMBERS = 8, 2**48
+"""Of a tensor that is announced."""
+
 TIMEOUT = 300.0
 """Seconds that an engine waits for a trainer, or for its next tensor, unless told. Source: vLLM's client."""
 
@@ -84,9 +87,20 @@ def announced(names: list[str], dtype_names: list[str], shapes: list[list[int]])
             raise InvalidRequest(
                 f"{each.name} is of {each.dtype}; {', '.join(ITEM_BYTES)} are taken", param="update_info"
             )
-        if min(each.shape, default=1) < 0:
-            raise InvalidRequest(f"{each.name} has shape {each.shape}", param="update_info")
+        if not _is_shape(each.shape):
+            raise InvalidRequest(
+                f"{each.name} has shape {each.shape[:MOST_SIDES]}: a tensor has at most {MOST_SIDES} sides and "
+                f"{MOST_NUMBERS:,} numbers",
+                param="update_info",
+            )
     return found
+
+
+def _is_shape(shape: list[int]) -> bool:
+    """Whether ``shape`` has few sides, and sides that are small; of others not even the product is computed."""
+    if len(shape) > MOST_SIDES or not all(0 <= side <= MOST_NUMBERS for side in shape):
+        return False
+    return math.prod(shape) <= MOST_NUMBERS
 
 
 def backend_of(config: TransferConfig | None) -> TransferBackend:

@@ -1,0 +1,73 @@
+"""Encodes texts of any length in bounded time and memory: a text is measured first, and refused where it is too long.
+
+An encoder takes some 200 bytes of memory for each token, until it is done. So no text is encoded as a whole that has
+more than about twice as many tokens as are of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from preheat.errors import ContextTooLong
+from preheat.frontend.tokenizer import Tokenizer
+
+MOST_COUNTED = 2**18
+"""Tokens that a text may have where it need not fit the model: where tokens are counted, listed or cut."""
+
+_PIECE = 1 << 16
+"""Characters that are encoded together to measure a text."""
+
+_USUAL = 8
+"""Characters for each token that may be: a longer text is measured first. Most have 3 to 5 for each."""
+
+_SLACK = 2
+"""The pieces of a text may have more tokens than the text, never so many times as many."""
+
+
+@dataclass(frozen=True)
+class TextBound:
+    """A text may have ``most`` tokens. ``refuse`` gets the size of one that has more, in words, and raises."""
+
+    most: int
+    refuse: Callable[[str], object]
+
+    def check(self, tokenizer: Tokenizer, text: str) -> None:
+        """Refuse ``text`` if it has more characters than ``most`` tokens can stand for, whatever they are."""
+        if len(text) <= self.most:
+            return  # spares the look at the vocabulary
+        longest = tokenizer.chars_per_token
+        if longest and len(text) > self.most * longest:
+            self.refuse(f"{len(text)} characters, at least {-(-len(text) // longest)} tokens")
+
+    def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``; one that is too long is refused, mostly before it is encoded as a whole."""
+        self.check(tokenizer, text)
+        if len(text) > _USUAL * self.most + _PIECE:
+            self._measure(tokenizer, text)
+
+        def check_count(tokens: int) -> None:
+            if tokens > self.most:
+                self.refuse(f"{tokens} tokens")
+
+        return tokenizer.encode(text, add_special_tokens, check_count)
+
+    def _measure(self, tokenizer: Tokenizer, text: str) -> None:
+        """Refuse ``text`` as soon as its pieces, one after another, have far too many tokens."""
+        tokens = 0
+        for start in range(0, len(text), _PIECE):
+            tokens += tokenizer.count(text[start : start + _PIECE])
+            if tokens >= _SLACK * (self.most + 1):
+                self.refuse(f"{len(text)} characters, more than {self.most} tokens")
+
+
+def counted(max_model_len: int) -> TextBound:
+    """The bound of a text that need not fit the model, only to be counted, listed or cut. It raises ContextTooLong."""
+    most = max(max_model_len, MOST_COUNTED)
+
+    def refuse(size: str) -> None:
+        raise ContextTooLong(
+            f"The text has {size}, but at most {most} tokens are counted or cut: shorten or split it", param="prompt"
+        )
+
+    return TextBound(most, refuse)

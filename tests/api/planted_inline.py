@@ -1,0 +1,29 @@
+"""A server that measures nothing and does everything in its event loop: what the test of /health must find.
+
+It is imported in the server's process, as the module of the scripted engine that runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from preheat.frontend.encoding import TextBound
+from preheat.server import schema, turns
+from preheat.settings import Settings
+from tests.api import scripted
+
+
+async def _in_loop(_: Request, work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def run_engine(settings: Settings, address: str) -> None:
+    scripted.run_engine(settings, address)
+
+
+turns._in_thread = _in_loop
+schema.check_size = lambda *_, **__: None
+TextBound.check = TextBound._measure = lambda *_: None  # type: ignore[method-assign]

@@ -1,0 +1,92 @@
+"""No request stops another: /health answers while clients send what is large or hostile to every endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from preheat.server.openapi import OPERATIONS
+from tests.api.abuse import ROWS, SERVERS, HealthProbe, Row, http, text
+from tests.api.conftest import Server, serving
+
+BOUND_MS = 1000.0
+"""For a busy machine, ten times what is wanted; `python -m benchmarks overload` has the figures for a quiet one."""
+
+BODY_BYTES = 4 * 2**20
+
+MOST_MIB = 400
+"""By which the server may grow while it is abused."""
+
+
+def status_of(server: Server, payload: bytes) -> int:
+    """The status that answers ``payload``, which may come before all of it is sent."""
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # refused before it was sent
+                connection.sendall(payload)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        with connection.makefile("rb") as answer:
+            line = answer.readline()
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        sender.join()
+    return int(line.split()[1])
+
+
+def resident(server: Server) -> int:
+    """MiB."""
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * 4096 >> 20
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_health_answers_whatever_comes(name: str) -> None:
+    options = dict(SERVERS[name])
+    rows = {what: row for what, row in ROWS.items() if row.server == name}
+    with serving(options.pop("model"), max_body_bytes=BODY_BYTES, **options) as server:
+        before = resident(server)
+        with HealthProbe(server.port) as probe:
+            wrong = _wrong(server, rows)
+        grown = resident(server) - before
+    print(f"{name}: {probe.figures()}, {grown} MiB more")
+    assert not wrong
+    assert probe.times[-1] < BOUND_MS and grown < MOST_MIB, (probe.figures(), grown)
+
+
+def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:
+    """The statuses that are not those of their rows."""
+    with ThreadPoolExecutor(2) as clients:
+        found = clients.map(lambda row: status_of(server, row.payload(BODY_BYTES)), rows.values())
+        statuses = dict(zip(rows, found, strict=True))
+    return {what: status for what, status in statuses.items() if status not in rows[what].statuses}
+
+
+def test_work_in_the_event_loop_is_found() -> None:
+    """The bound can be broken: by a server that encodes a text where all its clients wait."""
+    options = SERVERS["plain"] | {"engine": "tests.api.planted_inline:run_engine"}
+    with serving(options.pop("model"), **options) as server, HealthProbe(server.port) as probe:
+        payload = http("/v1/messages/count_tokens", _said(text(BODY_BYTES)))
+        assert status_of(server, payload) in (200, 400)
+    assert probe.times[-1] > BOUND_MS
+
+
+def _said(content: str) -> bytes:
+    return b'{"messages":[{"role":"user","content":"%b"}]}' % content.encode()
+
+
+def test_every_endpoint_that_takes_a_body_is_abused() -> None:
+    """Aliases count as one; those that only read a name do not."""
+    taken = {operation.path for operation in OPERATIONS if operation.body}
+    small = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/init_weight_transfer_engine"}
+    small |= {"/start_weight_update", "/finish_weight_update"}
+    alike = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank", "/pooling": "/v1/embeddings"}
+    sent = {row.path for row in ROWS.values()}
+    assert {alike.get(path, path) for path in taken - small} <= sent
