@@ -141,7 +141,7 @@ def test_configs_say_what_peft_says(fields):
     if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
         fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
     theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
-    ours = AdapterConfig.of({"r": 8, "lora_alpha": 4, **fields})
+    ours = AdapterConfig.of({"r": 8, "lora_alpha": 4, **fields}).about(MODULES)
     for module in MODULES:
         rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern, module), 8)
         alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern, module), 4)

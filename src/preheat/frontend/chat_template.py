@@ -19,6 +19,7 @@ from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.image_parts import IMAGE
 from preheat.frontend.stored_templates import DEFAULT, REPLACE, TOOL_USE, stored_templates
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.utils.files import read_text, shown, why_unread
 
 Message = Mapping[str, Any]
 
@@ -277,7 +278,6 @@ def _read_override(template: str) -> str:
     if "{" in template or "\n" in template:
         return template
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8-sig")
+        return read_text(Path(template).expanduser())
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"--chat-template {template} cannot be read: {reason}") from error
+        raise ModelError(f"--chat-template {shown(template)} cannot be read: {why_unread(error)}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from preheat.errors import ModelError, SettingsError
+from preheat.utils.files import read_text, shown, why_unread
 
 PoolingType = Literal["LAST", "MEAN"]
 
@@ -108,7 +109,7 @@ def _of_checkpoint(folder: Path) -> Pooling:
     """What modules.json and the module of pooling say; without them the last token's, normalized."""
     if not (folder / "modules.json").exists():
         return Pooling()
-    modules = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(folder / "modules.json")]
+    modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ModelError(
             f"{folder / 'modules.json'} has a module {unknown[0]}, which is not served; {', '.join(_MODULES)} are"
@@ -132,8 +133,20 @@ def _of_checkpoint(folder: Path) -> Pooling:
     return Pooling(cast(PoolingType, _MODES[modes[0]]), normalize, max_length=length)
 
 
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """The class of each module, and its folder."""
+    try:
+        found = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(path)]
+    except (KeyError, TypeError):
+        raise ModelError(f"{path} must be a list of objects with type and path") from None
+    for _, place in found:
+        if "\0" in place or Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ModelError(f"{path}: {shown(place)!r} is not the name of a folder beside it")
+    return found
+
+
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        return json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {why_unread(error)}") from error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from preheat.errors import SettingsError
+from preheat.utils.files import TABLE_BYTES, read_file, shown, why_unread
 from preheat.warmup.record import Proof
 from preheat.warmup.store import fingerprint
 
@@ -26,9 +26,11 @@ def read_proof(path: str) -> Proof:
     Raises SettingsError for anything else.
     """
     try:
-        proof = msgspec.json.decode(Path(path).read_bytes(), type=_File).proof
-    except (OSError, msgspec.DecodeError) as error:
-        raise SettingsError(f"--digest {path}: no record of a boot and no output of preheat verify: {error}") from None
+        proof = msgspec.json.decode(read_file(path, most=TABLE_BYTES), type=_File).proof
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise SettingsError(
+            f"--digest {shown(path)}: no record of a boot and no output of preheat verify: {why_unread(error)}"
+        ) from None
     if not proof.digest:
         raise SettingsError(f"--digest {path} holds no digest: that boot ran without the check (--boot-check off)")
     return proof

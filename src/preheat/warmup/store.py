@@ -26,6 +26,7 @@ from preheat import __version__
 from preheat.plan.items import CheckItem, SwapItem
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
+from preheat.utils.files import TABLE_BYTES, open_file, read_file, why_unread, write_whole
 from preheat.warmup.record import DONE, Record
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 OFF = "off"
 RECORD = "record.json"
 SAMPLES, SAMPLE_BYTES = 64, 4096
+HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
+
 LIBRARIES = ("torch", "triton", "numpy")
 PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
@@ -55,11 +59,11 @@ class Store:
             return None
         path = self._home / RECORD
         try:
-            record = Record.from_json(path.read_bytes())
+            record = Record.from_json(read_file(path, most=TABLE_BYTES))
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
-            logger.warning("%s cannot be read and is ignored: %s", path, error)
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
+            logger.warning("%s cannot be read and is ignored: %s", path, why_unread(error))
             return None
         if record.fingerprint != self.fingerprint:
             logger.warning("%s is the record of another boot (%r) and is ignored", path, record.fingerprint)
@@ -77,7 +81,7 @@ class Store:
             return
         data = msgspec.structs.replace(record, fingerprint=self.fingerprint).to_json()
         try:
-            _write_whole(self.folder / RECORD, data)
+            write_whole(self.folder / RECORD, data)
         except OSError as error:
             logger.warning("The record cannot be kept for the next boot: %s", error)
 
@@ -120,7 +124,7 @@ def boot_parts(
     fields of the config, ``grammars`` is the library that makes masks and its version, ``numerics`` are types and
     scales other than the model's own, ``more`` are parts of features that are on.
     """
-    config = [(folder / "config.json").read_bytes()]
+    config = [read_file(folder / "config.json")]
     if overrides:
         config.append(json.dumps(overrides, sort_keys=True).encode())
     masks = {} if grammars is None else {"grammars": grammars}
@@ -143,10 +147,10 @@ def file_part(path: Path) -> list[object]:
 
     Reads a few hundred KiB whatever the file's size, so a change of a single weight may go unseen, but not training.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = file.read(8)
-        parts = [length, file.read(min(int.from_bytes(length, "little"), size))]
+        parts = [length, file.read(min(int.from_bytes(length, "little"), HEADER_BYTES))]
         for sample in range(SAMPLES):
             file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
             parts.append(file.read(SAMPLE_BYTES))
@@ -204,15 +208,3 @@ def _can_write(folder: Path) -> bool:
         logger.warning("%s cannot be used, so the next boot starts from nothing (%s); set --cache-dir", folder, error)
         return False
     return True
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
