@@ -197,6 +197,7 @@ class Settings:
         None,
         "Seed of dummy weights (0 unless set) and, if it is set, of the seeds of requests that bring none.",
         low=0,
+        high=2**64 - 1,
         default_text="requests draw from the system",
     )
     num_threads: int | None = _run(None, "Threads for the model on a CPU.", low=1, default_text="one per core")

@@ -168,6 +168,22 @@ def test_bad_values_say_what_is_wrong(args, message):
         Settings.load(args, env={})
 
 
+@pytest.mark.parametrize("opt", OPTIONS.values(), ids=lambda opt: opt.name)
+def test_no_value_of_any_option_is_a_traceback(opt):
+    """Numbers that no processor counts with, and bytes that end a path."""
+    values = {int: [2**70, -(2**70), 2**64], str: ["a\0b"], tuple: [("a", "b\0")], dict: [{"model": "a\0"}]}
+    for value in values.get(opt.kinds[0], []):
+        with pytest.raises(SettingsError) as refused:
+            Settings.load({opt.name: value}, env={})
+        assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 2**70])
+def test_ports_are_numbers_of_ports(port):
+    with pytest.raises(SettingsError, match=r"port: .* must be (between 0 and|at most)"):
+        Settings.load({"port": str(port)}, env={})
+
+
 def test_settings_made_directly_are_checked_too():
     with pytest.raises(SettingsError, match="max_num_seqs"):
         Settings(max_num_seqs=-1)

@@ -15,6 +15,9 @@ from preheat.utils.text import some
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
 
+LONGEST_ID = 200
+"""More characters than an id on the Hub has."""
+
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Files in which quantizers say what they did, where ``config.json`` does not: ModelOpt, AutoGPTQ and AutoAWQ."""
 
@@ -59,9 +62,11 @@ def find_checkpoint(
     if model == BUNDLED:
         return BUNDLED_PATH
     path = Path(model).expanduser()
-    if not path.is_dir():
-        if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-            raise ModelError(f"{what} {model!r} is neither a directory nor an organisation/name on the Hub", param=what)
+    if not os.path.isdir(path):  # of a name that is too long, too
+        if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1 or len(model) > LONGEST_ID:
+            raise ModelError(
+                f"{what} {files.shown(model)!r} is neither a directory nor an organisation/name on the Hub", param=what
+            )
         path = _download(model, revision, with_weights, download_dir, what)
     if what == "model" and not os.path.lexists(path / "config.json"):
         raise ModelError(f"model {model!r}: {path} holds no config.json", param=what)
@@ -139,7 +144,7 @@ def _weight_map(directory: Path, below: str | Path | None) -> dict[str, str] | N
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise ModelError(f"{path}: weight_map must be an object that names a file for each tensor")
     for name in set(found.values()):
-        if Path(name).name != name or "\0" in name:
+        if Path(name).name != name or name == ".." or "\0" in name:
             raise ModelError(f"{path}: {files.shown(name)!r} is not the name of a file beside it")
     return found
 

@@ -51,8 +51,11 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell reports it."""
 
 
-def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None) -> int:
-    """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs.
+def run_server(
+    settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None, *, stopped: int = 0
+) -> int:
+    """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs. ``stopped`` is the
+    status where the process must leave at once: before it is ready, or while something hangs.
 
     ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened. Raises
     what kept the server from ever being ready.
@@ -74,7 +77,7 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, entry, listener, on_message))
+            return runner.run(_serve(settings, entry, listener, on_message, stopped))
     finally:
         unlisten(settings)
 
@@ -106,7 +109,7 @@ async def _openapi(request: Request) -> Response:
 
 
 async def _serve(
-    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None]
+    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int
 ) -> int:
     replicas = Replicas(settings, entry)
     service = Service(settings, replicas.send)
@@ -128,7 +131,7 @@ async def _serve(
         )
     )
     loop = asyncio.get_running_loop()
-    shutdown = Shutdown(service, server, settings.shutdown_timeout)
+    shutdown = Shutdown(service, server, settings.shutdown_timeout, stopped)
 
     def on_dead() -> None:
         loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
@@ -145,7 +148,8 @@ async def _serve(
     await supervisor.stop(now=shutdown.hasty)
     if shutdown.unready is not None:
         unlisten(settings)
-        os._exit(INTERRUPTED if shutdown.unready == signal.SIGINT else 0)  # a thread may still load the tokenizer
+        # At once: a thread may still load the tokenizer.
+        os._exit(INTERRUPTED if shutdown.unready == signal.SIGINT else stopped)
     if supervisor.boot_error is not None:
         raise supervisor.boot_error
     return 0 if service.dead is None else 1

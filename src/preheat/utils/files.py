@@ -68,15 +68,23 @@ def read_file(path: str | Path, below: str | Path | None = None, *, most: int = 
     return data
 
 
-def read_given(path: str) -> str:
+def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
     """The text in a file that the command line names, which may be a pipe of the shell."""
     if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
-        return read_text(path)
+        return read_text(path, most=most)
     with open(path, "rb") as pipe:
-        data = pipe.read(CONFIG_BYTES + 1)
-    if len(data) > CONFIG_BYTES:
-        raise _too_large(path, CONFIG_BYTES)
+        data = pipe.read(most + 1)
+    if len(data) > most:
+        raise _too_large(path, most)
     return data.decode("utf-8-sig")
+
+
+def same_file(one: str, other: str) -> bool:
+    """Whether both paths lead to the same file."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return False
 
 
 def read_text(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> str:

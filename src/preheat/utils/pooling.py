@@ -5,6 +5,7 @@ and what ``--runner``, ``--convert``, ``--task`` and ``--pooler-config`` say.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     headless = any(str(name).endswith("Model") for name in config.get("architectures") or ())
     if asked == "generate" and headless:
         raise ModelError("the model has no output head, so it generates nothing: write --runner pooling")
-    pools = bool(given) or headless or (folder / "modules.json").exists()
+    pools = bool(given) or headless or os.path.lexists(folder / "modules.json")
     if asked == "generate" or (asked == "auto" and not pools):
         return None
     dimensions = config.get("matryoshka_dimensions") or ()
@@ -107,7 +108,7 @@ def _given(settings: Any) -> dict[str, Any]:
 
 def _of_checkpoint(folder: Path) -> Pooling:
     """What modules.json and the module of pooling say; without them the last token's, normalized."""
-    if not (folder / "modules.json").exists():
+    if not os.path.lexists(folder / "modules.json"):
         return Pooling()
     modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
@@ -126,7 +127,7 @@ def _of_checkpoint(folder: Path) -> Pooling:
         raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; lasttoken or mean is served")
     if config.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
-    reading = _read(folder / READING) if (folder / READING).exists() else {}
+    reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}
     if reading.get("do_lower_case"):
         raise ModelError(f"{folder / READING}: do_lower_case is not served")
     normalize, length = "Normalize" in kinds, reading.get("max_seq_length")

@@ -3,6 +3,9 @@
 ``--cache-dir`` has one folder for each fingerprint, with the last record and the caches of compilers. Folders are
 independent and may be deleted at any time. Nothing is locked: records are written atomically, and of two boots at the
 same time the later one's is kept.
+
+A stored record is no proof: all that a boot takes from it is how long items took, for the time that it announces, and
+which of them an earlier boot compiled. Digests and outcomes of checks are always of this boot.
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ from preheat.plan.items import CheckItem, SwapItem
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.utils.files import TABLE_BYTES, open_file, read_file, why_unread, write_whole
-from preheat.warmup.record import DONE, Record
+from preheat.warmup.record import DONE, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
 OFF = "off"
 RECORD = "record.json"
 SAMPLES, SAMPLE_BYTES = 64, 4096
+LONGEST_SECONDS = 86_400.0
+"""More than an item takes."""
+
 HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
 
@@ -73,7 +79,7 @@ class Store:
     def costs(self) -> dict[str, float]:
         """Measured seconds, by name, of the items that an earlier boot ran: what they compile is in the folder."""
         entries = self.last.entries if self.last else []
-        return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE}
+        return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE and _is_time(entry)}
 
     def save(self, record: Record) -> None:
         """Keep ``record`` for the next boot, replacing the last one."""
@@ -190,6 +196,11 @@ def processor() -> list[str]:
     lines = (line.split(":", 1) for line in first.splitlines() if ":" in line)
     known = {name.strip(): value.strip() for name, value in lines}
     return [platform.machine(), *(known[name] for name in PROCESSOR if name in known)]
+
+
+def _is_time(entry: ItemRecord) -> bool:
+    """Whether what ``entry`` says that its item took can have been measured."""
+    return 0 <= entry.compile_seconds < LONGEST_SECONDS and 0 <= entry.touch_seconds < LONGEST_SECONDS
 
 
 def _digest(parts: Iterable[bytes]) -> str:
