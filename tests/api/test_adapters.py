@@ -116,7 +116,7 @@ def test_an_adapter_comes_and_goes(adapted: Server, root: Path) -> None:
     assert unload(adapted, "more").status == 404
 
 
-@pytest.mark.parametrize("path", ["/etc", "..", "../outside", "sql/../..", "out", "sly", "round", "\0", "d/" * 4000])
+@pytest.mark.parametrize("path", ["/etc", "..", "../outside", "sql/../..", "out", "sly", "round", "\0", "n" * 300])
 def test_adapters_lie_below_the_root(adapted: Server, path: str) -> None:
     answer = load(adapted, "sneaky", path)
     assert answer.status == 400 and answer.error["param"] == "lora_path"

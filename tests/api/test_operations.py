@@ -115,7 +115,7 @@ def test_weights(operated: Server) -> None:
         ({"path": "leak"}, "it is not below the folder"),
         ({"path": "index"}, "is not the name of a file beside it"),
         ({"path": "same\0"}, "cannot be a path"),
-        ({"path": "d/" * 4000}, "File name too long"),
+        ({"path": "n" * 300}, "File name too long"),
         ({"path": "other", "update_info": INFO}, "one of them"),
         ({"update_info": INFO | {"shapes": []}}, "0 shapes"),
         ({"update_info": INFO | {"packed": True}}, "update_info.packed is not supported"),

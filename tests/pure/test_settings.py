@@ -156,7 +156,7 @@ def test_determinism_iterations_never_fail_to_parse(text):
         ({"hf_overrides": "[1]"}, "hf_overrides: '[1]' is not a JSON object"),
         ({"hf_overrides": "{"}, "not a JSON object"),
         ({"root_path": "llm"}, "must begin with a slash"),
-        ({"seed": -1, "port": 3}, "seed: -1 must be at least 0"),
+        ({"seed": -1, "port": 3}, "seed: -1 must be between 0 and 18446744073709551615"),
         ({"block_size": 8}, "between 16 and 256"),
         ({"ssl_keyfile": "key.pem"}, "ssl_certfile"),
         ({"device": "gpu"}, "is not one of auto, cpu, cuda"),

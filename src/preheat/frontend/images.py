@@ -25,7 +25,7 @@ import PIL.ImageOps
 from preheat.core import Image, Segment
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.media import MediaReader
-from preheat.frontend.tokenizer import read_json
+from preheat.utils.files import read_json
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What is decoded; Pillow knows more, some of which start programs."""

@@ -156,8 +156,11 @@ def _opened(folder: Path) -> Any:
 
 def _check_header(path: Path) -> None:
     """Raise AdapterError for more names of tensors than an adapter has: listing them would hold others up."""
-    with open_file(path) as file:
-        length = int.from_bytes(file.read(8), "little")
+    try:
+        with open_file(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {why_unread(error)}") from None
     if length > HEADER_BYTES:
         raise AdapterError(f"the header of {TENSORS} has {length:,} bytes; at most {HEADER_BYTES:,} are read")
 
@@ -168,7 +171,7 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
     """
     table, experts = spec.embedding, expert_modules(spec)
     expected = adapted_modules(spec) | experts | {table.name: (table.size, table.vocab_size)}
-    found, stacks = dict[str, Single | Stack](), dict[str, list[Stack]]()
+    singles, stacks = dict[str, Single](), dict[str, list[Stack]]()
     for raw in _modules(file, spec):
         module = _stored_name(raw, spec)
         if of_raw := stacks_of(raw, spec):
@@ -176,14 +179,15 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
             continue
         if module not in expected:
             raise AdapterError(f"module {raw} {_why_not(module, spec, expected)}")
-        if module in found:
-            raise AdapterError(f"{raw} and {found[module].raw} are the same module")
-        found[module] = Single(raw, module, _halves(module, spec))
+        if module in singles:
+            raise AdapterError(f"{raw} and {singles[module].raw} are the same module")
+        singles[module] = Single(raw, module, _halves(module, spec))
     parameters = (stack.parameter for each in stacks.values() for stack in each)
-    rules = config.about([*expected, *(each.raw for each in found.values()), *parameters])
-    for module, single in found.items():
+    rules = config.about([*expected, *(each.raw for each in singles.values()), *parameters])
+    for module, single in singles.items():
         _check_single(file, single, expected[module], rules, max_rank)
-    found |= {raw: _checked_stack(file, raw, of_raw, rules, max_rank) for raw, of_raw in stacks.items()}
+    stacked = {raw: _checked_stack(file, raw, of_raw, rules, max_rank) for raw, of_raw in stacks.items()}
+    found: dict[str, Single | Stack] = {**singles, **stacked}
     if not found:
         raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
     if config.ties and spec.tied and found.keys() & {table.name, TIED_HEAD}:
