@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,21 @@ def test_an_input_that_cannot_be_is_an_error(path: str, tmp_path: Path, capsys: 
     assert main(["run-batch", str(tmp_path / path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be read" in line and len(line) < 500
+
+
+def test_an_engine_that_takes_no_requests_ends_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signals: list[int] = []
+
+    def blocked(*_: object, on_blocked: Callable[[str], None], **__: object) -> int:
+        on_blocked("rows differ")
+        return 0
+
+    monkeypatch.setattr("preheat.server.run_batch.run_server", blocked)
+    monkeypatch.setattr("preheat.server.run_batch.os.kill", lambda _, number: signals.append(number))
+    (tmp_path / "in").write_text(REQUEST)
+    assert main(["run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 1
+    count, error = capsys.readouterr().err.splitlines()
+    assert count == "0 of 1 requests were answered" and "takes no requests: rows differ" in error
+    assert signals == [signal.SIGTERM] and os.listdir(tmp_path) == ["in"]

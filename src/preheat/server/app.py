@@ -52,13 +52,18 @@ INTERRUPTED = 130
 
 
 def run_server(
-    settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None, *, stopped: int = 0
+    settings: Settings,
+    entry: str = ENGINE,
+    on_ready: Callable[[Settings], None] | None = None,
+    *,
+    on_blocked: Callable[[str], None] | None = None,
+    stopped: int = 0,
 ) -> int:
     """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs. ``stopped`` is the
     status where the process must leave at once: before it is ready, or while something hangs.
 
-    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened. Raises
-    what kept the server from ever being ready.
+    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened, and
+    ``on_blocked`` when they never will be, with the reason. Raises what kept the server from ever being ready.
     """
     operations.check_settings(settings)
     set_up_logging(settings.log_level)
@@ -74,6 +79,8 @@ def run_server(
             settle()
             if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
+            if message.blocked_reason and on_blocked is not None:
+                on_blocked(message.blocked_reason)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

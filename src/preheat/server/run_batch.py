@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from preheat.errors import EngineDead, NotReady, SettingsError
+from preheat.errors import EngineDead, NotReady, PreheatError, SettingsError
 from preheat.server.app import run_server
 from preheat.server.batch_output import Answers
 from preheat.server.process import ENGINE
@@ -106,9 +106,14 @@ def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entr
             if not stopped:  # a second signal would not let running requests finish
                 os.kill(os.getpid(), signal.SIGTERM)
 
+        def give_up(reason: str) -> None:
+            failure.append(PreheatError(f"the engine takes no requests: {reason}"))
+            os.kill(os.getpid(), signal.SIGTERM)
+
         asking = threading.Thread(target=run, daemon=True)
         if missing:
-            run_server(settings, entry, lambda _: asking.start(), stopped=STOPPED)
+            run_server(settings, entry, lambda _: asking.start(), on_blocked=give_up, stopped=STOPPED)
+        if asking.ident is not None:
             asking.join(JOIN_SECONDS)
     if failure:
         raise failure[0]
