@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.errors import AdapterError, ModelError, PreheatError
+from preheat.errors import AdapterError, ModelError, PreheatError, SettingsError
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.lora.config import AdapterConfig
 from preheat.model.files import read_config, weight_files
 from preheat.model.inc import read_config as read_inc
+from preheat.server.listener import check_certificates
 from preheat.settings import Settings
 from preheat.utils.adapters import path_below
 from preheat.utils.files import open_file, read_file, read_given, read_json, regular_file, write_whole
@@ -163,6 +164,15 @@ def test_whatever_a_folder_holds_reading_it_ends(what: str, kind: str, top: Path
         read(renamed)
     assert name in str(refused.value)
     assert time.process_time() - begun < 2 or what == "a tokenizer's model"  # which imports transformers
+
+
+@pytest.mark.parametrize("option", ["ssl_keyfile", "ssl_certfile", "ssl_ca_certs"])
+@pytest.mark.parametrize("kind", ["pipe", "zero", "inner", "gone"])
+def test_certificates_are_files(option: str, kind: str, top: Path) -> None:
+    paths = dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), str(top / "plain"))
+    check_certificates(Settings(**paths))
+    with pytest.raises(SettingsError, match=f"{option} .*cannot be read"):
+        check_certificates(Settings(**paths | {option: str(top / kind)}))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zero", "inner"])

@@ -32,7 +32,7 @@ from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.listener import BACKLOG, listen, unlisten
+from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
 from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
@@ -66,6 +66,7 @@ def run_server(
     ``on_blocked`` when they never will be, with the reason. Raises what kept the server from ever being ready.
     """
     operations.check_settings(settings)
+    check_certificates(settings)
     set_up_logging(settings.log_level)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
     listener = listen(settings)
