@@ -69,8 +69,8 @@ def calibrate(settings: Settings, output: str | None, prompts: Sequence[str | li
     folder = Path(output) if output is not None else None
     config = config or IncConfig(path=Path(QUANT), mode="MEASURE", method="maxabs_hw", stats=Path(STATS))
     stats = (folder / STATS if folder else config.stats).absolute()
+    stats.parent.mkdir(parents=True, exist_ok=True)  # before the work: it may fail
     found = measure(settings, config, samples() if prompts is None else prompts)
-    stats.parent.mkdir(parents=True, exist_ok=True)
     write(stats, found)
     written = stats.parent if folder is None else folder
     experts = any(isinstance(layer.mlp, MoeSpec) for layer in found.spec.layers)

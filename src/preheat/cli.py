@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -31,6 +31,7 @@ from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
 from preheat.utils.completion import SHELLS, script
+from preheat.utils.files import TABLE_BYTES, read_given, same_file, shown, why_unread
 from preheat.utils.foreign_flags import instead_of
 from preheat.utils.log import one_line, printable, set_up_logging, without_controls
 from preheat.utils.options import Option, add_flags
@@ -84,10 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has exited
         _drop_output()
         return FAILURE
-    except OSError as error:  # standard output cannot be written to, as a full disk
+    except OSError as error:  # of a file, an address or standard output
         logger.debug("The command failed", exc_info=True)
-        _drop_output()
-        _complain(str(error))
+        if error.filename is None:
+            _drop_output()
+        place = f"{shown(error.filename)}: " if error.filename else ""
+        _complain(f"{place}{why_unread(error)}")
         return FAILURE
 
 
@@ -210,8 +213,13 @@ def _add_run_batch(commands: Any) -> None:
     )  # fmt: skip
     batch.set_defaults(run=_run_batch)
     batch.add_argument("input_argument", nargs="?", metavar="FILE", help="same as --input-file")
-    batch.add_argument("-i", "--input-file", metavar="FILE", help="requests, one JSON object a line")
+    batch.add_argument(
+        "-i", "--input-file", metavar="FILE", help="requests, one JSON object a line; - for standard input"
+    )
     batch.add_argument("-o", "--output-file", metavar="FILE", help="where the answers go, instead of standard output")
+    batch.add_argument(
+        "--resume", action="store_true", help="keep the answers of a run that did not end, and ask for the others"
+    )
     add_flags(batch, OPTIONS.values())
 
 
@@ -279,21 +287,22 @@ def _say(text: str) -> None:
 
 def _run_batch(values: dict[str, Any]) -> int:
     named, path, output = values.pop("input_argument"), values.pop("input_file"), values.pop("output_file")
-    path = path or named
+    resume, path = values.pop("resume"), path or named
     if path is None:
         raise SettingsError("name the file of requests: preheat run-batch FILE")
     settings = Settings.load(values)
-    from preheat.server.run_batch import read_lines, run_batch
+    from preheat.server.batch_output import answers_to
+    from preheat.server.run_batch import read_batch, run_batch
 
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = read_lines(_plain(file), path)
-        with open(output, "w", encoding="utf-8") if output else contextlib.nullcontext(sys.stdout) as out:
-            failed = run_batch(settings, lines, lambda answer: print(json.dumps(answer), file=out, flush=True))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {path} or write {output}: {error}") from None
-    print(f"{len(lines) - failed} of {len(lines)} requests were answered", file=sys.stderr)
-    return FAILURE if failed else 0
+    lines = read_batch(path)
+    if output is not None and same_file(path, output):
+        raise SettingsError(f"--output-file {output} is the file of requests itself: name another", param="output_file")
+    with answers_to(output, {line.custom_id for line in lines}, resume=resume) as answers:
+        try:
+            run_batch(settings, lines, answers)
+        finally:
+            print(answers.report, file=sys.stderr)
+    return 0 if answers.whole and not answers.refused else FAILURE
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -533,10 +542,10 @@ def _prompts(given: list[str], path: str | None) -> Iterator[str | list[int]]:
         yield from _read_prompts(sys.stdin, "standard input")
     elif path is not None:
         try:
-            with open(path, encoding="utf-8") as file:
-                yield from _read_prompts(file, path)
+            text = read_given(path, most=TABLE_BYTES)
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"cannot read the prompts in {path}: {error}") from None
+            raise SettingsError(f"cannot read the prompts in {shown(path)}: {why_unread(error)}") from None
+        yield from _read_prompts(io.StringIO(text), path)
 
 
 def _read_prompts(lines: TextIO, name: str) -> Iterator[str | list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -66,7 +67,7 @@ class Client:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             raise PreheatError(f"{self._url}{path} answered {error.code}: {_reason(error.read())}") from None
-        except OSError as error:
+        except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:  # also of a port that is none
             raise PreheatError(f"{self._url} cannot be reached: {getattr(error, 'reason', error)}") from None
 
 

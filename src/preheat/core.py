@@ -323,8 +323,9 @@ class Command(msgspec.Struct, tag="command"):
 
     ``mode`` says what becomes of running requests before a pause or a sleep: they end with reason "abort", are waited
     for, or are kept. ``level`` is that of a sleep; ``tags`` are what wakes up, all if there are none. ``path`` is a
-    folder of safetensors files with the new weights, ``version`` what they are called; ``tensors`` has them by name,
-    where both ends are one process, ``announced`` what a trainer is going to send in the ``group`` that was joined.
+    folder of safetensors files with the new weights, all of which must lie below the folder ``root`` if one is given,
+    ``version`` what they are called; ``tensors`` has them by name, where both ends are one process, ``announced`` what
+    a trainer is going to send in the ``group`` that was joined.
     """
 
     id: int
@@ -336,6 +337,7 @@ class Command(msgspec.Struct, tag="command"):
     level: int = 1
     tags: list[str] = []
     path: str = ""
+    root: str = ""
     version: str = ""
     tensors: Any = None
     group: TransferGroup | None = None

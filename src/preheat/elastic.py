@@ -114,7 +114,7 @@ class Elastic:
         if slept is not None:
             slept.restore()
         try:
-            self._load(command.path, tensors)
+            self._load(command, tensors)
         except BaseException:
             if slept is not None:
                 self._drop(WEIGHTS, keep=not self._lacking)
@@ -126,10 +126,10 @@ class Elastic:
         self.state.blocked_reason = ""
         logger.info("The weights are those of version %s, digest %s", self.state.weight_version, self.state.digest)
 
-    def _load(self, path: str, tensors: Mapping[str, torch.Tensor] | None) -> None:
+    def _load(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
         with self._backend.uploading() as copy:
             on_host = self._settings.weights_load_device == HOST and copy
-            source = self._source(path, tensors, copy, bool(on_host))
+            source = self._source(command, tensors, copy, bool(on_host))
             update = Update(self._model, source, self._backend, on_host=on_host, whole=self._lacking)
         update.swap()
         self._forget()
@@ -149,12 +149,12 @@ class Elastic:
             raise
 
     def _source(
-        self, path: str, tensors: Mapping[str, torch.Tensor] | None, copy: Callable[..., None], on_host: bool
+        self, command: Command, tensors: Mapping[str, torch.Tensor] | None, copy: Callable[..., None], on_host: bool
     ) -> StoredTensors:
         read, renames = _plain_copy if on_host else copy, self._model.spec.renames
         if tensors is not None:
             return StoredTensors("the tensors", [GivenTensors(tensors)], read, renames)
-        return SafetensorsFiles(Path(path), read, renames)
+        return SafetensorsFiles(Path(command.path), read, renames, below=command.root or None)
 
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest, saying what to change, where the engine cannot sleep so."""

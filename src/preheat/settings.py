@@ -17,6 +17,7 @@ from preheat.errors import SettingsError
 from preheat.utils.adapters import check_lora
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
+from preheat.utils.files import read_given, shown, why_unread
 from preheat.utils.foreign_flags import instead_of
 from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
@@ -196,6 +197,7 @@ class Settings:
         None,
         "Seed of dummy weights (0 unless set) and, if it is set, of the seeds of requests that bring none.",
         low=0,
+        high=2**64 - 1,
         default_text="requests draw from the system",
     )
     num_threads: int | None = _run(None, "Threads for the model on a CPU.", low=1, default_text="one per core")
@@ -739,10 +741,9 @@ def _from_file(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"cannot read the config file {path}: {error}", param="config") from None
+        content = yaml.safe_load(read_given(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise SettingsError(f"cannot read the config file {shown(path)}: {why_unread(error)}", param="config") from None
     if not isinstance(content, dict | None):
         raise SettingsError(f"{path} must hold one mapping of option names to values", param="config")
     values: dict[str, Any] = {}

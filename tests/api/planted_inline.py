@@ -16,7 +16,7 @@ from preheat.settings import Settings
 from tests.api import scripted
 
 
-async def _in_loop(_: Request, work: Callable[[], Any]) -> Any:
+async def _in_loop(_: Request, work: Callable[[], Any], __: object = None) -> Any:
     return work()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from preheat import WeightGroup
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.files import BUNDLED_PATH
-from preheat.server.operations import allowed_path, check_settings
+from preheat.server.operations import allowed_paths, check_settings
 from preheat.settings import Settings
 from tests.api.conftest import Server, free_port, serving
 
@@ -42,6 +43,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(tensors, root / "pickle" / "pytorch_model.bin")
     shutil.copytree(root / "other", outside / "secret")
     (root / "link").symlink_to(outside / "secret")
+    for name in ("fifo", "leak", "index", "endless"):
+        (root / name).mkdir()
+    os.mkfifo(root / "fifo" / "model.safetensors")
+    (root / "endless" / "model.safetensors.index.json").symlink_to("/dev/zero")
+    (root / "leak" / "model.safetensors").symlink_to(outside / "secret" / "model.safetensors")
+    names = dict.fromkeys(other, "../../secret/model.safetensors")
+    (root / "index" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     return root
 
 
@@ -76,14 +84,19 @@ def test_only_operators_reach_them(operated: Server, scripted: Server) -> None:
 
 
 def test_paths(root: Path) -> None:
-    assert allowed_path(str(root), "same") == allowed_path(str(root), str(root / "same")) == str(root / "same")
+    assert allowed_paths(str(root), "same") == allowed_paths(str(root), str(root / "same"))
+    assert allowed_paths(str(root), "same") == (str(root / "same"), str(root))
     for path in ("..", "../secret", "link", "/etc", "same/../../secret"):
-        with pytest.raises(InvalidRequest, match="not below --weights-root"):
-            allowed_path(str(root), path)
+        with pytest.raises(InvalidRequest, match=r"--weights-root.*not below"):
+            allowed_paths(str(root), path)
     with pytest.raises(InvalidRequest, match="no folder"):
-        allowed_path(str(root), "same/model.safetensors")
+        allowed_paths(str(root), "same/model.safetensors")
+    for path in ("a\0b", "d/" * 4000, "n" * 300, "none"):
+        with pytest.raises(InvalidRequest, match="cannot be read") as refused:
+            allowed_paths(str(root), path)
+        assert len(refused.value.message) < 400
     with pytest.raises(InvalidRequest, match="without --weights-root"):
-        allowed_path(None, "same")
+        allowed_paths(None, "same")
 
 
 def test_weights(operated: Server) -> None:
@@ -97,6 +110,12 @@ def test_weights(operated: Server) -> None:
     for body, message in (
         ({"path": "link"}, "not below"),
         ({"path": "pickle"}, "holds no *.safetensors"),
+        ({"path": "fifo"}, "it is a pipe"),
+        ({"path": "endless"}, "index.json cannot be read: it is"),
+        ({"path": "leak"}, "it is not below the folder"),
+        ({"path": "index"}, "is not the name of a file beside it"),
+        ({"path": "same\0"}, "cannot be a path"),
+        ({"path": "n" * 300}, "File name too long"),
         ({"path": "other", "update_info": INFO}, "one of them"),
         ({"update_info": INFO | {"shapes": []}}, "0 shapes"),
         ({"update_info": INFO | {"packed": True}}, "update_info.packed is not supported"),

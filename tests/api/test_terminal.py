@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,37 +48,75 @@ def test_what_a_server_refuses_is_said(scripted: Server) -> None:
         client.Client("localhost:8000")
 
 
-BATCH = """
-import json, sys
-from preheat.server.run_batch import read_lines, run_batch
-from preheat.settings import Settings
-
-model, entry = sys.argv[1:]
-lines = read_lines(sys.stdin, "input")
-settings = Settings.load({"model": model, "log_level": "warning", "api_key": ["secret"]})
-sys.exit(run_batch(settings, lines, lambda answer: print(json.dumps(answer)), entry))
-"""
-
-
 def line(id: str, url: str = "/v1/completions", **body: object) -> str:
     return json.dumps({"custom_id": id, "method": "POST", "url": url, "body": body})
 
 
-def test_a_batch_is_answered_in_order(folder: Path) -> None:
+BATCH = """
+import functools, sys
+from preheat import cli
+from preheat.server import run_batch
+
+run_batch.run_batch = functools.partial(run_batch.run_batch, entry=sys.argv.pop(1))
+sys.exit(cli.main())
+"""
+
+
+def batch(folder: Path, *words: str, engine: str = SCRIPTED, **how: Any) -> subprocess.Popen[str]:
+    """``preheat run-batch`` with another engine; it does not read the checkpoint's weights."""
+    flags = ["--model", str(folder), "--log-level", "warning", "--api-key", "secret"]
+    return subprocess.Popen(
+        [sys.executable, "-c", BATCH, engine, "run-batch", *words, *flags], text=True, cwd=ROOT,
+        stderr=subprocess.PIPE, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}, **how,
+    )  # fmt: skip
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(text)["custom_id"] for text in path.read_text().splitlines()]
+
+
+def test_a_batch_is_answered_in_order(folder: Path, tmp_path: Path) -> None:
     lines = [line(str(n), prompt=[5 + n, 6, 7], max_tokens=40 - n, return_token_ids=True) for n in range(30)]
     lines += [line("bad", prompt="x", max_tokens=-1), line("talk", "/v1/chat/completions", max_tokens=2, messages=[
         {"role": "user", "content": "hi"}])]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", BATCH, str(folder), SCRIPTED], input="\n".join(lines), text=True, check=False,
-        capture_output=True, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
-    )  # fmt: skip
-    answers = [json.loads(text) for text in done.stdout.splitlines()]
+    out = tmp_path / "out"
+    out.write_text("of yesterday")
+    done = batch(folder, "-", "-o", str(out), stdin=subprocess.PIPE)
+    _, said = done.communicate("\n".join(lines))
+    answers = [json.loads(text) for text in out.read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == [*map(str, range(30)), "bad", "talk"]
     assert [answer["response"]["status_code"] for answer in answers] == [200] * 30 + [400, 200]
-    assert done.returncode == 1  # one failed
+    assert done.returncode == 1 and said == "31 of 32 requests were answered\n"  # one was refused
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     for number, answer in enumerate(answers[:30]):
         (choice,) = answer["response"]["body"]["choices"]
         assert len(choice["token_ids"]) == 40 - number and choice["token_ids"][:3] == [6, 7, 5 + number]
+
+
+def test_a_batch_that_is_stopped_goes_on(folder: Path, tmp_path: Path) -> None:
+    """What is said to be answered is on the disk, after two signals too, and is not asked for again."""
+    asked, out, partial = tmp_path / "in", tmp_path / "out", tmp_path / "out.partial"
+    asked.write_text("\n".join(line(str(n), prompt=[5, 6], max_tokens=30 + 40 * n) for n in range(100)))
+    out.write_text("of yesterday")
+    begun = batch(folder, str(asked), "-o", str(out), "--max-model-len", "8192")
+    while not (partial.exists() and partial.stat().st_size):
+        assert begun.poll() is None
+        time.sleep(0.01)
+    begun.terminate()
+    time.sleep(0.05)
+    begun.terminate()
+    _, said = begun.communicate(timeout=30)
+    kept = ids(partial)
+    assert begun.returncode == 1 and 0 < len(kept) < 100 and out.read_text() == "of yesterday"
+    assert f"{len(kept)} of 100 requests were answered: the answers are in {partial}" in said
+    with partial.open("a") as file:
+        file.write('{"custom_id": "7", "resp')  # the disk was full
+    for words, status in (((), 2), (("--resume",), 0)):
+        again = batch(folder, str(asked), "-o", str(out), "--max-model-len", "8192", *words)
+        _, said = again.communicate(timeout=60)
+        assert again.returncode == status, said
+    assert said == "100 of 100 requests were answered\n"
+    assert ids(out) == [str(n) for n in range(100)] and not partial.exists()
 
 
 def test_lines_that_are_no_requests_are_named() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
+from functools import partial
 from itertools import count
 
 import peft
@@ -17,7 +20,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from preheat.errors import AdapterError
-from preheat.lora.adapter import read_adapter
+from preheat.lora.adapter import HEADER_BYTES, read_adapter
 from preheat.lora.config import AdapterConfig
 from preheat.model.families import read_spec
 from tests.cpu.checkpoints import MODELS, SMALL
@@ -136,12 +139,12 @@ FIELDS = st.fixed_dictionaries(
 
 
 @given(FIELDS)
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 def test_configs_say_what_peft_says(fields):
     if isinstance(fields["target_modules"], str) or fields["layers_to_transform"] is None:
         fields |= {"layers_to_transform": None, "layers_pattern": None}  # PEFT refuses anything else
     theirs = peft.LoraConfig(r=8, lora_alpha=4, **fields)
-    ours = AdapterConfig.of({"r": 8, "lora_alpha": 4, **fields})
+    ours = AdapterConfig.of({"r": 8, "lora_alpha": 4, **fields}).about(MODULES)
     for module in MODULES:
         rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern, module), 8)
         alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern, module), 4)
@@ -284,6 +287,62 @@ def test_folders_that_hold_no_adapter(llama, saved, tmp_path):
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"holds no adapter_model\.safetensors"):
         read(folder, llama[1])
+
+
+def tensors(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HOSTILE = {
+    "cut off": b"\x09",
+    "a header longer than the file": tensors({}, length=2**63),
+    "the longest header that may be": tensors({"a": F32}, bytes(8), length=HEADER_BYTES + 1),
+    "numbers in two tensors": tensors({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, bytes(12)),
+    "a negative shape": tensors({"a": F32 | {"shape": [-2]}}, bytes(8)),
+    "a shape that overflows": tensors({"a": F32 | {"shape": [2**40, 2**40]}}, bytes(8)),
+    "offsets backwards": tensors({"a": F32 | {"data_offsets": [8, 0]}}, bytes(8)),
+    "offsets beyond the end": tensors({"a": F32}),
+    "more than tensors": tensors({"a": F32}, bytes(80)),
+    "a hundred thousand dimensions": tensors({"a": F32 | {"shape": [1] * 100_000, "data_offsets": [0, 4]}}, bytes(4)),
+    "a name without an end": tensors({"a" * 1_000_000: F32}, bytes(8)),
+    "no object": tensors([1]),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_headers_that_lie_are_errors_of_the_adapter(what, llama, saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    (folder / "adapter_model.safetensors").write_bytes(HOSTILE[what])
+    with pytest.raises(AdapterError, match="adapter 'tuned' in") as refused:
+        read(folder, llama[1])
+    assert len(refused.value.message) <= 2000
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
+def test_what_is_no_file_is_not_opened(name, kind, llama, saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    (folder / name).unlink()
+    {"a pipe": os.mkfifo, "a device": partial(os.symlink, "/dev/zero"), "a folder": os.mkdir}[kind](folder / name)
+    with pytest.raises(AdapterError, match=f"{name} cannot be read: it is {kind}"):
+        read(folder, llama[1])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"lora_alpha": 10**400}, {"r": 10**30}, {"target_modules": ["x" * 3_000_000, 5]}, {"x" * 1_000_000: 1},
+     {"padding": "x" * (5 << 20)}, {"rank_pattern": {"(" * 3000: 4}}],
+    ids=lambda fields: next(iter(fields))[:20],
+)  # fmt: skip
+def test_configs_without_an_end_are_short_errors(fields, llama, saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(AdapterError, match="adapter 'tuned' in") as refused:
+        read(folder, llama[1])
+    assert len(refused.value.message) <= 2000
 
 
 def test_a_file_written_to_later_changes_nothing(llama, saved, tmp_path):

@@ -202,11 +202,20 @@ def test_two_processes_have_one_digest(booted, tmp_path):
     assert read_proof(str(path)).digest == booted[1].proof.digest
     assert [line.split(":")[0] for line in differences(read_proof(str(path)), booted[1].proof)] == ["plan"]
     changed = json.loads(done.stdout)
-    changed["proof"]["digest"] = "0"
+    changed["proof"]["digest"] = "0" * 32
     changed["proof"]["parts"]["versions"]["torch"] = "1.0"
     path.write_text(json.dumps(changed))
     found = differences(read_proof(str(path)), booted[1].proof)
     assert [line.split(":")[0] for line in found] == ["versions.torch", "plan", "bits"]
+    for wrong in ({"digest": "yes"}, {"digest": ""}):
+        path.write_text(json.dumps(changed | {"proof": changed["proof"] | wrong}))
+        with pytest.raises(SettingsError, match="digest"):
+            read_proof(str(path))
+    check = next(entry for entry in changed["entries"] if entry["kind"] == "check")
+    check |= {"outcome": "failed", "reason": "rows differ"}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(SettingsError, match="stands for nothing: 'rows differ'"):
+        read_proof(str(path))
 
 
 def test_the_engine_serves_after_the_check():

@@ -14,7 +14,7 @@ MODULES = [
 
 
 def config(**fields):
-    return AdapterConfig.of(PLAIN | fields)
+    return AdapterConfig.of(PLAIN | fields).about(MODULES)
 
 
 def test_ranks_and_scales():
@@ -97,7 +97,7 @@ def test_beginnings_that_change_the_base_model(init):
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
 def test_beginnings_that_do_not(init):
     unset = dict.fromkeys(REFUSED.keys() - PLAIN.keys() - {"bias", "peft_type"})
-    assert config(init_lora_weights=init, peft_version="0.21.2", lora_dropout=0.1, **unset).rank == 8
+    assert config(init_lora_weights=init, peft_version="0.21.2", lora_dropout=0.1, **unset).config.rank == 8
 
 
 def test_a_file_that_is_not_there_or_no_object(tmp_path):

@@ -156,7 +156,7 @@ def test_determinism_iterations_never_fail_to_parse(text):
         ({"hf_overrides": "[1]"}, "hf_overrides: '[1]' is not a JSON object"),
         ({"hf_overrides": "{"}, "not a JSON object"),
         ({"root_path": "llm"}, "must begin with a slash"),
-        ({"seed": -1, "port": 3}, "seed: -1 must be at least 0"),
+        ({"seed": -1, "port": 3}, "seed: -1 must be between 0 and 18446744073709551615"),
         ({"block_size": 8}, "between 16 and 256"),
         ({"ssl_keyfile": "key.pem"}, "ssl_certfile"),
         ({"device": "gpu"}, "is not one of auto, cpu, cuda"),
@@ -166,6 +166,22 @@ def test_determinism_iterations_never_fail_to_parse(text):
 def test_bad_values_say_what_is_wrong(args, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
         Settings.load(args, env={})
+
+
+@pytest.mark.parametrize("opt", OPTIONS.values(), ids=lambda opt: opt.name)
+def test_no_value_of_any_option_is_a_traceback(opt):
+    """Numbers that no processor counts with, and bytes that end a path."""
+    values = {int: [2**70, -(2**70), 2**64], str: ["a\0b"], tuple: [("a", "b\0")], dict: [{"model": "a\0"}]}
+    for value in values.get(opt.kinds[0], []):
+        with pytest.raises(SettingsError) as refused:
+            Settings.load({opt.name: value}, env={})
+        assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 2**70])
+def test_ports_are_numbers_of_ports(port):
+    with pytest.raises(SettingsError, match=r"port: .* must be (between 0 and|at most)"):
+        Settings.load({"port": str(port)}, env={})
 
 
 def test_settings_made_directly_are_checked_too():

@@ -13,6 +13,7 @@ from preheat.frontend.image_parts import IMAGE
 from preheat.frontend.stored_templates import DEFAULT, REPLACE, TOOL_USE, StoredTemplate, stored_templates
 from preheat.frontend.template_process import TemplateExhausted, TemplateFailed, TemplateRefused
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.utils.files import read_text, shown, why_unread
 
 Message = Mapping[str, Any]
 
@@ -245,7 +246,6 @@ def _read_override(template: str) -> StoredTemplate:
     if "{" in template or "\n" in template:
         return StoredTemplate(template, "--chat-template")
     try:
-        return StoredTemplate(Path(template).expanduser().read_text(encoding="utf-8-sig"), template)
+        return StoredTemplate(read_text(Path(template).expanduser()), template)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"--chat-template {template} cannot be read: {reason}") from error
+        raise ModelError(f"--chat-template {shown(template)} cannot be read: {why_unread(error)}") from error

@@ -36,7 +36,7 @@ class PixelConfig:
     @classmethod
     def read(cls, folder: Path) -> PixelConfig | None:
         """From the files of a checkpoint; None if there are none. Raises ModelError for what is not supported."""
-        from preheat.frontend.tokenizer import read_json  # whoever only decodes needs no tokenizer
+        from preheat.utils.files import read_json  # whoever only decodes needs no tokenizer
 
         values = read_json(folder / "preprocessor_config.json")
         values = values or read_json(folder / "processor_config.json").get("image_processor") or {}

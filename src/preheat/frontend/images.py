@@ -14,7 +14,7 @@ from preheat.frontend.image_config import CLIP_MEAN, CLIP_STD, PixelConfig
 from preheat.frontend.image_decoder import Decoder, samples
 from preheat.frontend.image_processes import ImageProcesses
 from preheat.frontend.media import MediaReader
-from preheat.frontend.tokenizer import read_json
+from preheat.utils.files import read_json
 
 __all__ = ["CLIP_MEAN", "CLIP_STD", "Images", "PixelConfig", "Source", "check_positions"]
 

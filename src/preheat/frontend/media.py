@@ -11,10 +11,8 @@ import base64
 import binascii
 import http.client
 import ipaddress
-import os
 import socket
 import ssl
-import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +21,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from preheat.errors import InvalidRequest
+from preheat.utils.files import open_file
 
 MAX_REDIRECTS = 5
 PORTS = {"http": 80, "https": 443}
@@ -98,15 +97,9 @@ class MediaReader:
         if url.netloc not in ("", "localhost"):
             raise _refused("a file URL must begin with file:///")
         try:
-            path = Path(unquote(url.path)).resolve(strict=True)
-            if not path.is_relative_to(self._folder):
-                raise PermissionError
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(descriptor, "rb") as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise PermissionError
+            with open_file(unquote(url.path), self._folder) as file:
                 data = file.read(self._max_bytes + 1)
-        except (OSError, ValueError, RuntimeError) as error:  # one answer for all: it tells nothing about other files
+        except OSError as error:  # one answer for all: it tells nothing about other files
             raise _refused("the file is not there, or not below --allowed-local-media-path") from error
         if len(data) > self._max_bytes:
             raise self._too_large()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from preheat.errors import ModelError
-from preheat.frontend.tokenizer import read_json
+from preheat.utils.files import read_json, read_text, why_unread
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates: the one for every conversation, and the one for conversations with tools."""
@@ -55,14 +56,14 @@ def _files(folder: Path) -> dict[str, StoredTemplate]:
     """``chat_template.jinja``, and each file of :data:`FOLDER` by its own name."""
     paths = {DEFAULT: folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
-    return {name: StoredTemplate(_read(path), str(path)) for name, path in paths.items() if path.is_file()}
+    return {name: StoredTemplate(_read(path), str(path)) for name, path in paths.items() if os.path.lexists(path)}
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; {REPLACE}") from error
+        raise ModelError(f"{path} cannot be read: {why_unread(error)}; {REPLACE}") from error
 
 
 def _named(config: Mapping[str, Any], path: Path) -> dict[str, StoredTemplate]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,29 +15,17 @@ from preheat.errors import InvalidRequest, ModelError
 from preheat.frontend.detokenize import SILENT, ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
 from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``, or {} without such a file. Raises ModelError if the file holds anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
+from preheat.utils.files import TABLE_BYTES, read_json, regular_file
 
 
 def _load_backend(folder: Path) -> Backend:
     """The fast tokenizer in ``folder``; transformers converts other formats."""
     path = folder / "tokenizer.json"
-    if path.is_file():
+    if os.path.lexists(path):
         try:
-            return Backend.from_file(str(path))
+            return Backend.from_file(str(regular_file(path, most=TABLE_BYTES)))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{path} cannot be read: {error}") from error
     try:
@@ -45,6 +33,9 @@ def _load_backend(folder: Path) -> Backend:
     except ImportError as error:
         raise ModelError(f"{folder} has no tokenizer.json; install transformers to convert its tokenizer") from error
     try:
+        for file in folder.iterdir():  # transformers opens any of them
+            if not file.is_dir():
+                regular_file(file)
         converted = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
         raise ModelError(f"{folder} has no tokenizer that can be read: {error}") from error

@@ -28,6 +28,7 @@ from preheat.grammar.state import Grammar, Library, Row, State
 from preheat.grammar.xgrammar import XGrammar
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
+from preheat.utils.files import TABLE_BYTES, read_text
 from preheat.utils.structured import (
     StructuredOutputsConfig,
     library_of,
@@ -276,7 +277,7 @@ def open_grammars(
     library = LIBRARIES[library_of(settings)]
     try:
         tokenizer = find_tokenizer(settings)
-        text = (tokenizer / "tokenizer.json").read_text(encoding="utf-8")
+        text = read_text(tokenizer / "tokenizer.json", most=TABLE_BYTES)
         backend = library(text, vocab_size, mask_threads(idle=idle))
         return Grammars(backend, preloads, config, settings.grammar_compile_timeout_s)
     except BaseException as error:  # the library's are of many kinds, and a panic of its own is no Exception

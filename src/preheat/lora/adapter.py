@@ -7,6 +7,7 @@ all the same, only worse. Every error names the adapter and says what to change.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from preheat.errors import AdapterError
-from preheat.lora.config import AdapterConfig
+from preheat.errors import AdapterError, ModelError
+from preheat.lora.config import AdapterConfig, ModuleRules, endings
 from preheat.lora.experts import Stack, alike, stacks_of
+from preheat.model.sources import open_tensors
 from preheat.model.specs import TIED_HEAD, LinearSpec, ModelSpec, MoeSpec, leaves
 from preheat.ops.lora import LowRank
 from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
+from preheat.utils.files import open_file, why_unread
 from preheat.utils.text import some
 
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -30,6 +33,12 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")
 _LINEAR, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 _DTYPES = ("F32", "BF16", "F16")
+
+HEADER_BYTES = 32 << 20
+"""The longest header of an adapter's tensors: some hundred thousand names."""
+
+MESSAGE_CHARACTERS = 2000
+"""Of an error, which may name a tensor of any length."""
 
 _OTHERS = {
     "lora_magnitude_vector": "is of DoRA, which is not supported",
@@ -99,15 +108,16 @@ def read_adapter(
     try:
         config = AdapterConfig.read(Path(path))
         with _opened(Path(path)) as file:
-            found = _checked(file, config, spec, max_rank)
+            rules, found = _checked(file, config, spec, max_rank)
             if without_experts and (of_experts := sorted(expert_modules(spec).keys() & set(_adapted(found)))):
                 raise AdapterError(
                     f"module {of_experts[0]} is of an expert: adapters of experts are not served {without_experts}; "
                     "those of attention, routers and shared experts alone are"
                 )
-            factors, digest = _read(file, config, found, dtype)
-    except (AdapterError, OSError, SafetensorError) as error:
-        raise AdapterError(f"adapter {name!r} in {path}: {error}", param="lora_path") from error
+            factors, digest = _read(file, rules, found, dtype)
+    except (AdapterError, ModelError, OSError, SafetensorError) as error:
+        text = f"adapter {name!r} in {path}: {why_unread(error)}"
+        raise AdapterError(text[:MESSAGE_CHARACTERS], param="lora_path") from error
     return Adapter(name, path, max(len(each.a) for each in factors.values()), factors, digest)
 
 
@@ -136,35 +146,48 @@ def expert_modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def _opened(folder: Path) -> Any:
     """The file of tensors. Raises AdapterError if there is none."""
-    if (folder / TENSORS).is_file():
-        return safe_open(folder / TENSORS, framework="pt")
-    if pickle := next((name for name in _PICKLES if (folder / name).exists()), None):
+    if os.path.lexists(folder / TENSORS):
+        _check_header(folder / TENSORS)
+        return open_tensors(folder / TENSORS)
+    if pickle := next((name for name in _PICKLES if os.path.lexists(folder / name)), None):
         raise AdapterError(f"{pickle} is a pickle, which may run code: save the adapter as {TENSORS}")
     raise AdapterError(f"the folder holds no {TENSORS}")
 
 
-def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> Found:
+def _check_header(path: Path) -> None:
+    """Raise AdapterError for more names of tensors than an adapter has: listing them would hold others up."""
+    try:
+        with open_file(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {why_unread(error)}") from None
+    if length > HEADER_BYTES:
+        raise AdapterError(f"the header of {TENSORS} has {length:,} bytes; at most {HEADER_BYTES:,} are read")
+
+
+def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -> tuple[ModuleRules, Found]:
     """What the adapter adapts, if names, shapes and dtypes of all tensors are those that ``config`` and ``spec`` ask
-    for.
+    for; and what ``config`` says about these modules.
     """
     table, experts = spec.embedding, expert_modules(spec)
     expected = adapted_modules(spec) | experts | {table.name: (table.size, table.vocab_size)}
-    found = dict[str, Single | Stack]()
+    singles, stacks = dict[str, Single](), dict[str, list[Stack]]()
     for raw in _modules(file, spec):
         module = _stored_name(raw, spec)
-        if stacks := stacks_of(raw, spec):
-            found[raw] = _checked_stack(file, raw, stacks, config, max_rank)
+        if of_raw := stacks_of(raw, spec):
+            stacks[raw] = of_raw
             continue
         if module not in expected:
             raise AdapterError(f"module {raw} {_why_not(module, spec, expected)}")
-        if module in found:
-            raise AdapterError(f"{raw} and {found[module].raw} are the same module")
-        if not config.names(raw):
-            raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
-        (outputs, inputs), rank = expected[module], config.rank_of(raw)
-        found[module] = Single(raw, module, _halves(module, spec))
-        _check_rank(raw, rank, max_rank)
-        _check_shapes(file, _tensors(found[module]), rank, ([rank, inputs], [outputs, rank]))
+        if module in singles:
+            raise AdapterError(f"{raw} and {singles[module].raw} are the same module")
+        singles[module] = Single(raw, module, _halves(module, spec))
+    parameters = (stack.parameter for each in stacks.values() for stack in each)
+    rules = config.about([*expected, *(each.raw for each in singles.values()), *parameters])
+    for module, single in singles.items():
+        _check_single(file, single, expected[module], rules, max_rank)
+    stacked = {raw: _checked_stack(file, raw, of_raw, rules, max_rank) for raw, of_raw in stacks.items()}
+    found: dict[str, Single | Stack] = {**singles, **stacked}
     if not found:
         raise AdapterError(f"{TENSORS} holds no tensors of LoRA")
     if config.ties and spec.tied and found.keys() & {table.name, TIED_HEAD}:
@@ -172,13 +195,21 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
             "ensure_weight_tying is set: what adapts the table of embeddings would adapt the output head, too; that is "
             "not supported: train both, or one, without it"
         )
-    _check_complete(
-        found, config, spec, expected.keys() if found.keys() & experts.keys() else expected.keys() - experts
-    )
-    return found
+    _check_complete(found, rules, spec, expected.keys() if found.keys() & experts.keys() else expected.keys() - experts)
+    return rules, found
 
 
-def _checked_stack(file: Any, raw: str, stacks: list[Stack], config: AdapterConfig, max_rank: int) -> Stack:
+def _check_single(file: Any, single: Single, sizes: tuple[int, int], rules: ModuleRules, max_rank: int) -> None:
+    """Raise AdapterError unless ``single`` fits a module of these outputs and inputs."""
+    raw = single.raw
+    if not rules.names(raw):
+        raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
+    (outputs, inputs), rank = sizes, rules.rank_of(raw)
+    _check_rank(raw, rank, max_rank)
+    _check_shapes(file, _tensors(single), rank, ([rank, inputs], [outputs, rank]))
+
+
+def _checked_stack(file: Any, raw: str, stacks: list[Stack], rules: ModuleRules, max_rank: int) -> Stack:
     """That of ``stacks``, the parameters of one module, whose adapter ``raw`` is, if it fits."""
     a, b = (file.get_slice(name).get_shape() for name in _tensors(stacks[0]))
     fitting = [each for each in stacks if [each.inputs, each.outputs] == [a[-1], b[0]]]
@@ -186,27 +217,29 @@ def _checked_stack(file: Any, raw: str, stacks: list[Stack], config: AdapterConf
         shapes = " or ".join(f"[., {each.inputs}] and [{each.outputs}, .]" for each in stacks)
         raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model makes it {shapes}")
     stack = fitting[0]
-    if not config.names_parameter(stack.parameter):
+    if not rules.names_parameter(stack.parameter):
         raise AdapterError(f"{stack.parameter} has tensors, but the config's target_parameters does not name it")
-    rank = config.rank_of(stack.parameter)
+    rank = rules.rank_of(stack.parameter)
     _check_rank(stack.parameter, rank, max_rank)
     _check_shapes(file, _tensors(stack), rank, stack.shapes(rank))
     return stack
 
 
-def _check_complete(found: Found, config: AdapterConfig, spec: ModelSpec, expected: Set[str]) -> None:
-    """Raise AdapterError for a module twice, and for one that ``config`` names and that has no tensors. Names like
+def _check_complete(found: Found, rules: ModuleRules, spec: ModelSpec, expected: Set[str]) -> None:
+    """Raise AdapterError for a module twice, and for one that the config names and that has no tensors. Names like
     gate_proj are no experts' if no expert has tensors of its own: PEFT sees them stacked.
     """
     adapted, stacks = _adapted(found), [each for each in found.values() if isinstance(each, Stack)]
     if len(adapted) > len(set(adapted)):
         raise AdapterError("experts are adapted twice: one by one, or in two stacks of the same parameter")
-    missing = sorted(module for module in expected - found.keys() if config.names(module) and not config.all_linear)
+    missing = sorted(
+        module for module in expected - found.keys() if rules.names(module) and not rules.config.all_linear
+    )
     if missing:
         raise AdapterError(f"target_modules names modules that have no tensors: {some(missing)}")
     there = {stack.parameter for stack in stacks}
-    lacking = {name for stack in stacks for name in alike(stack, spec) if config.names_parameter(name)} - there
-    unused = {name for name in config.parameters if not any(f".{each}".endswith(f".{name}") for each in there)}
+    lacking = {name for stack in stacks for name in alike(stack, spec) if rules.names_parameter(name)} - there
+    unused = rules.config.parameters - {ending for each in there for ending in endings(each)}
     if lacking | unused:
         raise AdapterError(f"target_parameters names parameters that have no tensors: {some(sorted(lacking | unused))}")
 
@@ -291,11 +324,11 @@ def _tensors(each: Single | Stack) -> Iterator[str]:
     return (f"{_PREFIX}{each.raw}.{half}" for half in halves)
 
 
-def _read(file: Any, config: AdapterConfig, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRank], str]:
+def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tuple[dict[str, LowRank], str]:
     """The factors of the modules that were ``found``, and their digest."""
     digest, factors = hashlib.sha256(), dict[str, LowRank]()
     for _, each in sorted(found.items(), key=lambda item: item[0]):
-        scale = config.scale_of(each.parameter)
+        scale = rules.scale_of(each.parameter)
         digest.update(f"{each.key} {scale.hex()}".encode())
         a, b = (_matrix(file, name, dtype, digest) for name in _tensors(each))
         factors |= dict(each.split(a, b, scale))

@@ -1,23 +1,27 @@
 """What an ``adapter_config.json`` says, by PEFT's rules. No torch here.
 
 What would change the arithmetic and is not computed is refused by name. The patterns of a config are regular
-expressions: an adapter is trusted as a checkpoint is.
+expressions, which are matched all at once and in limited time.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from preheat.errors import AdapterError, ModelError
-from preheat.model.files import read_json
 from preheat.utils.adapters import ADAPTER_CONFIG as CONFIG
+from preheat.utils.expressions import BadExpression, Expressions, Found, first_matches
+from preheat.utils.files import read_json
+from preheat.utils.text import brief
 
-V = TypeVar("V")
+CONFIG_BYTES = 4 << 20
+"""The most that is read of an adapter's config: some ten thousand names of modules."""
 
 _REFUSED = {
     "use_dora": "DoRA, which scales whole rows of the base model's weights",
@@ -63,22 +67,22 @@ class AdapterConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: tuple[tuple[re.Pattern[str], int], ...]
-    alphas: tuple[tuple[re.Pattern[str], float], ...]
-    targets: tuple[str, ...] | str
-    excluded: tuple[str, ...] | str
-    layers: tuple[int, ...]
+    ranks: tuple[tuple[str, int], ...]
+    alphas: tuple[tuple[str, float], ...]
+    targets: frozenset[str] | str
+    excluded: frozenset[str] | str
+    layers: frozenset[int]
     layers_pattern: tuple[str, ...]
     ties: bool
-    parameters: tuple[str, ...]
+    parameters: frozenset[str]
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
         """From the file in ``folder``. Raises AdapterError, naming the field."""
-        if not (folder / CONFIG).is_file():
+        if not os.path.lexists(folder / CONFIG):
             raise AdapterError(f"the folder holds no {CONFIG}, so it is no adapter of PEFT")
         try:
-            return cls.of(read_json(folder, CONFIG))
+            return cls.of(read_json(folder / CONFIG, most=CONFIG_BYTES))
         except ModelError as error:
             raise AdapterError(error.message) from None
 
@@ -90,7 +94,7 @@ class AdapterConfig:
         targets = fields.get("target_modules")
         parameters = fields.get("target_parameters") or []
         if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
-            raise AdapterError(f"{CONFIG}: target_parameters must be a list of names, got {parameters!r}")
+            raise AdapterError(f"{CONFIG}: target_parameters must be a list of names, got {brief(parameters)}")
         if targets in _UNSET and not parameters:
             raise AdapterError(f"{CONFIG}: target_modules must say which modules are adapted")
         layers = fields.get("layers_to_transform")
@@ -98,55 +102,93 @@ class AdapterConfig:
             rank=rank,
             alpha=alpha,
             rslora=bool(fields.get("use_rslora")),
-            ranks=tuple((key, _rank("rank_pattern", value)) for key, value in _patterns("rank_pattern", fields)),
-            alphas=tuple((key, _number("alpha_pattern", value)) for key, value in _patterns("alpha_pattern", fields)),
+            ranks=tuple((key, _rank("rank_pattern", value)) for key, value in _items("rank_pattern", fields)),
+            alphas=tuple((key, _number("alpha_pattern", value)) for key, value in _items("alpha_pattern", fields)),
             targets=_names("target_modules", targets or ()),
             excluded=_names("exclude_modules", fields.get("exclude_modules") or ()),
             layers=_layers([layers] if type(layers) is int else layers or []),
-            layers_pattern=_listed(_names("layers_pattern", fields.get("layers_pattern") or ())),
+            layers_pattern=_listed(fields.get("layers_pattern") or ()),
             ties=bool(fields.get("ensure_weight_tying")),
-            parameters=tuple(parameters),
+            parameters=frozenset(parameters),
         )
 
-    def rank_of(self, module: str) -> int:
-        """The rank of ``module``: that of the first pattern that matches, else the config's."""
-        return _first(self.ranks, module, self.rank)
-
-    def scale_of(self, module: str) -> float:
-        """What multiplies the product of ``module``'s matrices: alpha over the rank, or over its square root."""
-        rank = self.rank_of(module)
-        return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+    def about(self, names: Iterable[str]) -> ModuleRules:
+        """What the config says about the modules and parameters ``names``. Raises AdapterError for an expression that
+        is none, or that takes too long.
+        """
+        layers = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        asked = (
+            Expressions("rank_pattern", [_ending(key) for key, _ in self.ranks]),
+            Expressions("alpha_pattern", [_ending(key) for key, _ in self.alphas]),
+            _expression("target_modules", "" if self.all_linear else self.targets),
+            _expression("exclude_modules", self.excluded),
+            Expressions("layers_pattern", [rf"{each}\.(\d+)\." for each in layers] if self.layers else ()),
+        )
+        try:
+            return ModuleRules(self, *first_matches(asked, sorted({*names})))
+        except BadExpression as error:
+            raise AdapterError(f"{CONFIG}: {error}") from None
 
     @property
     def all_linear(self) -> bool:
         """Whether it only says that all linear layers but the output head are adapted."""
         return isinstance(self.targets, str) and self.targets.lower() == "all-linear"
 
+
+@dataclass(frozen=True)
+class ModuleRules:
+    """What ``config`` says about modules, by what its expressions match of their names."""
+
+    config: AdapterConfig
+    ranks: Found
+    alphas: Found
+    targets: Found
+    excluded: Found
+    layers: Found
+
+    def rank_of(self, module: str) -> int:
+        """The rank of ``module``: that of the first pattern that matches, else the config's."""
+        found = self.ranks.get(module)
+        return self.config.rank if found is None else self.config.ranks[found.number][1]
+
+    def scale_of(self, module: str) -> float:
+        """What multiplies the product of ``module``'s matrices: alpha over the rank, or over its square root."""
+        found, rank = self.alphas.get(module), self.rank_of(module)
+        alpha = self.config.alpha if found is None else self.config.alphas[found.number][1]
+        return alpha / (math.sqrt(rank) if self.config.rslora else rank)
+
     def names(self, module: str) -> bool:
         """Whether ``module`` is one of those that the config says are adapted."""
-        if _matches(self.excluded, module):
+        config = self.config
+        if module in self.excluded or _lists(config.excluded, module):
             return False
-        if self.all_linear:
+        if config.all_linear:
             return not module.endswith("lm_head")
-        if isinstance(self.targets, str) or module in self.targets:
-            return _matches(self.targets, module)
-        return _matches(self.targets, module) and (not self.layers or self._layer(module) in self.layers)
+        if isinstance(config.targets, str) or module in config.targets:
+            return module in self.targets or _lists(config.targets, module)
+        return _lists(config.targets, module) and (not config.layers or self._layer(module) in config.layers)
 
     def names_parameter(self, parameter: str) -> bool:
         """The same of a stacked parameter: target_parameters are its name or the end of it."""
-        return _matches(self.parameters, parameter)
+        return _lists(self.config.parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
         """The first number in ``module``'s name, behind the list of layers if it has a name."""
-        patterns = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
-        found = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in patterns)
-        return next((int(match[1]) for match in found if match), None)
+        found = self.layers.get(module)
+        if found is None:
+            return None
+        try:
+            return int(found.group or "")
+        except ValueError:
+            raise AdapterError(
+                f"{CONFIG}: layers_pattern matches {found.group!r}, which is no layer's number"
+            ) from None
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
     """Raise AdapterError for what is not computed, and for a field that nobody here knows."""
     if (kind := str(fields.get("peft_type", "LORA"))).upper() != "LORA":
-        raise AdapterError(f"{CONFIG}: peft_type is {kind}, but only adapters of type LORA are served")
+        raise AdapterError(f"{CONFIG}: peft_type is {brief(kind)}, but only adapters of type LORA are served")
     for name, value in fields.items():
         if value in _UNSET:
             continue
@@ -154,79 +196,79 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
             raise AdapterError(f"{CONFIG}: {name} is set: {what}; that is not supported")
         if name not in _READ | _HARMLESS:
             raise AdapterError(
-                f"{CONFIG}: {name} is set, and it is not known what it means; if it changes nothing about the answers, "
-                "remove it"
+                f"{CONFIG}: {brief(name)} is set, and it is not known what it means; if it changes nothing about the "
+                "answers, remove it"
             )
     if (bias := fields.get("bias", "none")) not in ("none", None):
-        raise AdapterError(f"{CONFIG}: bias is {bias!r}: adapters with biases are not supported, only 'none' is")
+        raise AdapterError(f"{CONFIG}: bias is {brief(bias)}: adapters with biases are not supported, only 'none' is")
     init = fields.get("init_lora_weights", True)
     init = init.lower() if isinstance(init, str) else init
     if isinstance(init, str) and init.startswith(_BASE_CHANGING):
         raise AdapterError(
-            f"{CONFIG}: init_lora_weights is {init!r}, which changes the base model's weights: the adapter does not "
-            "fit the plain ones. Save it as a plain LoRA, with PEFT's path_initial_model_for_weight_conversion"
+            f"{CONFIG}: init_lora_weights is {brief(init)}, which changes the base model's weights: the adapter does "
+            "not fit the plain ones. Save it as a plain LoRA, with PEFT's path_initial_model_for_weight_conversion"
         )
     if init not in _PLAIN_INITS:
-        raise AdapterError(f"{CONFIG}: init_lora_weights is {init!r}, which is not known here")
+        raise AdapterError(f"{CONFIG}: init_lora_weights is {brief(init)}, which is not known here")
 
 
 def _rank(name: str, value: object) -> int:
     if type(value) is not int or value < 1:
-        raise AdapterError(f"{CONFIG}: {name} must be a rank, a whole number above 0, got {value!r}")
+        raise AdapterError(f"{CONFIG}: {name} must be a rank, a whole number above 0, got {brief(value)}")
     return value
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterError(f"{CONFIG}: {name} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise AdapterError(f"{CONFIG}: {name} must be a number, got {brief(value)}")
     return float(value)
 
 
-def _layers(value: object) -> tuple[int, ...]:
+def _layers(value: object) -> frozenset[int]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise AdapterError(f"{CONFIG}: layers_to_transform must be the numbers of layers, got {value!r}")
-    return tuple(value)
+        raise AdapterError(f"{CONFIG}: layers_to_transform must be the numbers of layers, got {brief(value)}")
+    return frozenset(value)
 
 
-def _names(name: str, value: object) -> tuple[str, ...] | str:
+def _names(name: str, value: object) -> frozenset[str] | str:
     """A list of names, or one regular expression."""
-    if isinstance(value, str):
-        _compiled(name, value)
-        return value
+    return value if isinstance(value, str) else frozenset(_list(name, value))
+
+
+def _listed(value: object) -> tuple[str, ...]:
+    """The expressions of layers_pattern, which may be one."""
+    return (value,) if isinstance(value, str) else _list("layers_pattern", value)
+
+
+def _list(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise AdapterError(f"{CONFIG}: {name} must be a list of names or a regular expression, got {value!r}")
+        raise AdapterError(f"{CONFIG}: {name} must be a list of names or a regular expression, got {brief(value)}")
     return tuple(value)
 
 
-def _listed(names: tuple[str, ...] | str) -> tuple[str, ...]:
-    """As a list, each of whose items is a regular expression."""
-    names = (names,) if isinstance(names, str) else names
-    for name in names:
-        _compiled("layers_pattern", name)
-    return names
-
-
-def _patterns(name: str, fields: Mapping[str, Any]) -> list[tuple[re.Pattern[str], object]]:
-    """The regular expressions of a field, each of which may begin after any dot of a module's name, with its value."""
+def _items(name: str, fields: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
+    """The regular expressions of a field, and their values."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
-        raise AdapterError(f"{CONFIG}: {name} must be an object, got {value!r}")
-    return [(_compiled(name, rf"(.*\.)?({key})$"), own) for key, own in value.items()]
+        raise AdapterError(f"{CONFIG}: {name} must be an object, got {brief(value)}")
+    return value.items()
 
 
-def _compiled(name: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise AdapterError(f"{CONFIG}: {name} holds {pattern!r}, which is no regular expression: {error}") from None
+def _ending(key: str) -> str:
+    """The expression for names that end with what ``key`` matches, after a dot or from their beginning on."""
+    return rf"(.*\.)?({key})$"
 
 
-def _first(patterns: tuple[tuple[re.Pattern[str], V], ...], module: str, default: V) -> V:
-    return next((value for pattern, value in patterns if pattern.match(module)), default)
+def _expression(field: str, value: frozenset[str] | str) -> Expressions:
+    return Expressions(field, [value] if isinstance(value, str) and value else (), whole=True)
 
 
-def _matches(names: tuple[str, ...] | str, module: str) -> bool:
-    """Whether the regular expression is ``module``, or one of the names is its end."""
-    if isinstance(names, str):
-        return bool(names) and re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def endings(name: str) -> Iterator[str]:
+    """``name``, and what is behind each of its dots."""
+    yield name
+    yield from (name[place + 1 :] for place, letter in enumerate(name) if letter == ".")
+
+
+def _lists(names: frozenset[str] | str, module: str) -> bool:
+    """Whether one of ``names`` is ``module``, or its end behind a dot. An expression lists nothing."""
+    return not isinstance(names, str) and not names.isdisjoint(endings(module))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError
 from preheat.settings import Settings
+from preheat.utils import files
+from preheat.utils.text import some
 
 BUNDLED = "bundled"
 BUNDLED_PATH = Path(__file__).parent.parent / "bundled"
 
+LONGEST_ID = 200
+"""More characters than an id on the Hub has."""
+
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Files in which quantizers say what they did, where ``config.json`` does not: ModelOpt, AutoGPTQ and AutoAWQ."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
@@ -55,29 +62,20 @@ def find_checkpoint(
     if model == BUNDLED:
         return BUNDLED_PATH
     path = Path(model).expanduser()
-    if not path.is_dir():
-        if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-            raise ModelError(f"{what} {model!r} is neither a directory nor an organisation/name on the Hub", param=what)
+    if not os.path.isdir(path):  # of a name that is too long, too
+        if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1 or len(model) > LONGEST_ID:
+            raise ModelError(
+                f"{what} {files.shown(model)!r} is neither a directory nor an organisation/name on the Hub", param=what
+            )
         path = _download(model, revision, with_weights, download_dir, what)
-    if what == "model" and not (path / "config.json").exists():
+    if what == "model" and not os.path.lexists(path / "config.json"):
         raise ModelError(f"model {model!r}: {path} holds no config.json", param=what)
     return path
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
     """A JSON file of a checkpoint; an absent one is empty. Raises ModelError if it is not a JSON object."""
-    path = directory / name
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return value
+    return files.read_json(directory / name)
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -108,25 +106,47 @@ def _stored_quantization(directory: Path) -> dict[str, Any] | None:
     return None
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order: those of its index if it has one, else all of them."""
-    index = read_json(directory, "model.safetensors.index.json").get("weight_map")
+def weight_files(directory: Path, below: str | Path | None = None) -> list[Path]:
+    """The safetensors files of a checkpoint, in name order: those of its index if it has one, else all of them. What is
+    behind their links must be a regular file each, ``below`` that folder if there is one.
+    """
+    index = _weight_map(directory, below)
     if index is not None:
-        files = sorted({directory / name for name in index.values()})
-    elif (single := directory / "model.safetensors").exists():
-        files = [single]
+        names = sorted(set(index.values()))
+    elif os.path.lexists(directory / SINGLE):
+        names = [SINGLE]
     else:
-        files = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if missing := [path.name for path in files if not path.exists()]:
-        raise ModelError(f"{directory} lacks {', '.join(missing)}, which its index names")
-    if not files:
+        found = (path.name for path in directory.glob("*.safetensors"))
+        names = sorted(name for name in found if not name.startswith("consolidated"))
+    if missing := [name for name in names if not os.path.lexists(directory / name)]:
+        raise ModelError(f"{directory} lacks {some(missing)}, which its index names")
+    if not names:
         raise ModelError(f"{directory} holds no *.safetensors file; convert the checkpoint, or use --load-format dummy")
-    return files
+    for name in names:
+        try:
+            files.regular_file(directory / name, below)
+        except OSError as error:
+            raise ModelError(f"{directory / name} cannot be read: {error.strerror}") from None
+    return [directory / name for name in names]
 
 
-def indexed_names(directory: Path) -> set[str]:
+def indexed_names(directory: Path, below: str | Path | None = None) -> set[str]:
     """The tensor names in a sharded checkpoint's index; empty without an index."""
-    return set(read_json(directory, "model.safetensors.index.json").get("weight_map", ()))
+    return set(_weight_map(directory, below) or ())
+
+
+def _weight_map(directory: Path, below: str | Path | None) -> dict[str, str] | None:
+    """From a tensor's name to its file, which is in ``directory``; None without an index."""
+    path = directory / INDEX
+    found = files.read_json(path, below, most=files.TABLE_BYTES).get("weight_map")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ModelError(f"{path}: weight_map must be an object that names a file for each tensor")
+    for name in set(found.values()):
+        if Path(name).name != name or name == ".." or "\0" in name:
+            raise ModelError(f"{path}: {files.shown(name)!r} is not the name of a file beside it")
+    return found
 
 
 def _download(model: str, revision: str | None, with_weights: bool, folder: str | None, what: str) -> Path:

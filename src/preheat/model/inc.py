@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from preheat.errors import SettingsError
 from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, with_linears
 from preheat.ops.kinds import Scheme
+from preheat.utils.files import TABLE_BYTES, read_text, shown, why_unread
 from preheat.utils.text import did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -271,7 +273,7 @@ def rank_files(config: IncConfig) -> list[Path]:
     """The files of ranges: one without a rank, or else one for each rank of the smallest number of them."""
     base = config.stats.with_name(f"{config.stats.name}_hooks_maxabs")
     whole = base.with_name(base.name + ".json")
-    if whole.is_file():
+    if os.path.lexists(whole):
         return [whole]
     by_world: dict[int, dict[int, Path]] = {}
     for path in base.parent.glob(f"{base.name}_*.json"):
@@ -427,9 +429,9 @@ def warn_of_device(config: IncConfig, platform: str) -> None:
 
 def _read_json(path: Path, param: str) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} cannot be read as JSON: {error}", param=param) from None
+        values = json.loads(read_text(path, most=TABLE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{shown(path)} cannot be read as JSON: {why_unread(error)}", param=param) from None
     if not isinstance(values, dict):
         raise SettingsError(f"{path} must hold a JSON object", param=param)
     return values

@@ -20,6 +20,7 @@ from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
 from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
+from preheat.utils.files import regular_file
 from preheat.utils.text import some
 
 SCALES = ("_scale", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
@@ -167,19 +168,27 @@ class StoredTensors:
 
 
 class SafetensorsFiles(StoredTensors):
-    """Those of a checkpoint in ``directory``."""
+    """Those of a checkpoint in ``directory``, whose files lie ``below`` that folder if there is one."""
 
     def __init__(
-        self, directory: Path, copy: Callable[[Tensor, Tensor], object], renames: Sequence[Rename] = ()
+        self,
+        directory: Path,
+        copy: Callable[[Tensor, Tensor], object],
+        renames: Sequence[Rename] = (),
+        *,
+        below: str | Path | None = None,
     ) -> None:
-        super().__init__(directory, map(_opened, weight_files(directory)), copy, renames)
-        if missing := sorted(indexed_names(directory) - self.stored):
+        super().__init__(directory, map(open_tensors, weight_files(directory, below)), copy, renames)
+        if missing := sorted(indexed_names(directory, below) - self.stored):
             raise ModelError(f"{directory}: the index names tensors that no file has: {some(missing)}")
 
 
-def _opened(path: Path) -> Any:
+def open_tensors(path: Path) -> Any:
+    """The safetensors file ``path``, open. Raises ModelError for one that is none."""
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(regular_file(path), framework="pt")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # the library has no error class of its own
         raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
 

@@ -18,6 +18,7 @@ from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.options import DIMENSIONS, PlanOptions
 from preheat.plan.policy import Policy, Span, policy_named
 from preheat.plan.regions import Dimension, Region, VerifyRegion
+from preheat.utils.files import read_text, shown, why_unread
 
 logger = logging.getLogger(__name__)
 
@@ -174,9 +175,9 @@ def _from_file(limits: Limits, regions: tuple[Region, ...], path: Path, policy: 
     skipped with a warning.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--bucketing-from-file {path} cannot be read: {error}") from None
+        raise SettingsError(f"--bucketing-from-file {shown(path)} cannot be read: {why_unread(error)}") from None
     found: dict[Phase, list[Bucket]] = {region.phase: [] for region in regions}
     by_phase = {region.phase: region for region in regions}
     for line in parse_bucket_file(text, str(path)):

@@ -32,7 +32,7 @@ from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.listener import BACKLOG, listen, unlisten
+from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
 from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
@@ -56,13 +56,22 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as a shell reports it."""
 
 
-def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Settings], None] | None = None) -> int:
-    """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs.
+def run_server(
+    settings: Settings,
+    entry: str = ENGINE,
+    on_ready: Callable[[Settings], None] | None = None,
+    *,
+    on_blocked: Callable[[str], None] | None = None,
+    stopped: int = 0,
+) -> int:
+    """Serve until stopped, and return the exit status. ``entry`` is what the engine's process runs. ``stopped`` is the
+    status where the process must leave at once: before it is ready, or while something hangs.
 
-    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened. Raises
-    what kept the server from ever being ready.
+    ``on_ready`` is called when requests are accepted, with the settings, including the port that was opened, and
+    ``on_blocked`` when they never will be, with the reason. Raises what kept the server from ever being ready.
     """
     operations.check_settings(settings)
+    check_certificates(settings)
     set_up_logging(settings.log_level)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a prompt is encoded in the thread that asks; see turns.py
     _bound_pauses()
@@ -77,10 +86,12 @@ def run_server(settings: Settings, entry: str = ENGINE, on_ready: Callable[[Sett
             settle()
             if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
+            if message.blocked_reason and on_blocked is not None:
+                on_blocked(message.blocked_reason)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, entry, listener, on_message))
+            return runner.run(_serve(settings, entry, listener, on_message, stopped))
     finally:
         unlisten(settings)
 
@@ -119,7 +130,7 @@ async def _openapi(request: Request) -> Response:
 
 
 async def _serve(
-    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None]
+    settings: Settings, entry: str, listener: socket.socket, on_message: Callable[[FromEngine], None], stopped: int
 ) -> int:
     replicas = Replicas(settings, entry)
     service = Service(settings, replicas.send)
@@ -141,7 +152,7 @@ async def _serve(
         )
     )
     loop = asyncio.get_running_loop()
-    shutdown = Shutdown(service, server, settings.shutdown_timeout)
+    shutdown = Shutdown(service, server, settings.shutdown_timeout, stopped)
 
     def on_dead() -> None:
         loop.call_later(_GOODBYE_SECONDS, setattr, server, "should_exit", True)
@@ -160,7 +171,7 @@ async def _serve(
     await supervisor.stop(now=shutdown.hasty)
     if shutdown.unready is not None:
         unlisten(settings)
-        leave(INTERRUPTED if shutdown.unready == signal.SIGINT else 0)  # a thread may still load the tokenizer
+        leave(INTERRUPTED if shutdown.unready == signal.SIGINT else stopped)  # a thread may still load the tokenizer
     exit_after(_THREADS_SECONDS, status)
     if supervisor.boot_error is not None:
         raise supervisor.boot_error

@@ -9,8 +9,19 @@ from pathlib import Path
 
 from preheat.errors import SettingsError
 from preheat.settings import Settings
+from preheat.utils.files import CONFIG_BYTES, regular_file, shown, why_unread
 
 BACKLOG = 2048
+
+
+def check_certificates(settings: Settings) -> None:
+    """Raise SettingsError unless the files of TLS can be opened: its library would wait for a pipe."""
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if (path := getattr(settings, name)) is not None:
+            try:
+                regular_file(path, most=CONFIG_BYTES)
+            except OSError as error:
+                raise SettingsError(f"{name} {shown(path)} cannot be read: {why_unread(error)}", param=name) from None
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -42,7 +53,7 @@ def _listen_at(path: str) -> socket.socket:
         unix.listen(BACKLOG)
     except OSError as error:
         unix.close()
-        raise SettingsError(f"Cannot listen on {path}: {error.strerror or error}", param="uds") from error
+        raise SettingsError(f"Cannot listen on {shown(path)}: {error.strerror or error}", param="uds") from error
     return unix
 
 

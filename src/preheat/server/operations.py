@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial, wraps
-from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Struct
@@ -21,6 +20,7 @@ from preheat.server.schema import FilePath, ForModel, Name, only
 from preheat.server.service import Service
 from preheat.server.status import PATIENCE
 from preheat.settings import Settings
+from preheat.utils.files import folder_below, shown
 from preheat.utils.weight_transfer import TIMEOUT, TransferGroup, announced
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -186,7 +186,8 @@ async def update_weights(request: Request) -> Response:
         )
     fields: dict[str, Any] = {"version": body.weight_version or ""}
     if body.path is not None:
-        fields["path"] = await asyncio.to_thread(allowed_path, _service(request).settings.weights_root, body.path)
+        root = _service(request).settings.weights_root
+        fields["path"], fields["root"] = await asyncio.to_thread(allowed_paths, root, body.path)
     if body.update_info is not None:
         info = body.update_info
         fields["announced"] = await interpreted(request, partial(announced, info.names, info.dtype_names, info.shapes))
@@ -233,15 +234,14 @@ def _weights(state: EngineState) -> Response:
     return _json(answers.WeightInfo(state.weight_version, state.digest))
 
 
-def allowed_path(root: str | None, path: str) -> str:
-    """``path`` without links. Raises InvalidRequest unless it is a folder below ``root``."""
+def allowed_paths(root: str | None, path: str) -> tuple[str, str]:
+    """``path`` and ``root`` without links. Raises InvalidRequest unless the one is a folder below the other."""
     if root is None:
         raise InvalidRequest(
             "The server was started without --weights-root, below which new weights must be", param="path"
         )
-    found, allowed = Path(root, path).resolve(), Path(root).resolve()
-    if not found.is_relative_to(allowed):
-        raise InvalidRequest(f"{path} is not below --weights-root", param="path")
-    if not found.is_dir():
-        raise InvalidRequest(f"{path} is no folder", param="path")
-    return str(found)
+    try:
+        top, folder = folder_below(root, path)
+    except OSError as error:
+        raise InvalidRequest(f"{shown(path)} cannot be read (--weights-root): {error.strerror}", param="path") from None
+    return str(folder), str(top)

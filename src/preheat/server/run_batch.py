@@ -8,24 +8,33 @@ import json
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from preheat.errors import SettingsError
+from preheat.errors import EngineDead, NotReady, PreheatError, SettingsError
 from preheat.server.app import run_server
+from preheat.server.batch_output import Answers
 from preheat.server.process import ENGINE
 from preheat.settings import Settings
+from preheat.utils.files import open_file, shown, why_unread
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """What a line may call."""
 
 AT_ONCE = 256
 """Requests that are on their way at once, at most; the engine decides how many of them run."""
+
+STOPPED = 1
+"""The exit status of a batch that is stopped before its server is ready, or while something hangs."""
+
+JOIN_SECONDS = 5.0
+"""For the last answers to be written when the server has stopped."""
 
 
 class BatchLine(msgspec.Struct):
@@ -46,7 +55,7 @@ def read_lines(lines: Iterable[str], name: str) -> list[BatchLine]:
         where = f"{name}, line {number}"
         try:
             line = msgspec.json.decode(text, type=BatchLine)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise SettingsError(f"{where}: {error}") from None
         if line.url not in ENDPOINTS or line.method != "POST":
             raise SettingsError(f"{where}: {line.method} {line.url} is not one of POST {', '.join(ENDPOINTS)}")
@@ -60,43 +69,97 @@ def read_lines(lines: Iterable[str], name: str) -> list[BatchLine]:
     return list(found.values())
 
 
-def run_batch(
-    settings: Settings, lines: list[BatchLine], write: Callable[[dict[str, Any]], None], entry: str = ENGINE
-) -> int:
-    """Serve ``lines`` and ``write`` their answers, in order; how many failed. ``entry``: see :func:`run_server`."""
-    failed: list[str] = []
+def read_batch(path: str) -> list[BatchLine]:
+    """The requests in the file ``path``, or in standard input for "-". Raises SettingsError for one that is none."""
+    try:
+        if path == "-":
+            return read_lines(_text(sys.stdin.buffer), "standard input")
+        with open_file(path) as file:
+            return read_lines(_text(file), path)
+    except (OSError, UnicodeDecodeError) as error:
+        text = f"the requests in {shown(path)} cannot be read: {why_unread(error)} (- is standard input)"
+        raise SettingsError(text, param="input_file") from None
+
+
+def _text(lines: BinaryIO) -> Iterator[str]:
+    """Without the mark (BOM) at the beginning."""
+    for number, line in enumerate(lines):
+        yield line.decode() if number else line.decode("utf-8-sig")
+
+
+def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entry: str = ENGINE) -> None:
+    """Serve those of ``lines`` that have no answer yet, and write their ``answers`` in order, until the server is
+    stopped. ``entry``: see :func:`run_server`. Raises what kept the server from starting, or an answer from being
+    written.
+    """
+    failure: list[BaseException] = []
+    missing = [line for line in lines if line.custom_id not in answers.kept]
     with tempfile.TemporaryDirectory() as folder:
         settings = dataclasses.replace(settings, uds=os.path.join(folder, "socket"))
 
         def run() -> None:
             try:
-                with ThreadPoolExecutor(min(AT_ONCE, len(lines))) as pool:
-                    for answer in pool.map(lambda line: _answer(settings, line), lines):
-                        if answer["response"]["status_code"] != 200:
-                            failed.append(answer["custom_id"])
-                        write(answer)
-            finally:
+                stopped = _ask(settings, missing, answers)
+            except BaseException as error:
+                failure.append(error)
+                stopped = False
+            if not stopped:  # a second signal would not let running requests finish
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        status = run_server(settings, entry, lambda _: threading.Thread(target=run, daemon=True).start())
-    return len(failed) if status == 0 else len(lines)
+        def give_up(reason: str) -> None:
+            failure.append(PreheatError(f"the engine takes no requests: {reason}"))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        asking = threading.Thread(target=run, daemon=True)
+        if missing:
+            run_server(settings, entry, lambda _: asking.start(), on_blocked=give_up, stopped=STOPPED)
+        if asking.ident is not None:
+            asking.join(JOIN_SECONDS)
+    if failure:
+        raise failure[0]
 
 
-def _answer(settings: Settings, line: BatchLine) -> dict[str, Any]:
+def _ask(settings: Settings, lines: list[BatchLine], answers: Answers) -> bool:
+    """Ask for ``lines`` and write the answers in order; whether the server stopped before the last one."""
+    pool = ThreadPoolExecutor(min(AT_ONCE, settings.max_concurrent_requests, len(lines)))
+    try:
+        for answer in pool.map(lambda line: _answer(settings, line), lines):
+            if answer is None:
+                return True
+            answers.write(json.dumps(answer).encode(), refused=answer["response"]["status_code"] != 200)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return False
+
+
+def _answer(settings: Settings, line: BatchLine) -> dict[str, Any] | None:
+    """The answer to a request; None if it has none because the server stops."""
     connection = _Connection(str(settings.uds))
     headers = {"Content-Type": "application/json"}
     if settings.api_key:
         headers["Authorization"] = f"Bearer {settings.api_key[0]}"
-    connection.request("POST", line.url, msgspec.json.encode(line.body), headers)
-    answer = connection.getresponse()
-    id, body = answer.getheader("x-request-id"), json.loads(answer.read())
-    connection.close()
+    try:
+        connection.request("POST", line.url, msgspec.json.encode(line.body), headers)
+        answer = connection.getresponse()
+        id, body = answer.getheader("x-request-id"), json.loads(answer.read())
+    except (OSError, http.client.HTTPException, json.JSONDecodeError):  # it has closed the connection
+        return None
+    finally:
+        connection.close()
+    if answer.status == NotReady.status or _kind(body) == EngineDead.kind:
+        return None
     return {
         "id": f"batch_req_{id}",
         "custom_id": line.custom_id,
         "response": {"status_code": answer.status, "request_id": id, "body": body},
         "error": None,
     }
+
+
+def _kind(body: Any) -> object:
+    """The type of the error that an answer is."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return error.get("type") if isinstance(error, dict) else None
 
 
 class _Connection(http.client.HTTPConnection):

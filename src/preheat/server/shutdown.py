@@ -53,11 +53,12 @@ class Server(uvicorn.Server):
 
 class Shutdown:
     """Stops ``server`` once ``service`` is idle, or after ``seconds``. ``hasty``: the engine must not be waited for.
-    ``unready``: the signal that stopped a server before it was ready.
+    ``unready``: the signal that stopped a server before it was ready. ``status`` is that of a process that leaves
+    while something hangs.
     """
 
-    def __init__(self, service: Service, server: Server, seconds: float) -> None:
-        self._service, self._server, self._seconds = service, server, seconds
+    def __init__(self, service: Service, server: Server, seconds: float, status: int = 0) -> None:
+        self._service, self._server, self._seconds, self._status = service, server, seconds, status
         self.hasty = False
         self.unready: int | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -96,4 +97,4 @@ class Shutdown:
         self._service.end_all(NotReady(reason))
         self._server.close_seconds = _HASTE_SECONDS
         self._server.should_exit = True
-        exit_after(_LAST_SECONDS + _HASTE_SECONDS, 0)
+        exit_after(_LAST_SECONDS + _HASTE_SECONDS, self._status)

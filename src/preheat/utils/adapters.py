@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from preheat.errors import AdapterError, SettingsError
+from preheat.utils.files import folder_below, shown
 
 if TYPE_CHECKING:
     from preheat.settings import Settings
@@ -98,11 +98,8 @@ def path_below(root: str | None, path: str) -> str:
     if root is None:
         raise AdapterError("no folder is set that adapters may be loaded from (--lora-root)", param="lora_path")
     try:
-        top = Path(root).expanduser().resolve()
-        folder = (top / path).resolve()
-        found = [folder, *((folder / name).resolve() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS))]
-    except (OSError, ValueError, RuntimeError) as error:
-        raise AdapterError(f"lora_path cannot be a path: {error}", param="lora_path") from None
-    if not all(each.is_relative_to(top) for each in found):
-        raise AdapterError(f"{path} is not below the folder that adapters may be loaded from", param="lora_path")
+        _, folder = folder_below(root, path, ADAPTER_CONFIG, ADAPTER_TENSORS)
+    except OSError as error:
+        text = f"{shown(path)} cannot be read (--lora-root): {error.strerror}"
+        raise AdapterError(text, param="lora_path") from None
     return str(folder)

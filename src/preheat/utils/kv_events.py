@@ -34,8 +34,9 @@ def kv_events_config(given: dict[str, Any] | None) -> KvEventsConfig:
         config = msgspec.convert(given or {}, KvEventsConfig)
     except msgspec.ValidationError as error:
         raise SettingsError(f"kv_events_config: {error}", param="kv_events_config") from None
-    if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
+    if not all(1 <= size < 2**31 for size in (config.buffer_steps, config.hwm, config.max_queue_size)):
         raise SettingsError(
-            "kv_events_config: buffer_steps, hwm and max_queue_size must be positive", param="kv_events_config"
+            "kv_events_config: buffer_steps, hwm and max_queue_size must be between 1 and 2147483647",
+            param="kv_events_config",
         )
     return config

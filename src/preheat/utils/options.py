@@ -12,11 +12,14 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from preheat.errors import SettingsError
-from preheat.utils.text import did_you_mean, plain_number
+from preheat.utils.text import brief, did_you_mean, plain_number
+
+LARGEST = 2**63 - 1
+"""The largest whole number of an option."""
 
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 
@@ -76,6 +79,10 @@ class Option:
                     f"{source}: {chosen!r} is not one of {', '.join(self.choices)}{did_you_mean(chosen, self.choices)}",
                     param=self.name,
                 )
+        if any("\0" in text for text in _texts(value)):
+            raise SettingsError(f"{source} has a NUL byte, which no path and no name may have", param=self.name)
+        if isinstance(value, int) and abs(value) > max(LARGEST, self.high or 0):
+            raise SettingsError(f"{source}: {brief(value)} must be at most {LARGEST}", param=self.name)
         if isinstance(value, int | float) and not self._in_range(value):
             raise SettingsError(f"{source}: {value!r} must be {self._range()}", param=self.name)
         if reason := self._rejection(value):
@@ -119,6 +126,16 @@ class Option:
         if isinstance(self.later, str):
             return self.later if value != self.default else None
         return self.later.get(value) if self.later else None
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in ``value``."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for each in pair for text in _texts(each))
+    elif isinstance(value, list | tuple):
+        yield from (text for each in value for text in _texts(each))
 
 
 def _show(value: object) -> str:

@@ -5,12 +5,14 @@ and what ``--runner``, ``--convert``, ``--task`` and ``--pooler-config`` say.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from preheat.errors import ModelError, SettingsError
+from preheat.utils.files import read_text, shown, why_unread
 
 PoolingType = Literal["LAST", "MEAN"]
 
@@ -46,7 +48,7 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     headless = any(str(name).endswith("Model") for name in config.get("architectures") or ())
     if asked == "generate" and headless:
         raise ModelError("the model has no output head, so it generates nothing: write --runner pooling")
-    pools = bool(given) or headless or (folder / "modules.json").exists()
+    pools = bool(given) or headless or os.path.lexists(folder / "modules.json")
     if asked == "generate" or (asked == "auto" and not pools):
         return None
     dimensions = config.get("matryoshka_dimensions") or ()
@@ -106,9 +108,9 @@ def _given(settings: Any) -> dict[str, Any]:
 
 def _of_checkpoint(folder: Path) -> Pooling:
     """What modules.json and the module of pooling say; without them the last token's, normalized."""
-    if not (folder / "modules.json").exists():
+    if not os.path.lexists(folder / "modules.json"):
         return Pooling()
-    modules = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(folder / "modules.json")]
+    modules = _modules(folder / "modules.json")
     if unknown := [kind for kind, _ in modules if kind not in _MODULES]:
         raise ModelError(
             f"{folder / 'modules.json'} has a module {unknown[0]}, which is not served; {', '.join(_MODULES)} are"
@@ -125,15 +127,27 @@ def _of_checkpoint(folder: Path) -> Pooling:
         raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}; lasttoken or mean is served")
     if config.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not served, as the prompt is part of the text here")
-    reading = _read(folder / READING) if (folder / READING).exists() else {}
+    reading = _read(folder / READING) if os.path.lexists(folder / READING) else {}
     if reading.get("do_lower_case"):
         raise ModelError(f"{folder / READING}: do_lower_case is not served")
     normalize, length = "Normalize" in kinds, reading.get("max_seq_length")
     return Pooling(cast(PoolingType, _MODES[modes[0]]), normalize, max_length=length)
 
 
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """The class of each module, and its folder."""
+    try:
+        found = [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in _read(path)]
+    except (KeyError, TypeError):
+        raise ModelError(f"{path} must be a list of objects with type and path") from None
+    for _, place in found:
+        if "\0" in place or Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ModelError(f"{path}: {shown(place)!r} is not the name of a folder beside it")
+    return found
+
+
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        return json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {why_unread(error)}") from error

@@ -15,6 +15,7 @@ import msgspec
 
 from preheat.core import StructuredOutputsParams
 from preheat.errors import SettingsError
+from preheat.utils.files import read_text, shown, why_unread
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"auto": "llguidance", "guidance": "llguidance", "xgrammar": "xgrammar", "none": ""}
@@ -97,10 +98,10 @@ def read_preloads(path: str | None) -> Mapping[str, StructuredOutputsParams]:
     if path is None:
         return MappingProxyType({})
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            lines = [line.strip() for line in file]
+        lines = [line.strip() for line in read_text(path).split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the grammars in {path}: {error}", param="preload_grammars") from None
+        text = f"cannot read the grammars in {shown(path)}: {why_unread(error)}"
+        raise SettingsError(text, param="preload_grammars") from None
     found: dict[str, StructuredOutputsParams] = {}
     for number, line in enumerate(lines, 1):
         if not line:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NAMES_SHOWN = 8
+_TEXT_SHOWN = 200
 
 
 def plain_number(value: float) -> str:
@@ -18,6 +19,12 @@ def some(names: Sequence[str]) -> str:
     """The first ``names``, and how many more there are."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def brief(value: object) -> str:
+    """``value`` as Python writes it, cut off where it is long."""
+    text = repr(value[:_TEXT_SHOWN] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

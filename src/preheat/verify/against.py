@@ -5,6 +5,7 @@ The token and its logprob are compared at every position. No torch here.
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import urllib.error
@@ -96,5 +97,5 @@ def verify_server(
         raise PreheatError(
             f"{url} answers with status {error.code}: {error.read(300).decode(errors='replace')}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, http.client.HTTPException) as error:
         raise PreheatError(f"{url} is no OpenAI-compatible server that gives logprobs: {error!r}") from None

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from preheat.errors import SettingsError
+from preheat.utils.files import TABLE_BYTES, read_file, shown, why_unread
+from preheat.utils.text import brief
 from preheat.warmup.record import Proof
 from preheat.warmup.store import fingerprint
+
+DIGEST = re.compile(r"(simulated-)?[0-9a-f]{8,}")
 
 
 def proof_of(level: str, parts: Mapping[str, Any]) -> Proof:
@@ -26,16 +30,40 @@ def read_proof(path: str) -> Proof:
     Raises SettingsError for anything else.
     """
     try:
-        proof = msgspec.json.decode(Path(path).read_bytes(), type=_File).proof
-    except (OSError, msgspec.DecodeError) as error:
-        raise SettingsError(f"--digest {path}: no record of a boot and no output of preheat verify: {error}") from None
+        found = msgspec.json.decode(read_file(path, most=TABLE_BYTES), type=_File)
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise SettingsError(
+            f"--digest {shown(path)}: no record of a boot and no output of preheat verify: {why_unread(error)}"
+        ) from None
+    proof, failed = found.proof, found.failed
     if not proof.digest:
         raise SettingsError(f"--digest {path} holds no digest: that boot ran without the check (--boot-check off)")
+    if not DIGEST.fullmatch(proof.digest):
+        raise SettingsError(f"--digest {path} holds {brief(proof.digest)}, which is no digest of a boot")
+    if failed:
+        raise SettingsError(f"--digest {path} is of a boot that stands for nothing: {brief(failed)}")
     return proof
 
 
+class _Check(msgspec.Struct):
+    """What is read of an item in a record."""
+
+    kind: str = ""
+    outcome: str = ""
+    reason: str = ""
+
+
 class _File(msgspec.Struct):
+    """A record, or a verdict: why its boot was wrong, if it was."""
+
     proof: Proof
+    entries: list[_Check] = []
+    blocked_reason: str = ""
+
+    @property
+    def failed(self) -> str:
+        checks = (each for each in self.entries if each.kind == "check" and each.outcome == "failed")
+        return self.blocked_reason or next((each.reason or "a check failed" for each in checks), "")
 
 
 def differences(stored: Proof, now: Proof) -> list[str]:

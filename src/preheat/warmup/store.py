@@ -3,6 +3,9 @@
 ``--cache-dir`` has one folder for each fingerprint, with the last record and the caches of compilers. Folders are
 independent and may be deleted at any time. Nothing is locked: records are written atomically, and of two boots at the
 same time the later one's is kept.
+
+A stored record is no proof: all that a boot takes from it is how long items took, for the time that it announces, and
+which of them an earlier boot compiled. Digests and outcomes of checks are always of this boot.
 """
 
 from __future__ import annotations
@@ -26,13 +29,20 @@ from preheat import __version__
 from preheat.plan.items import CheckItem, SwapItem
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
-from preheat.warmup.record import DONE, Record
+from preheat.utils.files import TABLE_BYTES, open_file, read_file, why_unread, write_whole
+from preheat.warmup.record import DONE, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
 OFF = "off"
 RECORD = "record.json"
 SAMPLES, SAMPLE_BYTES = 64, 4096
+LONGEST_SECONDS = 86_400.0
+"""More than an item takes."""
+
+HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
+
 LIBRARIES = ("torch", "triton", "numpy")
 PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
@@ -55,11 +65,11 @@ class Store:
             return None
         path = self._home / RECORD
         try:
-            record = Record.from_json(path.read_bytes())
+            record = Record.from_json(read_file(path, most=TABLE_BYTES))
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
-            logger.warning("%s cannot be read and is ignored: %s", path, error)
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
+            logger.warning("%s cannot be read and is ignored: %s", path, why_unread(error))
             return None
         if record.fingerprint != self.fingerprint:
             logger.warning("%s is the record of another boot (%r) and is ignored", path, record.fingerprint)
@@ -69,7 +79,7 @@ class Store:
     def costs(self) -> dict[str, float]:
         """Measured seconds, by name, of the items that an earlier boot ran: what they compile is in the folder."""
         entries = self.last.entries if self.last else []
-        return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE}
+        return {entry.name: entry.seconds for entry in entries if entry.outcome in DONE and _is_time(entry)}
 
     def save(self, record: Record) -> None:
         """Keep ``record`` for the next boot, replacing the last one."""
@@ -77,7 +87,7 @@ class Store:
             return
         data = msgspec.structs.replace(record, fingerprint=self.fingerprint).to_json()
         try:
-            _write_whole(self.folder / RECORD, data)
+            write_whole(self.folder / RECORD, data)
         except OSError as error:
             logger.warning("The record cannot be kept for the next boot: %s", error)
 
@@ -120,7 +130,7 @@ def boot_parts(
     fields of the config, ``grammars`` is the library that makes masks and its version, ``numerics`` are types and
     scales other than the model's own, ``more`` are parts of features that are on.
     """
-    config = [(folder / "config.json").read_bytes()]
+    config = [read_file(folder / "config.json")]
     if overrides:
         config.append(json.dumps(overrides, sort_keys=True).encode())
     masks = {} if grammars is None else {"grammars": grammars}
@@ -143,10 +153,10 @@ def file_part(path: Path) -> list[object]:
 
     Reads a few hundred KiB whatever the file's size, so a change of a single weight may go unseen, but not training.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = file.read(8)
-        parts = [length, file.read(min(int.from_bytes(length, "little"), size))]
+        parts = [length, file.read(min(int.from_bytes(length, "little"), HEADER_BYTES))]
         for sample in range(SAMPLES):
             file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
             parts.append(file.read(SAMPLE_BYTES))
@@ -188,6 +198,11 @@ def processor() -> list[str]:
     return [platform.machine(), *(known[name] for name in PROCESSOR if name in known)]
 
 
+def _is_time(entry: ItemRecord) -> bool:
+    """Whether what ``entry`` says that its item took can have been measured."""
+    return 0 <= entry.compile_seconds < LONGEST_SECONDS and 0 <= entry.touch_seconds < LONGEST_SECONDS
+
+
 def _digest(parts: Iterable[bytes]) -> str:
     found = sha256()
     for part in parts:
@@ -204,15 +219,3 @@ def _can_write(folder: Path) -> bool:
         logger.warning("%s cannot be used, so the next boot starts from nothing (%s); set --cache-dir", folder, error)
         return False
     return True
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)

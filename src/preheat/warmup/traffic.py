@@ -8,6 +8,7 @@ import msgspec
 
 from preheat.errors import SettingsError
 from preheat.plan.traffic import bucket_file
+from preheat.utils.files import TABLE_BYTES, read_file, shown, why_unread
 from preheat.warmup.record import DONE, Record
 
 PHASES = {"decode": "rows", "mixed": "tokens"}
@@ -19,9 +20,9 @@ def solved(path: Path) -> str:
     solved.
     """
     try:
-        record = Record.from_json(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise SettingsError(f"--from-traffic {path}: no record can be read there: {error}") from None
+        record = Record.from_json(read_file(path, most=TABLE_BYTES))
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise SettingsError(f"--from-traffic {shown(path)}: no record can be read there: {why_unread(error)}") from None
     if record.policy != "unified":
         raise SettingsError(
             f"--from-traffic {path}: its server had the {record.policy} bucketing policy; sizes are solved for unified"

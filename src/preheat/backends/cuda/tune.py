@@ -5,8 +5,6 @@ boots.
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -29,6 +27,7 @@ from preheat.backends.cuda.tuning import (
     shape_of,
 )
 from preheat.errors import PreheatError, SettingsError
+from preheat.utils.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +89,6 @@ def _write(path: Path, text: bytes) -> None:
     """Write the whole file or none of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        write_whole(path, text)
     except OSError as error:
         raise PreheatError(f"cannot write {path}: {error.strerror}") from None

@@ -19,6 +19,7 @@ import torch
 
 from preheat.backends.base import LinearSize
 from preheat.ops.kinds import Scheme
+from preheat.utils.files import read_file, why_unread
 
 logger = logging.getLogger(__name__)
 
@@ -327,11 +328,11 @@ def place(folder: Path, device: str) -> Path:
 def read(path: Path) -> list[Table]:
     """The table that the tuner wrote to ``path``; what is not there or cannot be read is done without."""
     try:
-        return [msgspec.json.decode(path.read_bytes(), type=Table)]
+        return [msgspec.json.decode(read_file(path), type=Table)]
     except FileNotFoundError:
         return []
-    except (OSError, msgspec.DecodeError) as error:
-        logger.warning("%s cannot be read and is ignored: %s", path, error)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        logger.warning("%s cannot be read and is ignored: %s", path, why_unread(error))
         return []
 
 

@@ -1,0 +1,158 @@
+"""Opening files that a client, a checkpoint or an operator names.
+
+A path is resolved before it is opened, and only a regular file is opened: a pipe or a device is refused at once, where
+opening it might wait for ever. What is read whole has a limit. All errors are OSErrors, whose ``strerror`` says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from preheat.errors import ModelError
+
+CONFIG_BYTES = 16 << 20
+"""The most that is read of a configuration, a template or a list of names."""
+
+TABLE_BYTES = 512 << 20
+"""The most that is read of a tokenizer, of an index of tensors or of a record."""
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+_PATH_SHOWN = 200
+
+
+def resolved(path: str | Path, below: str | Path | None = None) -> Path:
+    """``path`` without links. Raises OSError unless it is ``below`` that folder, and then unless there is something:
+    an error tells nothing about what lies elsewhere.
+    """
+    try:
+        found = Path(os.path.realpath(path))
+        if below is not None and not found.is_relative_to(os.path.realpath(below)):
+            raise OSError(errno.EACCES, "it is not below the folder from which files are read", shown(path))
+        return Path(os.path.realpath(path, strict=True))
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"it cannot be a path: {error}", shown(path)) from None
+
+
+def regular_file(path: str | Path, below: str | Path | None = None, *, most: int | None = None) -> Path:
+    """The regular file behind ``path``, of at most so many bytes, for a library that opens files itself."""
+    if below is None and "\0" not in str(path):
+        _check(os.stat(path), path, most)  # what is no file, as a shell's pipe, may have no path behind its links
+    found = resolved(path, below)
+    _check(os.stat(found), path, most)
+    return found
+
+
+def open_file(path: str | Path, below: str | Path | None = None, *, most: int | None = None) -> BinaryIO:
+    """The regular file behind ``path``, open, of at most so many bytes."""
+    descriptor = os.open(regular_file(path, below), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        _check(os.fstat(descriptor), path, most)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_file(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> bytes:
+    """All bytes of the regular file behind ``path``, if they are at most so many."""
+    with open_file(path, below, most=most) as file:
+        data = file.read(most + 1)  # it may have grown, or never have told its size
+    if len(data) > most:
+        raise _too_large(path, most)
+    return data
+
+
+def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
+    """The text in a file that the command line names, which may be a pipe of the shell."""
+    if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
+        return read_text(path, most=most)
+    with open(path, "rb") as pipe:
+        data = pipe.read(most + 1)
+    if len(data) > most:
+        raise _too_large(path, most)
+    return data.decode("utf-8-sig")
+
+
+def same_file(one: str, other: str) -> bool:
+    """Whether both paths lead to the same file."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return False
+
+
+def read_text(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> str:
+    """The same as text, without the mark (BOM) at the beginning. Raises UnicodeDecodeError too."""
+    return read_file(path, below, most=most).decode("utf-8-sig")
+
+
+def read_json(path: str | Path, below: str | Path | None = None, *, most: int = CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint; without such a file, an empty one. Raises ModelError for other
+    contents.
+    """
+    try:
+        value = json.loads(read_text(path, below, most=most))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ModelError(f"{shown(path)} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{shown(path)} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{shown(path)} does not hold a JSON object")
+    return value
+
+
+def folder_below(root: str | Path, path: str | Path, *files: str) -> tuple[Path, Path]:
+    """``root`` and the folder ``path``, absolute or from ``root`` on, both without links. Raises OSError unless the
+    folder lies below ``root``, and the regular files behind ``files`` that are in it.
+    """
+    top = resolved(Path(root).expanduser())
+    folder = resolved(top / path, top)
+    if not folder.is_dir():
+        raise OSError(errno.ENOTDIR, "it is no folder", shown(path))
+    for name in files:
+        if os.path.lexists(folder / name):
+            regular_file(folder / name, top)
+    return top, folder
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace ``path`` atomically."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def shown(path: object) -> str:
+    """``path`` for a message: the end of a very long one."""
+    text = str(path)
+    return text if len(text) <= _PATH_SHOWN else f"…{text[-_PATH_SHOWN:]}"
+
+
+def why_unread(error: Exception) -> str:
+    """Why a file cannot be read, without its name."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _check(found: os.stat_result, path: str | Path, most: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", shown(path))
+    if most is not None and found.st_size > most:
+        raise _too_large(path, most)
+
+
+def _too_large(path: str | Path, most: int) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than the {most:,} bytes that are read", shown(path))

@@ -1,0 +1,74 @@
+"""Files are opened in one place, which resolves them, refuses what is no regular file, and has limits."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.meta.source import MODULES, name_of
+
+OPENS = {
+    "open",
+    "fdopen",
+    "read_text",
+    "read_bytes",
+    "load_file",
+    "safe_open",
+    "from_file",
+    "memmap",
+    "from_pretrained",
+}
+"""What opens a file by its name, as functions or methods."""
+
+ELSEWHERE = {
+    "utils.files": "the place",
+    "cli": "/dev/null",
+    "boot": "no file: the share of a rank",
+    "parallel.ranks": "no file: memory of a node",
+    "server.replicas": "no file: a router",
+    "server.batch_output": "answers are written",
+    "server.process": "standard input",
+    "utils.trace": "a trace is written",
+    "parallel.shared": "memory that ranks share, made by the engine",
+    "backends.cpu.collective": "memory that ranks share, made by the engine",
+    "model.sources": "safetensors, behind regular_file",
+    "frontend.tokenizer": "tokenizers, behind regular_file",
+    "frontend.images": "bytes that were read",
+    "calibration": "Python's own library",
+    "utils.memory": "the system",
+    "warmup.store": "the system",
+    "backends.cuda.device": "the system",
+    "backends.cpu.environment": "the system",
+    "backends.cuda.tuning": "tables of the package",
+}
+"""Modules that open something else, or what the place has checked, and what."""
+
+
+def opened(source: str) -> set[str]:
+    """What ``source`` opens files with, apart from the functions of the place itself."""
+    tree, found = ast.parse(source), set()
+    ours = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+            and node.module == "preheat.utils.files" for alias in node.names}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in OPENS and not (isinstance(function, ast.Name) and name in ours):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_are_opened_in_one_place(path):
+    assert not opened(path.read_text()) or name_of(path) in ELSEWHERE
+
+
+def test_the_exceptions_are_needed():
+    assert {name_of(path) for path in MODULES if opened(path.read_text())} == set(ELSEWHERE)
+
+
+def test_the_rule_can_fail():
+    assert opened("from pathlib import Path\nPath('x').read_text()") == {"read_text"}
+    assert opened("with open('x') as file: ...") == {"open"}
+    assert opened("from preheat.utils.files import read_text\nread_text('x')") == set()
