@@ -1,4 +1,4 @@
-"""The law: whatever a slot holds that a query does not see, the query's attention has the bits that zeros there give."""
+"""The law: whatever slots hold that a query does not see, its attention has the bits that zeros there give."""
 
 from __future__ import annotations
 

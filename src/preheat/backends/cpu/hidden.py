@@ -25,14 +25,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     if mask is None or not _has_nan(*found):
         return found
     hidden = mask[:, :1] == -torch.inf
-    found = _without(hidden.all(2), query, key, value, mask, scale)
+    found = _without(hidden.all(2), (query, key, value, mask), scale)
     if not _has_nan(*found):
         return found
     out, lse = (each.clone() for each in found)
     kinds, kind_of_row = hidden[:, 0].transpose(0, 1).flatten(1).unique(dim=0, return_inverse=True)
     for kind, hides in enumerate(kinds.view(len(kinds), len(query), 1, -1)):
         rows = (kind_of_row == kind).nonzero()[:, 0]
-        part, part_lse = _without(hides, query, key, value, mask, scale)
+        part, part_lse = _without(hides, (query, key, value, mask), scale)
         out[:, :, rows], lse[:, :, rows] = part[:, :, rows], part_lse[:, :, rows]
     return out, lse
 
@@ -42,10 +42,9 @@ def _has_nan(out: Tensor, lse: Tensor) -> bool:
     return bool((out.sum() + lse.sum()).isnan())
 
 
-def _without(
-    hidden: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _without(hidden: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """The kernel's answer with zeros in place of the keys and values that are ``hidden``, bool [pairs, 1, span]."""
+    query, key, value, mask = inputs
     key, value = (each.masked_fill(hidden.unsqueeze(-1), 0.0) for each in (key, value))
     found: tuple[Tensor, Tensor] = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     return found
