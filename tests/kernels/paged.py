@@ -86,7 +86,7 @@ class Pages:
             self.put(self.table[i], qkv)
 
     def overflow(self, i, position, *, stored=True):
-        """Make a value of a token of sequence i NaN; unless ``stored`` as an engine stores it, the cache gets it raw."""
+        """Make a value of a token of sequence i NaN: ``stored`` as an engine stores it, or else put as it is."""
         shape = self.shape
         self.qkv[i][position, -1, 3] = torch.nan
         if not stored:
@@ -195,8 +195,8 @@ class Pages:
 
 
 def check_unused_slots(made, expected, split=SPLIT):
-    """Assert that whole sequences have the ``expected`` attention, by every kernel, whatever unused slots hold; and that
-    a query behind the end of a sequence sees what they hold, so that this could fail.
+    """Assert that whole sequences have the ``expected`` attention, by every kernel, whatever unused slots hold; and
+    that a query behind the end of a sequence sees what they hold, so that this could fail.
     """
     last, n = len(made.lengths) - 1, made.lengths[-1]
     for value in (0.0, torch.inf, 3e38):  # they began as NaN
@@ -221,8 +221,8 @@ def check_overflow(made, expected, at, split=SPLIT):
     runs = made.prefill([(last, 0, n)], split), range(n)
     drafts = made.verify([(last, at - 1, 3)], 3, split), range(at - 1, at + 2)
     for found, positions in (runs, drafts, (made.decode([(last, p) for p in places], split), places)):
-        for out, position in zip(found, positions, strict=True):
-            out, right = (each.view(made.shape.heads, -1) for each in (out, expected[last][position]))
+        for each, position in zip(found, positions, strict=True):
+            out, right = (one.view(made.shape.heads, -1) for one in (each, expected[last][position]))
             sees = at <= position < at + window
             assert torch.equal(out[:-group], right[:-group])
             assert out[-group:].isnan().all() if sees else torch.equal(out[-group:], right[-group:])

@@ -18,4 +18,5 @@ def finite_values(kv: Tensor, *, bounded: bool) -> Tensor:
     """
     keys, values = kv.chunk(2, dim=1)
     odd = values.isnan() if bounded else ~values.isfinite()
-    return torch.cat((keys.masked_fill(odd.any(-1, keepdim=True), torch.nan), values.masked_fill(odd, 0.0)), 1)
+    nan = (values - values).sum(-1, keepdim=True)  # where any is odd; a constant would be another one each time
+    return torch.cat((torch.where(odd.any(-1, keepdim=True), nan, keys), values.masked_fill(odd, 0.0)), 1)

@@ -169,7 +169,7 @@ class PagedAttention:
 
 
 def _added(part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums over the splits, in rising order, of ``part`` [tiles, splits, ...] times ``weight``, and of ``weight``."""
+    """The sums over the splits, in order: of ``part`` [tiles, splits, ...] times ``weight``, and of ``weight``."""
     total, norm = part[:, 0] * weight[:, 0], weight[:, 0]
     for i in range(1, part.shape[1]):
         total = total + part[:, i] * weight[:, i]

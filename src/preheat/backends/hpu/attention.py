@@ -6,9 +6,9 @@ m, the sum l of exp(score - m) and the product o of these with the values are it
 merged in the order of the blocks: M' = max(M, m), l and o are scaled by exp(M - M') and exp(m - M') and added; at the
 end o is divided by l. Keys and values of eight bits are widened as they are stored: the keys' scale is part of the
 scores', the values' multiplies o / l before it is rounded. A block that a row does not see changes nothing, so padding
-of any kind changes no bits; nor does the way a block is found. Nor does a slot that no query of a tile sees, whatever it
-holds; what is stored is as :mod:`preheat.ops.finite` says. Every row is normalised by its own maximum: these are
-the softmax variants index_reduce and scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other
+of any kind changes no bits; nor does the way a block is found. Nor does a slot that no query of a tile sees, whatever
+it holds; what is stored is as :mod:`preheat.ops.finite` says. Every row is normalised by its own maximum: these are the
+softmax variants index_reduce and scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other
 requests.
 
 A step of decoding rows is a list of pairs of a row and a block, of the bucket's length: as many blocks as the bucket
