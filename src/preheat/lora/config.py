@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,11 @@ class AdapterConfig:
     def scale_of(self, module: str) -> float:
         """What multiplies the product of ``module``'s matrices: alpha over the rank, or over its square root."""
         rank = self.rank_of(module)
-        return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank)
+
+    def alpha_of(self, module: str) -> float:
+        """That of the first pattern that matches, else the config's."""
+        return _first(self.alphas, module, self.alpha)
 
     @property
     def all_linear(self) -> bool:
@@ -177,8 +182,8 @@ def _rank(name: str, value: object) -> int:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterError(f"{CONFIG}: {name} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise AdapterError(f"{CONFIG}: {name} must be a finite number, got {value!r:.40}")
     return float(value)
 
 
