@@ -26,7 +26,6 @@ from preheat.schedule.images import EncoderCache
 from preheat.schedule.slots import Slots
 from preheat.warmup.dummy_batch import GREEDY
 
-
 ZEROS, NOT_NUMBERS = 0, 255
 """Bytes of which a block may be full: numbers of every type are then 0, or NaN."""
 
