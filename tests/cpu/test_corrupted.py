@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cpu import decode_attention, hidden, paged_attention
 from preheat.errors import NotFinite
+from preheat.execution.draft_model import DraftModel
+from preheat.model.files import BUNDLED_PATH
 from tests.adapters import write_adapter
 
 OPTIONS = {
@@ -82,6 +84,20 @@ def test_with_other_caches_and_steps(loud: LoRARequest, options: dict[str, Any])
     before = answers(llm, **KINDS["greedy"])
     overflow(llm, loud, **KINDS["greedy"])
     assert answers(llm, **KINDS["greedy"]) == before
+
+
+def test_numbers_of_a_draft_model_that_are_not_finite_cost_only_its_drafts() -> None:
+    drafted = {"speculative_config": {"model": str(BUNDLED_PATH), "num_speculative_tokens": 2}}
+    right = answers(LLM(**OPTIONS, dtype="float32"), **KINDS["drawn"])
+    llm = LLM(**OPTIONS, **drafted, dtype="float32")
+    drafting = llm.loop.scheduler.drafting
+    assert drafting is not None
+    assert isinstance(drafting.proposer, DraftModel)
+    assert answers(llm, **KINDS["drawn"]) == right
+    assert llm.loop.scheduler.stats().accepted_tokens > 0
+    drafting.proposer.executor.decoder.weights.embedding.fill_(torch.inf)
+    assert answers(llm, **KINDS["drawn"]) == right
+    assert llm.loop.scheduler.stats().corrupted_requests == 0
 
 
 def test_a_token_that_overflows_leaves_what_is_before_it_alone() -> None:

@@ -29,7 +29,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     if not _has_nan(*found):
         return found
     out, lse = (each.clone() for each in found)
-    kinds, kind_of_row = hidden[:, 0].transpose(0, 1).flatten(1).unique(dim=0, return_inverse=True)
+    masks = hidden[:, 0].transpose(0, 1).flatten(1)  # of each row
+    kinds, kind_of_row, _ = torch.ops.aten.unique_dim.default(masks, 0, return_inverse=True)
     for kind, hides in enumerate(kinds.view(len(kinds), len(query), 1, -1)):
         rows = (kind_of_row == kind).nonzero()[:, 0]
         part, part_lse = _without(hides, (query, key, value, mask), scale)

@@ -63,8 +63,8 @@ class HpuSampler:
             self._tokens = best.copy()
         else:
             raw = self._raw[:size].cpu().clone()
-            tokens = self._host.sample(raw, self._step, self._masks).numpy()
-            self._tokens = marked(tokens, finite_rows(raw.numpy()))
+            drawn = self._host.sample(raw, self._step, self._masks).numpy()
+            self._tokens = marked(drawn, finite_rows(raw.numpy()))
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         tokens = self._tokens[:rows].copy()
