@@ -15,7 +15,7 @@ from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, o
 from preheat.backends.cuda.sample_source import race
 from preheat.backends.cuda.sampler import CudaSampler, Cut, read_report
 from preheat.backends.cuda.sampler_layout import SamplerLayout
-from preheat.core import Level, TokenLogprobs
+from preheat.core import Level, TokenLogprobs, unmarked
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.sampling import SamplingInput
 from tests.cpu.sampling_reference import Row, fill
@@ -73,7 +73,9 @@ def sample_on(
     """
     sampler, batch = prepared(rows, device, duplicates, cut, masks=masks)
     sampler.sample(batch.level if level is None else level, logits_of(rows, dtype, device))
-    *tokens, pad = sampler.tokens.tolist()
+    finite = [bool(np.isfinite(row.logits.max())) for row in rows]
+    assert (sampler.tokens >= 0).tolist() == [*finite, True], "rows that are not finite are marked, and no others"
+    *tokens, pad = unmarked(sampler.tokens.cpu().numpy()).tolist()
     assert pad == 0
     assert sampler.last_token.tolist() == [*tokens, 0]
     return tokens

@@ -424,6 +424,7 @@ class Stats(msgspec.Struct, tag="stats"):
     accepted_per_pos: list[int] = []  # accepted tokens, by their place among a row's drafts
     grammars: GrammarStats | None = None
     engine: int = 0  # which replica's they are; the server sets it
+    corrupted_requests: int = 0  # those that ended because their numbers are not finite
 
 
 class GrammarStats(msgspec.Struct):
@@ -598,13 +599,24 @@ class Swaps:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the device computed: ``tokens`` are those sampled by each row, in row order.
+    """What the device computed: ``tokens`` are those sampled by each row, in row order, as :func:`marked` marks them.
 
     ``logprobs`` maps a place in ``tokens`` to that token's alternatives. ``prompt_logprobs`` maps a row to one entry
-    for each computed token whose successor is in the prompt: the successor's logprob.
+    for each computed token whose successor is in the prompt: the successor's logprob. It is NaN where the logits are
+    not finite.
     """
 
     tokens: np.ndarray  # int32 [total_sampled]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     hidden: dict[int, list[np.ndarray]] | None = None  # of an engine that pools: by row, fp32 [hidden] of its tokens
+
+
+def marked(tokens: np.ndarray, finite: np.ndarray) -> np.ndarray:
+    """``tokens`` [n], those that were drawn from logits that are not ``finite`` as their complement, below zero."""
+    return np.where(finite, tokens, ~tokens)
+
+
+def unmarked(tokens: np.ndarray) -> np.ndarray:
+    """The tokens that :func:`marked` was given."""
+    return np.where(tokens < 0, ~tokens, tokens)

@@ -64,6 +64,12 @@ class GrammarFailed(PreheatError):
     code = "grammar_failed"
 
 
+class NotFinite(PreheatError):
+    """The model computed numbers that are not finite for a request, which therefore has no answer."""
+
+    code = "not_finite"
+
+
 class ContextTooLong(InvalidRequest):
     """The prompt, or prompt and completion together, are too long for this engine."""
 

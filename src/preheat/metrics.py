@@ -72,6 +72,11 @@ _COUNTERS: tuple[_Row, ...] = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", attrgetter("prefix_queries")),
     ("prefix_cache_hits", "Tokens found in the prefix cache.", attrgetter("prefix_hits")),
     ("num_preemptions", "Sequences preempted to free blocks.", attrgetter("preemptions")),
+    (
+        "corrupted_requests",
+        "Requests that ended because their numbers are not finite.",
+        attrgetter("corrupted_requests"),
+    ),
     ("kv_cache_blocks_moved", "Blocks moved by compaction.", attrgetter("blocks_moved")),
 )
 _EXTERNAL: tuple[_Row, ...] = (

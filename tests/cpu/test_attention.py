@@ -20,6 +20,7 @@ class Pages:
     def __init__(self, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.max_keys = 1 << 14
+        self.alibi: torch.Tensor | None = None
         self.lengths, self.dim, self.block_size, self.dtype = lengths, dim, block_size, dtype
         blocks = [-(-n // block_size) for n in lengths]
         order = torch.randperm(sum(blocks), generator=generator).numpy() + 1
@@ -50,14 +51,21 @@ class Pages:
         q = torch.cat([self.q[row][position : position + count] for row, position, count in work])
         group = PagedAttention(cut, HEADS, KV_HEADS, self.dim, self.dtype)
         out = torch.full_like(q, torch.nan)
-        out[group.targets] = group(q, self.cache, self.dim**-0.5)
+        out[group.targets] = group(q, self.cache, self.dim**-0.5, self.alibi)
         return list(out.split(extend.tolist()))
 
     def decode(
-        self, at: list[tuple[int, int]], window: int | None = None, *, in_place: bool, planned: int = 0, pad: int = 0
+        self,
+        at: list[tuple[int, int]],
+        window: int | None = None,
+        *,
+        in_place: bool,
+        planned: int = 0,
+        pad: int = 0,
+        finite: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
         """Attention of one query at each (row, position), by work that was made ``planned`` steps before, with ``pad``
-        tokens of padding behind them; and for how many steps more that work holds.
+        tokens of padding behind them; and for how many steps more that work holds. All must be ``finite``.
         """
         slots, position = (np.array(each, np.int64) for each in zip(*at, strict=True))
         heads = Heads(window, HEADS, KV_HEADS, self.dim)
@@ -76,8 +84,8 @@ class Pages:
         qkv = torch.full((len(at) + pad, HEADS + 2 * KV_HEADS, self.dim), torch.nan, dtype=self.dtype)
         for token, (row, where) in enumerate(at):
             qkv[token, :HEADS] = self.q[row][where]
-        out = rows(qkv, 0, self.cache, self.dim**-0.5).view(-1, 1, HEADS, self.dim)
-        assert torch.isfinite(out).all()
+        out = rows(qkv, 0, self.cache, self.dim**-0.5, self.alibi).view(-1, 1, HEADS, self.dim)
+        assert not finite or torch.isfinite(out).all()
         return list(out[: len(at)]), rows.steady
 
     def exact(self, row: int, window: int | None = None) -> torch.Tensor:

@@ -57,8 +57,8 @@ def booted():
 
 def test_every_path_is_an_item_with_a_row(booted):
     ready, record, loop = booted
-    paths = ["finite", "later run", "co-batched", "next bucket", "chunked", "prefix hit", "decode", "resumed",
-             "full step", "sampler", "logprobs", "grammar", "compaction"]  # fmt: skip
+    paths = ["finite", "later run", "co-batched", "next bucket", "chunked", "prefix hit", "decode", "poisoned",
+             "resumed", "full step", "sampler", "logprobs", "grammar", "compaction"]  # fmt: skip
     assert list(checks(record)) == paths
     assert set(checks(record).values()) == {("ready", "")}
     assert [item.name for item in loop.packer.plan.items[-len(paths) :]] == [f"(check, {path})" for path in paths]

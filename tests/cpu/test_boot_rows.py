@@ -8,6 +8,7 @@ import torch
 
 from preheat import LLM, boot
 from preheat.backends.base import Facts
+from preheat.backends.cpu import decode_attention, hidden, paged_attention
 from preheat.backends.cpu import sampler as cpu_sampler
 from preheat.backends.cpu.facts import FACTS
 from preheat.errors import CheckFailed, NotInvariant, PreheatError
@@ -48,7 +49,9 @@ def check(loop):
     assert loop.scheduler.slots.num_free == ROOMY["max_num_seqs"]
 
 
-@pytest.mark.parametrize("name", ["finite", "resumed", "long context", "full step", "sampler", "logprobs", "grammar"])
+@pytest.mark.parametrize(
+    "name", ["finite", "poisoned", "resumed", "long context", "full step", "sampler", "logprobs", "grammar"]
+)
 def test_all_is_well(check, loop, name, monkeypatch):
     """And something was really computed."""
     ran: list[str] = []
@@ -93,6 +96,29 @@ def test_the_long_context_has_three_splits_where_there_is_room():
     assert long_context(limits(), facts) == 2 * facts.split + 44
     assert long_context(limits(max_model_len=500), facts) is None
     assert long_context(limits(num_blocks=30), facts) is None
+
+
+def multiplied(patch):
+    """What is hidden is multiplied by zero."""
+    for module in (decode_attention, paged_attention):
+        patch.setattr(
+            module,
+            "attend",
+            lambda q, k, v, mask, scale: hidden.kernel(q, k, v, 0.0, False, attn_mask=mask, scale=scale),
+        )
+
+
+def unmarked(patch):
+    """A row whose logits are not finite gets a token as any other."""
+    patch.setattr(cpu_sampler, "finite_rows", lambda logits: np.ones(len(logits), bool))
+
+
+@pytest.mark.parametrize(("plant", "error"), [(multiplied, NotInvariant), (unmarked, CheckFailed)])
+def test_poison_that_reaches_others_is_seen(check, plant, error, monkeypatch):
+    plant(monkeypatch)
+    check.run("decode")
+    with pytest.raises(error, match="poisoned"):
+        check.run("poisoned")
 
 
 def wrong_position(patch):

@@ -21,7 +21,7 @@ import torch
 
 from preheat import LLM, SamplingParams
 from preheat.backends.hpu.attention import GATHERED, IN_PLACE, TILE_ROWS
-from preheat.errors import PreheatError, SettingsError
+from preheat.errors import NotFinite, PreheatError, SettingsError
 from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.server.answers import ReadyStatus
 from preheat.warmup.record import Record
@@ -389,3 +389,30 @@ def test_alibi_windows_and_experts_have_the_answers_of_the_cpu(name, tmp_path):
 
 def logprobs(output: Any) -> list[float]:
     return [max(entry.logprob for entry in step.values()) for step in output.outputs[0].logprobs]
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+def test_a_row_that_is_not_finite_ends_alone(cache, tmp_path):
+    """Neither who gets its blocks notices, nor who finds a part of its prompt in the prefix cache."""
+    save_checkpoint(MODELS["llama"], tmp_path)
+    options = {
+        "model": str(tmp_path), "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 2,
+        "max_num_batched_tokens": 48, "block_size": 16, "boot_check": "off", "cache_dir": "off", "enforce_eager": True,
+        "num_gpu_blocks_override": 14, "kv_cache_dtype": cache,
+    }  # fmt: skip
+    prompt, loud = [token % 150 + 20 for token in range(0, 600, 7)][:40], 7
+
+    def tokens(asked: list[int], salt: str, **params: Any) -> list[int]:
+        given = {"prompt_token_ids": asked, "cache_salt": salt}
+        wanted = SamplingParams(max_tokens=5, ignore_eos=True, **params)
+        return list(llm.generate([given], wanted, use_tqdm=False)[0].outputs[0].token_ids)
+
+    with inserted():
+        llm = boot(options, device="hpu", use_fake_hpu=True, skip_warmup=True)
+        llm.loop.executor.decoder.weights.embedding[loud] = torch.inf
+        for params in ({"temperature": 0}, {"temperature": 0.9, "seed": 1}, {"temperature": 0, "prompt_logprobs": 1}):
+            right = tokens(prompt, "alone", **params)
+            with pytest.raises(NotFinite, match="the model"):
+                tokens([*prompt[:20], loud, *prompt], "shared", **params)
+            assert tokens(prompt, "shared", **params) == right
+        assert llm.loop.scheduler.stats().corrupted_requests == 3

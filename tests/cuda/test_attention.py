@@ -102,6 +102,26 @@ def test_blocks(whole, paged, block_size):
     assert torch.equal(other.decode([(4, 1299), (3, 510)]), torch.stack([outputs[4][1299], outputs[3][510]]))
 
 
+def test_what_unused_slots_hold_reaches_nothing(whole, paged):
+    made, outputs = whole
+    other = paged.Pages(made.shape, LENGTHS, 32, device="cuda")
+    other.qkv = list(made.qkv)
+    paged.check_unused_slots(other, outputs)
+
+
+@pytest.mark.parametrize("at", [200, 511, 1000])
+def test_a_value_that_is_not_finite_reaches_only_what_sees_it(whole, paged, at):
+    made, outputs = whole
+    other = paged.Pages(made.shape, LENGTHS, 128, device="cuda")
+    other.qkv = [qkv.clone() for qkv in made.qkv]
+    other.fill(torch.nan)
+    paged.check_overflow(other, outputs, at)
+
+
+def test_a_value_that_is_stored_as_it_is_reaches_others(paged):
+    paged.check_overflow_is_found(paged.Pages(paged.Bucket(32, 8, 128), LENGTHS, device="cuda"), 1001)
+
+
 def test_another_split_gives_other_bits(whole):
     """What shows that the tests above could fail."""
     made, outputs = whole

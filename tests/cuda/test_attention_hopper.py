@@ -78,6 +78,23 @@ def test_scores_of_all_sizes(paged, made, factor):
         made.qkv = before
 
 
+def copied(paged, made):
+    """The same sequences in a cache of their own."""
+    other = paged.Pages(made.shape, LENGTHS, made.cache.shape[3], device="cuda")
+    other.qkv = [qkv.clone() for qkv in made.qkv]
+    other.fill(torch.nan)
+    return other
+
+
+def test_what_unused_slots_hold_reaches_nothing(paged, made):
+    paged.check_unused_slots(copied(paged, made), made.prefill(WHOLE).split(LENGTHS))
+
+
+@pytest.mark.parametrize("at", [200, 511, 1000])
+def test_a_value_that_is_not_finite_reaches_only_what_sees_it(paged, made, at):
+    paged.check_overflow(copied(paged, made), made.prefill(WHOLE).split(LENGTHS), at)
+
+
 def test_another_split_gives_other_bits(made):
     """What shows that the tests above could fail."""
     if made.shape.window and made.shape.window <= 128:

@@ -20,7 +20,7 @@ def pytest_configure(config):
     os.environ["TRITON_INTERPRET"] = "1"
     # numpy's, of sums that overflow or have no value: as on a device, rows that pad compute with whatever is there
     config.addinivalue_line(
-        "filterwarnings", r"ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
+        "filterwarnings", r"ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
     )
     if importlib.util.find_spec("triton"):
         from tests.kernels.interpreter import mend

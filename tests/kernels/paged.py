@@ -17,6 +17,7 @@ from preheat.backends.cuda.paged_attention import (
     query_tile,
     verify_queries,
 )  # fmt: skip
+from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles
 from preheat.model.families.mpt import alibi_slopes
 from preheat.ops.float8 import round_to
@@ -77,6 +78,25 @@ class Pages:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.cache.element_size()]
         places = blocks[position // size].long(), position % size
         self.cache.view(bits)[places[0], :, :, places[1]] = self.stored(qkv).contiguous().view(bits)
+
+    def fill(self, value):
+        """Write ``value`` to all slots that hold no token."""
+        self.cache.copy_(torch.full(self.cache.shape, value).to(self.cache.dtype))
+        for i, qkv in enumerate(self.qkv):
+            self.put(self.table[i], qkv)
+
+    def overflow(self, i, position, *, stored=True):
+        """Make a value of a token of sequence i NaN: ``stored`` as an engine stores it, or else put as it is."""
+        shape = self.shape
+        self.qkv[i][position, -1, 3] = torch.nan
+        if not stored:
+            self.put(self.table[i], self.qkv[i])
+            return
+        _, slots, positions, _ = self._step([(i, position, 1)])
+        rope_and_write(
+            self.qkv[i][position : position + 1].clone(), None, slots, positions, self.table, self.cache, shape.heads,
+            shape.kv_heads, None, 0.0, scales=shape.scales if shape.stored else None,
+        )  # fmt: skip
 
     def widened(self):
         """The same with a cache of the queries' dtype that holds the numbers for which the codes stand."""
@@ -172,6 +192,48 @@ class Pages:
             scores += shape.slopes(self.device).double()[:, None, None] * (position[None] - position[:, None])
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(n, -1)
+
+
+def check_unused_slots(made, expected, split=SPLIT):
+    """Assert that whole sequences have the ``expected`` attention, by every kernel, whatever unused slots hold; and
+    that a query behind the end of a sequence sees what they hold, so that this could fail.
+    """
+    last, n = len(made.lengths) - 1, made.lengths[-1]
+    for value in (0.0, torch.inf, 3e38):  # they began as NaN
+        made.fill(value)
+        assert torch.equal(made.prefill([(i, 0, n) for i, n in enumerate(made.lengths)], split), torch.cat(expected))
+        ends = torch.stack([out[-1] for out in expected])
+        assert torch.equal(made.decode([(i, n - 1) for i, n in enumerate(made.lengths)], split), ends)
+        assert torch.equal(made.verify([(last, n - 3, 3)], 3, split), expected[last][-3:])
+    made.fill(torch.nan)
+    made.qkv[last] = torch.cat((made.qkv[last], made.qkv[last][-1:]))
+    assert made.decode([(last, n)], split).isnan().all()
+
+
+def check_overflow(made, expected, at, split=SPLIT):
+    """Assert that a value of the last sequence that is not finite, of its token ``at``, reaches the queries that see it
+    and no others.
+    """
+    last, n, window = len(made.lengths) - 1, made.lengths[-1], made.shape.window or made.lengths[-1]
+    group = made.shape.heads // made.shape.kv_heads
+    made.overflow(last, at)
+    places = sorted({0, at - 1, at, at + 1, min(at + window, n) - 1, n - 1})
+    runs = made.prefill([(last, 0, n)], split), range(n)
+    drafts = made.verify([(last, at - 1, 3)], 3, split), range(at - 1, at + 2)
+    for found, positions in (runs, drafts, (made.decode([(last, p) for p in places], split), places)):
+        for each, position in zip(found, positions, strict=True):
+            out, right = (one.view(made.shape.heads, -1) for one in (each, expected[last][position]))
+            sees = at <= position < at + window
+            assert torch.equal(out[:-group], right[:-group])
+            assert out[-group:].isnan().all() if sees else torch.equal(out[-group:], right[-group:])
+
+
+def check_overflow_is_found(made, at):
+    """Assert that the check above could fail: stored as it is, the value reaches queries before it."""
+    last, n = len(made.lengths) - 1, made.lengths[-1]
+    made.overflow(last, at, stored=False)
+    assert made.prefill([(last, 0, n)])[:at].isnan().any()
+    assert made.verify([(last, at - 1, 3)], 3)[0].isnan().any()
 
 
 def relative_error(found, exact):

@@ -7,7 +7,14 @@ import torch
 
 from preheat.backends.cuda import attention_hopper
 from preheat.backends.cuda.paged_attention import AttentionConfig, prefill_config
-from tests.kernels.paged import Bucket, Pages, relative_error
+from tests.kernels.paged import (
+    Bucket,
+    Pages,
+    check_overflow,
+    check_overflow_is_found,
+    check_unused_slots,
+    relative_error,
+)
 
 SPLIT = 128  # more splits in short sequences
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -72,6 +79,22 @@ def test_blocks_change_no_bits(whole):
     other = pages(shape, block_size=16, by_block=True)
     assert torch.equal(other.prefill([(1, 0, 65)], SPLIT), outputs[1])
     assert torch.equal(other.decode([(2, 199)], SPLIT)[0], outputs[2][199])
+
+
+def test_what_unused_slots_hold_reaches_nothing(whole):
+    shape, _, outputs = whole
+    check_unused_slots(pages(shape), outputs, SPLIT)
+
+
+@pytest.mark.parametrize("at", [100, 140])
+def test_a_value_that_is_not_finite_reaches_only_what_sees_it(whole, at):
+    """On both sides of an edge of splits."""
+    shape, _, outputs = whole
+    check_overflow(pages(shape), outputs, at, SPLIT)
+
+
+def test_a_value_that_is_stored_as_it_is_reaches_others():
+    check_overflow_is_found(pages(Bucket()), 100)
 
 
 def test_slopes_are_not_ignored():

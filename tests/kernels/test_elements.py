@@ -11,6 +11,7 @@ from preheat.backends.cuda.rotary import rope_and_write
 from preheat.model.rope import rope_table
 from preheat.model.specs import RopeSpec
 from preheat.ops import activation, embedding, moe, rotary
+from preheat.ops.finite import finite_values
 from preheat.ops.float8 import round_to
 from preheat.ops.norm import RMSNorm, make_norm
 from tests.kernels.paged import relative_error
@@ -92,7 +93,7 @@ def test_the_shared_expert_is_added_by_its_gate(dtype):
 @DTYPES
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_cache_of_eight_bits_holds_what_the_reference_rounds(dtype, stored):
-    """With numbers beyond the range, NaN, and ties among them."""
+    """With numbers beyond the range, a value that is NaN, and ties among them."""
     heads, kv_heads, dim, scales = 2, 1, 64, (0.37, 1e-4)
     qkv = random(2, heads + 2 * kv_heads, dim, dtype=dtype)
     qkv[0, -1, :3], qkv[1, 2, :3] = torch.tensor([1e9, -1e9, torch.nan]), torch.tensor([17 * 0.37, 19 * 0.37, 1e9])
@@ -101,10 +102,29 @@ def test_a_cache_of_eight_bits_holds_what_the_reference_rounds(dtype, stored):
     rope_and_write(
         qkv, None, slots, positions, slots.view(2, 1), cache, heads, kv_heads, None, 0.0, scales=scales
     )  # fmt: skip
-    expected = round_to(qkv[:, heads:], torch.tensor(scales).view(2, 1), stored)
+    finite = finite_values(qkv[:, heads:], bounded=True)
+    expected = round_to(finite, torch.tensor(scales).view(2, 1), stored)
     found = torch.stack([cache[0, :, 0, 3].view(torch.uint8), cache[1, :, 0, 0].view(torch.uint8)])
-    assert expected.float().isnan().sum() == 1
+    assert expected[0, 0].float().isnan().all()
+    assert expected[:, 1].float().isfinite().all()
     assert torch.equal(found, expected.view(torch.uint8))
+
+
+@DTYPES
+def test_no_value_is_stored_that_is_not_finite(dtype):
+    """Keys and values of a token are the work of several programs."""
+    heads, kv_heads, dim = 6, 3, 64
+    qkv = random(4, heads + 2 * kv_heads, dim, dtype=dtype)
+    qkv[0, -1, 5], qkv[1, -2, 40], qkv[2, -3, 63], qkv[3, heads, 7] = torch.inf, -torch.inf, torch.nan, torch.inf
+    slots, positions = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    cache = torch.zeros(1, 2, kv_heads, 16, dim, dtype=dtype)
+    rope_and_write(qkv, None, slots, positions, torch.zeros(1, 1, dtype=torch.int32), cache, heads, kv_heads, None, 0.0)
+    found = cache[0, :, :, :4].permute(2, 0, 1, 3).flatten(1, 2)
+    expected = finite_values(qkv[:, heads:], bounded=False)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert found[:, kv_heads:].isfinite().all()
+    assert [each.isnan().all(1).tolist() for each in found[:3, :kv_heads]] == torch.eye(3).bool().flip(0).tolist()
+    assert torch.equal(found[3], qkv[3, heads:]), "a key is stored as it is"
 
 
 @DTYPES

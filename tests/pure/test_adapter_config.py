@@ -106,3 +106,11 @@ def test_a_file_that_is_not_there_or_no_object(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(AdapterError, match="JSON object"):
         AdapterConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 10**400, -(10**400), "8", True])
+def test_a_number_that_is_not_finite_is_refused_by_name(number):
+    with pytest.raises(AdapterError, match="lora_alpha must be a finite number"):
+        config(lora_alpha=number)
+    with pytest.raises(AdapterError, match="alpha_pattern must be a finite number"):
+        config(alpha_pattern={"q_proj": number})

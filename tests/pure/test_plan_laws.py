@@ -129,6 +129,28 @@ def test_closed_fit_chooses_the_cheapest_of_the_plan_and_misses_are_told(at, how
     assert plan.dispatcher.buckets == before
 
 
+@settings(max_examples=150, deadline=None)
+@given(limits, st.sampled_from(STRATEGIES), st.data())
+def test_reach_rows_that_share_a_prefix_have_a_bucket_of_their_size(at, strategy, data):
+    """By the usual ranges: a decoding step takes no fallback, and a bucket of less than twice its blocks beyond those
+    that the cache has.
+    """
+    misses = []
+    how = PlanOptions(bucketing_policy="split", bucketing_strategy=strategy, allow_large_plan=True)
+    plan = plan_of(at, how, on_miss=lambda *miss: misses.append(miss))
+    pool, most = at.num_blocks - 1, at.max_blocks_per_seq
+    rows = data.draw(st.integers(1, min(at.max_rows, pool)))
+    shared = data.draw(st.integers(0, min(most - 1, pool - rows)))
+    own = data.draw(st.integers(rows, min(rows * (most - shared), pool - shared)))
+    need = StepSize("decode", rows, rows, blocks=rows * shared + own)
+    shape = plan.fit(need)
+    assert shape.holds(need)
+    assert misses == []
+    assert plan.dispatcher.phases["decode"].fallback is None
+    if need.blocks > pool:
+        assert shape.blocks < 2 * need.blocks
+
+
 @settings(max_examples=100, deadline=None)
 @given(limits, options())
 def test_round_trip_every_shape_is_the_fit_of_its_example(at, how):

@@ -102,17 +102,16 @@ def test_the_defaults_of_the_twelve_variables(seqs, length, block):
         ]
 
 
-def test_there_are_no_more_decode_blocks_than_the_cache_has():
-    """The most that all sequences could hold is a theoretical number; shared blocks beyond take the fallback."""
-    few = replace(LIMITS, num_blocks=41)
-    for sharing in (True, False):
-        options = PlanOptions(bucketing_policy="split", enable_prefix_caching=sharing)
+def test_sizes_double_beyond_the_blocks_that_the_cache_has():
+    """As far as rows that share their prefixes can need them; a maximum that is asked for is the last one."""
+    few = replace(LIMITS, num_blocks=21)
+    for sharing, asked, most in ((True, None, [32, 40, 64]), (False, None, []), (True, 20, [])):
+        options = PlanOptions(bucketing_policy="split", enable_prefix_caching=sharing, decode_block_bucket_max=asked)
         _, decode = candidates(few, options)
-        assert decode.axes[1].high == 40
-        assert max(bucket.blocks for bucket in decode.buckets) == 40
-    assert make_plan(few, PlanOptions(bucketing_policy="split")).dispatcher.phases["decode"].fallback == Bucket.decode(
-        4, blocks=64
-    )
+        assert decode.axes[1].high == 20
+        assert sorted({bucket.blocks for bucket in decode.buckets if bucket.blocks > 20}) == most
+        fallback = make_plan(few, options).dispatcher.phases["decode"].fallback
+        assert fallback == (Bucket.decode(4, blocks=64) if asked else None)
 
 
 def test_exponential_sizes_have_the_number_of_points_of_the_original():
@@ -140,8 +139,8 @@ def test_no_bucket_is_above_what_a_step_can_need():
     assert max(shape.blocks for shape in decodes) == 50
     assert plan.dispatcher.phases["decode"].fallback is None
     shared = make_plan(small, PlanOptions(**split)).dispatcher.phases["decode"]
-    assert max(shape.blocks for shape in shared.buckets) == 50
-    assert shared.fallback == Bucket.decode(8, blocks=8 * 19)  # a shared block counts once for each row
+    assert max(shape.blocks for shape in shared.buckets) == 8 * 19  # a shared block counts once for each row
+    assert shared.fallback is None
 
 
 def test_over_budget_buckets_are_listed():

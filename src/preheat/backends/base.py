@@ -528,8 +528,8 @@ StepCounter = Callable[[], tuple[int, float | None]]
 """A number that only grows, and the seconds that went into it, None where nobody counts them."""
 
 SampledRows = tuple[np.ndarray, "list[Any]"]
-"""Tokens, integers [rows], and the reports that were asked for: TokenLogprobs, but where an engine pools the hidden
-states of tokens, fp32 [hidden]."""
+"""Tokens, integers [rows], as :func:`preheat.core.marked` marks them, and the reports that were asked for:
+TokenLogprobs, but where an engine pools the hidden states of tokens, fp32 [hidden]."""
 
 
 class Operations(Protocol):

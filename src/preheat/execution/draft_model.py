@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from preheat.core import Schedule
+from preheat.core import Schedule, unmarked
 from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.schedule.slots import UNSEEN, Slots
@@ -119,7 +119,8 @@ class DraftModel:
         while len(self._in_flight) > leave:
             launched, schedule = self._in_flight.popleft()
             rows, ends = (each[schedule.samples].tolist() for each in (schedule.slots, schedule.ends))
-            for slot, end, token in zip(rows, ends, launched.result().tokens.tolist(), strict=True):
+            tokens = unmarked(launched.result().tokens)  # not finite: a guess like any other
+            for slot, end, token in zip(rows, ends, tokens.tolist(), strict=True):
                 self._drafted[slot, len(drafts[slot])] = token
                 drafts[slot].append(token)
                 slots.tokens[slot, end + self._ahead] = token

@@ -233,10 +233,10 @@ class Executor:
             cache.swap(pairs)
 
     @torch.inference_mode()
-    def clear_block(self, block: int) -> None:
-        """Overwrite what a block holds."""
+    def fill_block(self, block: int, byte: int) -> None:
+        """Overwrite all bytes of a block: 0 gives zeros, and 255 numbers that are NaN."""
         for cache in (self.cache, *self.other_caches):
-            cache.data[:, block].view(torch.uint8).zero_()
+            cache.data[:, block].view(torch.uint8).fill_(byte)
 
     @torch.inference_mode()
     def compile(self, programs: Iterable[Program | None], threads: int) -> None:

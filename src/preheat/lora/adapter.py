@@ -331,8 +331,21 @@ def _read(file: Any, rules: ModuleRules, found: Found, dtype: torch.dtype) -> tu
         scale = rules.scale_of(each.parameter)
         digest.update(f"{each.key} {scale.hex()}".encode())
         a, b = (_matrix(file, name, dtype, digest) for name in _tensors(each))
+        _check_scale(each.parameter, rules.alpha_of(each.parameter), scale, (a, b))
         factors |= dict(each.split(a, b, scale))
     return factors, digest.hexdigest()
+
+
+def _check_scale(module: str, alpha: float, scale: float, matrices: Iterable[Tensor]) -> None:
+    """Raise AdapterError unless the ``scale`` that ``alpha`` gives, and each of the ``matrices`` times it, is finite in
+    float32, in which they are scaled.
+    """
+    largest = max(1.0, *(float(each.abs().max()) for each in matrices))
+    if abs(scale) * largest > torch.finfo(torch.float32).max:
+        raise AdapterError(
+            f"lora_alpha {alpha:g} scales {module} by {scale:g}, which makes numbers that float32 cannot hold: make it "
+            "smaller"
+        )
 
 
 def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> Tensor:

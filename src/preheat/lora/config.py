@@ -153,9 +153,13 @@ class ModuleRules:
 
     def scale_of(self, module: str) -> float:
         """What multiplies the product of ``module``'s matrices: alpha over the rank, or over its square root."""
-        found, rank = self.alphas.get(module), self.rank_of(module)
-        alpha = self.config.alpha if found is None else self.config.alphas[found.number][1]
-        return alpha / (math.sqrt(rank) if self.config.rslora else rank)
+        rank = self.rank_of(module)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.config.rslora else rank)
+
+    def alpha_of(self, module: str) -> float:
+        """That of the first pattern that matches, else the config's."""
+        found = self.alphas.get(module)
+        return self.config.alpha if found is None else self.config.alphas[found.number][1]
 
     def names(self, module: str) -> bool:
         """Whether ``module`` is one of those that the config says are adapted."""
@@ -220,7 +224,7 @@ def _rank(name: str, value: object) -> int:
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise AdapterError(f"{CONFIG}: {name} must be a number, got {brief(value)}")
+        raise AdapterError(f"{CONFIG}: {name} must be a finite number, got {brief(value)}")
     return float(value)
 
 

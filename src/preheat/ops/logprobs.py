@@ -5,6 +5,7 @@ Contract. A row's answer depends on that row alone: log_softmax works row by row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,15 @@ def token_logprobs(
     entries: list[TokenLogprobs] = []
     for part in row_chunks(*logits.shape):
         entries += _entries(logits[part], tokens[part].astype(np.int64), alternatives[part], told[part])
+    return entries
+
+
+def prompt_entries(entries: list[TokenLogprobs], finite: np.ndarray) -> list[TokenLogprobs]:
+    """``entries`` of prompt tokens, whose log-probability becomes NaN where their row was not ``finite``, bool [rows]:
+    what the request ends with an error for.
+    """
+    for place in (~finite).nonzero()[0].tolist():
+        entries[place].logprob = math.nan
     return entries
 
 

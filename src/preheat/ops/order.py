@@ -26,6 +26,12 @@ def mend(logits: np.ndarray) -> np.ndarray:
     return np.minimum(possible, np.finfo(np.float32).max, dtype=np.float32)
 
 
+def finite_rows(logits: np.ndarray) -> np.ndarray:
+    """bool [rows]: whether no logit is NaN or +inf, and some token is possible; ``logits`` float32 [rows, vocab]."""
+    finite: np.ndarray = np.isfinite(logits.max(axis=-1))
+    return finite
+
+
 def best(logits: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Values float32 and ids int64, both [rows, width], of each row's ``width`` best tokens, best first.
 

@@ -103,6 +103,10 @@ class ParallelExecutor(SharedExecutor):
         with self._together("swap", swaps):
             super().swap(swaps)
 
+    def fill_block(self, block: int, byte: int) -> None:
+        with self._together("fill_block", block, byte):
+            super().fill_block(block, byte)
+
     def compile(self, programs: Iterable[Program | None], threads: int) -> None:
         known = tuple(programs)
         with self._together("compile", known, threads):

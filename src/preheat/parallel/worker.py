@@ -120,6 +120,9 @@ class Worker:
     def swap(self, swaps: Swaps) -> None:
         self._run.swap(swaps)
 
+    def fill_block(self, block: int, byte: int) -> None:
+        self._run.fill_block(block, byte)
+
     def compile(self, programs: tuple[Program | None, ...], threads: int) -> None:
         self._run.compile(programs, threads)
 

@@ -149,6 +149,8 @@ def _axis(limits: Limits, options: PlanOptions, dimension: Dimension, bound: int
         if not dimension.by_row:
             low, high = min(low, bound), min(high, bound)
         values = _values(options, policy, name, (low, step, high))
+        if asked[2] is None:
+            values += policy.beyond(name, values[-1], bound)
     except SettingsError as error:
         message = f"{knob}_MIN, _STEP and _MAX are {low}, {step} and {high}: {error.message}"
         if not options.skip_warmup:

@@ -55,6 +55,12 @@ class Policy(ABC):
         """The number of exponential sizes of a dimension up to ``high``; None: one a doubling."""
         return None
 
+    def beyond(self, name: str, high: int, most: int) -> tuple[int, ...]:
+        """The sizes of a dimension beyond ``high``, its usual maximum, up to the ``most`` that a step can need; none
+        where the fallback does for such steps.
+        """
+        return ()
+
     @abstractmethod
     def file_bucket(self, region: Region, rows: int, query: int, blocks: int) -> Bucket:
         """The bucket of a line (rows, query, blocks) of a bucket file; ``blocks`` is 0 if the line has none. Raises
@@ -132,6 +138,14 @@ class SplitPolicy(Policy):
             "decode_seq": (block, block, length),
         }
         return spans[name]
+
+    def beyond(self, name: str, high: int, most: int) -> tuple[int, ...]:
+        """Rows that share a prefix count its blocks once each, so they can need many times the blocks that there are:
+        these sizes double.
+        """
+        if name != "decode_block" or high >= most:
+            return ()
+        return (min(2 * high, most), *self.beyond(name, 2 * high, most))
 
     def count(self, name: str, high: int) -> int | None:
         """That of vLLM on Gaudi, which has one point less for the length of prompts."""

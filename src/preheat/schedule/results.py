@@ -2,25 +2,31 @@
 
 Lengths moved when the step was scheduled, and the slots may be one step ahead, so everything here follows the
 :class:`~preheat.core.Schedule`. Only rows with drafts get their lengths here, once it is known how many were accepted.
-Rows whose sequence has ended meanwhile are dropped: their tokens are neither written nor counted nor reported.
+Rows whose sequence has ended meanwhile are dropped: their tokens are neither written nor counted nor reported. So are
+those whose numbers are not finite, which end with an error.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from preheat.core import Delta, Finish, Schedule, Stats, StepResult, TokenLogprobs
-from preheat.errors import GrammarFailed, WireError
+from preheat.errors import GrammarFailed, NotFinite, WireError
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
+_NO_ROWS = np.empty(0, np.int64)
+
 
 class _Tokens(NamedTuple):
-    """Sampled tokens: slot, position, request id, token, and place in the step's result of each."""
+    """Sampled tokens: slot, position, request id, token, and place in the step's result of each. A token below zero was
+    drawn from logits that are not finite, see :func:`preheat.core.marked`.
+    """
 
     slots: np.ndarray
     positions: np.ndarray
@@ -55,6 +61,12 @@ def process_results(
         raise ValueError(f"{result.tokens.shape} tokens for {schedule.total_sampled} sampled positions")
     slots, live = running.slots, _live(running, schedule)
     kept, ends = _kept_tokens(slots, schedule, result, live)
+    corrupted: dict[int, Finish] = {}
+    if len(rows := _corrupted(schedule, result, live, kept)):
+        corrupted = _end_corrupted(running, schedule, rows)
+        totals.corrupted_requests += len(corrupted)
+        live = _live(running, schedule)
+        kept, ends = _kept_tokens(slots, schedule, result, live)
     if schedule.has_drafts:
         _roll_back(slots, schedule, live, ends)
         _count_drafts(schedule, live, ends, totals, drafting)
@@ -69,7 +81,7 @@ def process_results(
     delta = Delta(
         ids=ids,
         tokens=kept.tokens.tolist(),
-        finished={ids[j]: finish for j, finish in ended.items()},
+        finished={ids[j]: finish for j, finish in ended.items()} | corrupted,
         logprobs=kept.logprobs(result),
         prompt_logprobs=_prompt_logprobs(running, schedule, result, live) if result.hidden is None else {},
         started=schedule.started,
@@ -81,6 +93,38 @@ def process_results(
     if ended:
         running.stop(kept.slots[list(ended)].tolist())
     return delta
+
+
+def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _Tokens) -> np.ndarray:
+    """The rows [n] that still run and whose numbers are not finite: of a kept token, of a prompt's log-probability, or
+    of a hidden state.
+    """
+    if not result.prompt_logprobs and result.hidden is None and kept.tokens.min(initial=0) >= 0:
+        return _NO_ROWS
+    ended = set(kept.ids[kept.tokens < 0].tolist())
+    found = np.array([id in ended for id in schedule.ids.tolist()], bool)
+    for row, entries in result.prompt_logprobs.items():
+        found[row] |= any(math.isnan(entry.logprob) for entry in entries)
+    for row, states in (result.hidden or {}).items():
+        found[row] |= not all(np.isfinite(state).all() for state in states)
+    rows: np.ndarray = (found & live).nonzero()[0]
+    return rows
+
+
+def _end_corrupted(running: RunningSequences, schedule: Schedule, rows: np.ndarray) -> dict[int, Finish]:
+    """End the sequences of these ``rows`` with an error that names their adapter, and free what they own."""
+    finished = {}
+    for row in rows.tolist():
+        slot = int(schedule.slots[row])
+        request = running.sequence(slot).request
+        blamed = f"the adapter {request.lora_name!r}" if request.lora_name else "the model, without an adapter,"
+        error = NotFinite(
+            f"{blamed} gives numbers that are not finite for this request: what it computes with is too large for the "
+            "type of its numbers"
+        )
+        finished[request.id] = Finish("error", error=WireError.of(error))
+        running.stop([slot])
+    return finished
 
 
 def fail(running: RunningSequences, schedule: Schedule, error: Exception, rows: np.ndarray | None = None) -> Delta:

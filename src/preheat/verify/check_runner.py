@@ -26,6 +26,9 @@ from preheat.schedule.images import EncoderCache
 from preheat.schedule.slots import Slots
 from preheat.warmup.dummy_batch import GREEDY
 
+ZEROS, NOT_NUMBERS = 0, 255
+"""Bytes of which a block may be full: numbers of every type are then 0, or NaN."""
+
 
 class Row(NamedTuple):
     """A row that shares a step: it has ``cached`` tokens and lacks some more."""
@@ -91,6 +94,22 @@ class CheckRunner:
             slots.give_back(slot)
 
     @contextmanager
+    def poisoned(self, tokens: np.ndarray, cached: int = 0) -> Iterator[int]:
+        """As :meth:`sequence`, on blocks that are full of NaN, which are the keys and values of its first ``cached``
+        tokens.
+        """
+        with self.sequence(tokens) as slot:
+            blocks = self.slots.block_table[slot, : self.slots.num_blocks[slot]].tolist()
+            self.slots.cached_len[slot] = cached
+            try:
+                for block in blocks:
+                    self.executor.fill_block(block, NOT_NUMBERS)
+                yield slot
+            finally:
+                for block in blocks:
+                    self.executor.fill_block(block, ZEROS)
+
+    @contextmanager
     def neighbours(self, rows: Sequence[Row]) -> Iterator[list[int]]:
         """Slots for ``rows`` whose results are not read: their blocks are the pad block."""
         taken: list[int] = []
@@ -137,7 +156,7 @@ class CheckRunner:
         for index in range(count):
             key, block = b"check %d" % index, int(slots.block_table[slot, index])
             tier.store(int(slots.block_table[of, index]), key)
-            self.executor.clear_block(block)
+            self.executor.fill_block(block, ZEROS)
             if not tier.load(block, key):
                 raise NothingToRun("the host holds too few blocks")
         tier.forget()
@@ -172,6 +191,14 @@ class CheckRunner:
         states = self.executor.execute(batch).hidden or {}
         self.slots.cached_len[slot] += count
         return states.get(0, [])
+
+    def draw(self, slot: int) -> int:
+        """The token after all of ``slot``, as :func:`preheat.core.marked` marks it."""
+        batch = self.packer.pack(self._schedule([slot]))
+        self.bucket = batch.bucket
+        (token,) = self.executor.execute(batch).tokens.tolist()
+        self.slots.cached_len[slot] = self.slots.device_len[slot]
+        return int(token)
 
     def step(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> Tensor:
         """The logits after the last token of ``slot``, fp32 [vocab] on the host, from a step in which it and its

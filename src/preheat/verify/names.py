@@ -36,6 +36,7 @@ def check_names(
         "prefix hit": settings.enable_prefix_caching and longest > limits.block_size,
         "offloaded": bool(settings.kv_offloading_size) and longest > limits.block_size,
         "decode": longest > 1,
+        "poisoned": True,
         "resumed": longest > 1,
         "fp8 cache": settings.kv_cache_dtype in FP8 and longest > 1,
         "long context": settings.enable_chunked_prefill and long_context(limits, facts) is not None,

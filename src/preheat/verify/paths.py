@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
+from preheat.errors import CheckFailed
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import CheckRunner, Row
@@ -32,6 +33,10 @@ DECODED = 3
 
 BESIDE = (Row(9, 1), Row(0, 17), Row(0, 3))
 """Neighbours in a step: one decodes, two prefill."""
+
+
+POISONED = Row(5, 1)
+"""A neighbour whose cached keys and values are NaN."""
 
 
 def alone(runner: CheckRunner, tokens: np.ndarray) -> Ways:
@@ -153,6 +158,29 @@ def decode(runner: CheckRunner, tokens: np.ndarray) -> Ways:
             yield logits
 
 
+def poisoned(runner: CheckRunner, tokens: np.ndarray) -> Ways:
+    """On blocks that hold NaN, as the numbers of another request may have left them, as a whole and with its last token
+    alone; then its last token beside a row that reads NaN.
+    """
+    with runner.poisoned(tokens) as slot:
+        yield runner.step(slot)
+    with runner.poisoned(tokens) as slot:
+        if len(tokens) > 1:
+            runner.lengthen(slot, len(tokens) - 1)
+            runner.step(slot)
+        runner.lengthen(slot, len(tokens))
+        yield runner.step(slot)
+    if runner.slots.num_free > 1 and runner.bucket_of([Row(len(tokens) - 1, 1), POISONED]):
+        with (
+            _all_but(runner, tokens, 1) as slot,
+            runner.poisoned(tokens[:1].repeat(sum(POISONED)), POISONED.cached) as other,
+        ):
+            yield runner.step(slot, before=[other])
+            runner.slots.cached_len[other] = POISONED.cached
+            if runner.executor.decoder.spec.head is not None and runner.draw(other) >= 0:
+                raise CheckFailed("poisoned: a row that reads NaN draws a token as if its logits were finite")
+
+
 def resumed(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     """Preempted after its last tokens were generated: all blocks are lost, prompt and output are computed again."""
     with runner.sequence(tokens, prompt=max(len(tokens) - DECODED, 1)) as slot:
@@ -260,6 +288,7 @@ PATHS: Mapping[str, Path] = MappingProxyType(
         "prefix hit": prefix_hit,
         "offloaded": offloaded,
         "decode": decode,
+        "poisoned": poisoned,
         "resumed": resumed,
         "fp8 cache": fp8_cache,
         "long context": long_context,

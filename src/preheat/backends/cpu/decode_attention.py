@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cpu.paged_attention import hidden_keys, kernel, padded_rows
+from preheat.backends.cpu.hidden import attend
+from preheat.backends.cpu.paged_attention import hidden_keys, padded_rows
 from preheat.backends.cpu.tiles import MIN_SPAN, SPLIT, ranges, spans
 
 
@@ -109,7 +110,8 @@ class DecodeAttention:
         number = np.empty(len(row), np.int64)
         number[order] = np.arange(len(row))
         most = int(splits.max())
-        pair_of = np.zeros((most, self.tokens), np.int64)  # any pair, where there is none
+        pair_of = np.zeros((most, self.tokens), np.int64)
+        pair_of[:, : len(splits)] = number[splits.cumsum() - splits]  # the row's own first pair, where there is none
         seen = np.arange(most)[:, None] < splits
         pair_of[:, : len(splits)].T[seen.T] = number
         place = np.arange(heads) % group * kv_heads + np.arange(heads) // group
@@ -139,7 +141,7 @@ class DecodeAttention:
             masks = [self._bias(call, mask, alibi) for call, mask in zip(self._calls, masks, strict=True)]
         query = qkv.view(-1, self.heads.dim).index_select(0, self._queries).view(self._query_shape)
         done = [
-            kernel(query[call.first : call.last], *read, 0.0, False, attn_mask=mask, scale=scale)
+            attend(query[call.first : call.last], *read, mask, scale)
             for call, read, mask in zip(self._calls, self._read(layer, cache), masks, strict=True)
         ]
         found = _flat([part for part, _ in done]).view(-1, self.heads.dim).index_select(0, self._results)

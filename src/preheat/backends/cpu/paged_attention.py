@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.backends.cpu.hidden import attend, kernel
 from preheat.backends.cpu.tiles import MAX_TILE, SPLIT, KernelCall, Tiles
 from preheat.errors import ModelError
 from preheat.ops.proof import noise, signed_pairs
-
-kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 REFERENCES = (64, 32, 24, 16, 12, 8, 4)
 """Numbers of query rows that may be the contract's: the first one is whose rows have one order wherever they stand."""
@@ -118,19 +117,19 @@ class PagedAttention:
             mask = self._bias(kernel_call, mask, alibi)
         elif mask is not None:
             mask = mask.expand(len(tile), 1, query.shape[2], kernel_call.span)
-        part, lse = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-        return part, lse
+        return attend(query, key, value, mask, scale)
 
     def _merge(self, part: Tensor, lse: Tensor) -> Tensor:
         """Add up each tile's splits in rising order; see the module's contract."""
         part = part.index_select(0, self.pair_of).view(self.num_tiles, self.num_splits, *part.shape[1:])
         lse = lse.index_select(0, self.pair_of).view(self.num_tiles, self.num_splits, *lse.shape[1:])
         lse[..., : self.rows].masked_fill_(self.unseen, -torch.inf)
-        weight = torch.exp(lse - lse.amax(dim=1, keepdim=True)).unsqueeze(-1)
-        total, norm = part[:, 0] * weight[:, 0], weight[:, 0]
-        for i in range(1, self.num_splits):
-            total = total + part[:, i] * weight[:, i]
-            norm = norm + weight[:, i]
+        top = lse.amax(dim=1, keepdim=True).clamp(min=torch.finfo(lse.dtype).min)  # a query that pads sees nothing
+        weight = torch.exp(lse - top).unsqueeze(-1)
+        total, norm = _added(part, weight)
+        if total.sum().isnan():  # zero times what is not seen must not be added
+            part[..., : self.rows, :].masked_fill_(self.unseen.unsqueeze(-1), 0.0)
+            total, norm = _added(part, weight)
         return (total / norm).to(part.dtype)
 
     def _reader(self, call: KernelCall) -> Reader:
@@ -167,6 +166,15 @@ class PagedAttention:
         bias = (slopes * distance[:, None, None].float()).flatten(2, 3)
         bias = torch.nn.functional.pad(bias, (0, 0, 0, self.pad_rows))
         return bias if mask is None else bias.add_(mask)
+
+
+def _added(part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums over the splits, in order: of ``part`` [tiles, splits, ...] times ``weight``, and of ``weight``."""
+    total, norm = part[:, 0] * weight[:, 0], weight[:, 0]
+    for i in range(1, part.shape[1]):
+        total = total + part[:, i] * weight[:, i]
+        norm = norm + weight[:, i]
+    return total, norm
 
 
 def widest_tile(group: int, head_dim: int, dtype: torch.dtype) -> int:

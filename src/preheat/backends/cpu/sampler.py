@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import SampledRows
-from preheat.core import Level, TokenLogprobs
-from preheat.ops.logprobs import token_logprobs
+from preheat.core import Level, TokenLogprobs, marked, unmarked
+from preheat.ops.logprobs import prompt_entries, token_logprobs
+from preheat.ops.order import finite_rows
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
 
@@ -31,7 +32,9 @@ class CpuSampler:
         return self._masks
 
     def sample(self, level: Level, logits: Tensor) -> None:
-        self._tokens = self._host.sample(logits[: self._step.size].float(), self._step, self._masks).numpy()
+        given = logits[: self._step.size].float()
+        tokens = self._host.sample(given, self._step, self._masks).numpy()
+        self._tokens = marked(tokens, finite_rows(given.numpy()))
 
     def report(self, logits: Tensor) -> None:
         self._raw = logits[: self._step.size].float()
@@ -44,11 +47,16 @@ class CpuSampler:
         if not len(reporting):
             return tokens, []
         return tokens, token_logprobs(
-            self._raw[torch.from_numpy(reporting)], tokens[reporting], alternatives, self._step.told_of(reporting)
+            self._raw[torch.from_numpy(reporting)],
+            unmarked(tokens[reporting]),
+            alternatives,
+            self._step.told_of(reporting),
         )
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
-        return token_logprobs(logits[: len(tokens)].float(), tokens, np.full(len(tokens), alternatives))
+        raw = logits[: len(tokens)].float()
+        entries = token_logprobs(raw, tokens, np.full(len(tokens), alternatives))
+        return prompt_entries(entries, finite_rows(raw.numpy()))
 
     def compile(self, logits: Tensor) -> None:
         """There is nothing to build."""

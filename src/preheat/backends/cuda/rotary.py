@@ -3,8 +3,9 @@
 Contract. Queries and keys: if there are weights, each head's RMS norm as in :mod:`preheat.backends.cuda.norm`, then, if
 there are angles, rotary embedding as in :mod:`preheat.ops.rotary`: product, product, sum, each rounded to the dtype.
 Keys so turned, and values as they are, go into the cache; into one of eight bits they go divided by a scale, which is
-rounded correctly, and rounded to it (:mod:`preheat.ops.float8`). A head's bits depend on its own numbers and position
-alone.
+rounded correctly, and rounded to it (:mod:`preheat.ops.float8`). No value is stored that is not finite, as
+:mod:`preheat.ops.finite` says. A head's bits depend on its own numbers and position alone, a key's also on whether its
+value is finite.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def _stored(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
         quotient = tl.div_rn(wide, scale)
     bounded = tl.minimum(tl.maximum(quotient, -MOST, tl.PropagateNan.ALL), MOST, tl.PropagateNan.ALL)
     return bounded.to(dtype)
+
+
+@triton.jit
+def _odd(x, BOUNDED: tl.constexpr):
+    """Where numbers are not finite; ``BOUNDED``: where they are NaN."""
+    wide = x.to(tl.float32)
+    return ~(wide == wide if BOUNDED else tl.abs(wide) < float("inf"))
 
 
 @triton.jit(do_not_specialize=["max_blocks"])
@@ -108,8 +116,16 @@ def _rope_and_write(
     lies = block * block_stride + tl.where(is_value, value_stride, 0) + kv_head * kv_stride + position % BLOCK * DIM
     cached = real & (head >= HEADS)[:, None]
     cache_at = cache + lies[:, None] + dims[None, :]
-    stored_left = tl.where(is_value[:, None], left, new_left)
-    stored_right = tl.where(is_value[:, None], right, new_right)
+    BOUNDED: tl.constexpr = key_scale is not None
+    is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & inside[None, :]
+    beside = heads_at + KV_HEADS * DIM  # a key's value
+    odd_left = _odd(tl.load(beside, mask=is_key, other=0.0), BOUNDED)
+    odd_right = _odd(tl.load(beside + MIDDLE, mask=is_key, other=0.0), BOUNDED)
+    told = (tl.max((odd_left | odd_right).to(tl.int32), 1) != 0)[:, None]
+    zero, nan = tl.zeros([1, 1], tl.float32).to(left.dtype), tl.full([1, 1], float("nan"), tl.float32).to(left.dtype)
+    stored_left = tl.where(is_value[:, None], tl.where(_odd(left, BOUNDED), zero, left), new_left)
+    stored_right = tl.where(is_value[:, None], tl.where(_odd(right, BOUNDED), zero, right), new_right)
+    stored_left, stored_right = tl.where(told, nan, stored_left), tl.where(told, nan, stored_right)
     if key_scale is not None:
         scale = tl.where(is_value, value_scale, key_scale)[:, None].to(tl.float32)
         stored_left = _stored(stored_left, scale, MOST, cache.dtype.element_ty)

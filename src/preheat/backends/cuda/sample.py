@@ -77,6 +77,9 @@ MASS = tl.constexpr(float(2**34))
 WIDE = tl.constexpr(not INTERPRETED)
 """Whether kernels may hold instructions of the device, which the interpreter does not know."""
 
+FINITE = tl.constexpr(1)
+"""The kind of a row in which nothing is amiss, see :func:`kind`."""
+
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
@@ -110,6 +113,14 @@ def read(logits, ids, mask, raw: tl.constexpr):
 def mend(value):
     """NaN and -inf become IMPOSSIBLE, +inf the greatest finite number."""
     return tl.minimum(tl.maximum(tl.where(value == value, value, IMPOSSIBLE), IMPOSSIBLE), -IMPOSSIBLE)
+
+
+@triton.jit
+def kind(value, mask):
+    """What a row's raw logits ``value`` make of it, where ``mask``: 2 if one is NaN or +inf, else 1 if a token is
+    possible, else 0. A row is finite if the greatest of its kinds is FINITE.
+    """
+    return tl.max(tl.where(mask, tl.where(value < float("inf"), (value > float("-inf")).to(tl.int32), 2), 0))
 
 
 @triton.jit

@@ -8,13 +8,15 @@ import triton.language as tl
 from preheat.backends.cuda.launch import begin
 from preheat.backends.cuda.sample import (
     FINAL,
+    FINITE,
     FREQUENCY,
     PRESENCE,
     REPETITION,
     SLOT,
     id_of,
+    kind,
+    mend,
     order,
-    read,
     real,
     winner,
     word,
@@ -23,12 +25,13 @@ from preheat.backends.cuda.sample import (
 
 @triton.jit
 def peaks(
-    settings, logits, stride, tops, leads,
+    settings, logits, stride, tops, leads, kinds,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     raw: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, rows): ``tops`` float32 [rows, groups] gets the greatest logit of each group of a row, ``leads``
-    int64 [rows, chunks] the order key of each chunk's best token.
+    int64 [rows, chunks] the order key of each chunk's best token, ``kinds`` int32 [rows, chunks] the kind of each chunk
+    of ``raw`` logits.
     """
     begin(overlap)
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -36,7 +39,10 @@ def peaks(
         return
     group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = read(logits + row.to(tl.int64) * stride, ids, ids < VOCAB, raw)
+    value = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    if raw:
+        tl.store(kinds + row * tl.num_programs(0) + chunk, kind(value, ids < VOCAB))
+        value = tl.where(ids < VOCAB, mend(value), value)
     tl.store(tops + row * GROUPS + group, tl.max(value, axis=1))
     best, token = winner(value, ids, ids < VOCAB)
     tl.store(leads + row * tl.num_programs(0) + chunk, order(best, token))
@@ -50,12 +56,26 @@ def best_of(leads, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def emit(settings, row, token, tokens, last_token, history, VOCAB: tl.constexpr):
-    """Give ``token`` to ``row`` and to its slot, and count it if the row has penalties, the token is final and there is
-    a ``history``.
+def is_finite(kinds, row, chunks, CHUNKS: tl.constexpr):
+    """Whether the logits of ``row`` are finite."""
+    chunk = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(kinds + row * chunks + chunk, mask=chunk < chunks, other=0)) == FINITE
+
+
+@triton.jit
+def token_of(tokens, row):
+    """The token of ``row``, of which the host is told the complement where its logits are not finite."""
+    token = tl.load(tokens + row)
+    return tl.where(token < 0, ~token, token)
+
+
+@triton.jit
+def emit(settings, row, token, finite, tokens, last_token, history, VOCAB: tl.constexpr):
+    """Give ``token`` to ``row``, as its complement unless its logits are ``finite``, and to its slot. Count it if the
+    row has penalties, the token is final and there is a ``history``.
     """
     slot = word(settings, row, SLOT)
-    tl.store(tokens + row, token)
+    tl.store(tokens + row, tl.where(finite, token, ~token))
     tl.store(last_token + slot, token)
     if history is not None:  # noqa: SIM102  (known when the kernel is compiled, the other when it runs)
         if is_penalised(settings, row) & (word(settings, row, FINAL) != 0):
@@ -72,13 +92,14 @@ def is_penalised(settings, row):
 
 @triton.jit
 def pick(
-    settings, leads, tokens, last_token, chunks,
+    settings, leads, kinds, tokens, last_token, chunks,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): each row takes its best token, rows that pad take token 0."""
     begin(overlap)
     row = tl.program_id(0)
-    token = 0
+    token, finite = 0, tl.full((), 1, tl.int1)
     if row < tl.load(settings):
         token = id_of(best_of(leads, row, chunks, CHUNKS))
-    emit(settings, row, token, tokens, last_token, None, VOCAB)
+        finite = is_finite(kinds, row, chunks, CHUNKS)
+    emit(settings, row, token, finite, tokens, last_token, None, VOCAB)

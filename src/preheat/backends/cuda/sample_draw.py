@@ -35,7 +35,7 @@ from preheat.backends.cuda.sample import (
     winner,
     word,
 )
-from preheat.backends.cuda.sample_best import best_of, emit
+from preheat.backends.cuda.sample_best import best_of, emit, is_finite
 from preheat.backends.cuda.sample_gumbel import entrants, is_random
 from preheat.backends.cuda.sample_source import kth_key, list_candidates, mass_above, race
 
@@ -88,7 +88,7 @@ def chunk_sum(values, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def settle(
-    settings, logits, stride, tops, leads, nearest, masses, aheads, groups, listed,
+    settings, logits, stride, tops, leads, kinds, nearest, masses, aheads, groups, listed,
     tokens, last_token, history, chunks,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     duplicates: tl.constexpr, raw: tl.constexpr, overlap: tl.constexpr,
@@ -96,8 +96,9 @@ def settle(
     """Grid (rows): each row's token, its best one if it is greedy; rows that pad take token 0."""
     begin(overlap)
     row = tl.program_id(0)
-    token = 0
+    token, finite = 0, tl.full((), 1, tl.int1)
     if row < tl.load(settings):
+        finite = is_finite(kinds, row, chunks, CHUNKS)
         lead = best_of(leads, row, chunks, CHUNKS)
         token = id_of(lead)
         if is_random(settings, row) & (value_of(lead) > IMPOSSIBLE):
@@ -107,7 +108,7 @@ def settle(
                 VOCAB, CHUNK, CHUNKS, GROUP, GROUPS, duplicates, raw,
             )  # fmt: skip
             token = id_of(key)
-    emit(settings, row, token, tokens, last_token, history, VOCAB)
+    emit(settings, row, token, finite, tokens, last_token, history, VOCAB)
 
 
 @triton.jit

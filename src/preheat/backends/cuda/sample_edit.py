@@ -21,6 +21,7 @@ from preheat.backends.cuda.sample import (
     REPETITION,
     ROW_WORDS,
     SLOT,
+    kind,
     mend,
     real,
     word,
@@ -37,13 +38,13 @@ PART_WORDS = tl.constexpr(PART)
 
 @triton.jit
 def penalise(
-    settings, logits, stride, history, masks, edited,
+    settings, logits, stride, history, masks, edited, kinds,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, WORDS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, rows): ``edited`` float32 [rows, vocab] gets mended logits after repetition_penalty on every token
     seen, then frequency and presence on those of the output, the drafts before the row included; minus infinity where
     the row's mask has no bit. ``masks`` int32 [rows, WORDS]: bit i % 32 of word i // 32 allows token i; None where no
-    row ever has one.
+    row ever has one. ``kinds`` int32 [rows, chunks] gets the kind of each chunk of the raw logits.
     """
     begin(overlap)
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -51,6 +52,7 @@ def penalise(
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
+    tl.store(kinds + row * tl.num_programs(0) + chunk, kind(value, ids < VOCAB))
     if is_penalised(settings, row):
         past = tl.load(history + word(settings, row, SLOT).to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=0)
         drafts = settings + word(settings, row, DRAFTS)

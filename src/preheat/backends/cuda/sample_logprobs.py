@@ -11,7 +11,7 @@ import triton.language as tl
 
 from preheat.backends.cuda.launch import begin
 from preheat.backends.cuda.sample import IMPOSSIBLE, LOWEST, id_of, ln, order, read, value_of
-from preheat.backends.cuda.sample_best import best_of
+from preheat.backends.cuda.sample_best import best_of, token_of
 from preheat.backends.cuda.sample_draw import chunk_sum
 from preheat.backends.cuda.sample_source import TILE, list_candidates, look
 
@@ -32,7 +32,7 @@ def tally(
         return
     logits += row.to(tl.int64) * stride
     peak = value_of(best_of(leads, row, chunks, CHUNKS))
-    token = tl.load(chosen + row)
+    token = token_of(chosen, row)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     value = read(logits, ids, ids < VOCAB, True)
     own = tl.max(read(logits, token + tl.zeros_like(ids), ids >= 0, True))
@@ -67,7 +67,7 @@ def report(
     peak, total = peak_and_total(leads, sums, row, chunks, CHUNKS)
     ids_out += row * (most + 1)
     values_out += row * (most + 1)
-    own = read(logits, tl.load(chosen + row) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), True)
+    own = read(logits, token_of(chosen, row) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), True)
     one = tl.arange(0, 1)
     tl.store(ids_out + one, 1 + chunk_sum(befores, row, chunks, CHUNKS))
     tl.store(values_out + one, log_probability(own, peak, total))

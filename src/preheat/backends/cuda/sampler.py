@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import HOST_COPIES, Backend, SampledRows
-from preheat.backends.cuda.sample import MAX_VOCAB, sampling
+from preheat.backends.cuda.sample import FINITE, MAX_VOCAB, sampling
 from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh
 from preheat.backends.cuda.sample_edit import PART, edit, penalise, recount
 from preheat.backends.cuda.sample_gumbel import LAPPED, enter
 from preheat.backends.cuda.sample_logprobs import report, report_told, tally
 from preheat.backends.cuda.sampler_layout import SamplerLayout
-from preheat.core import MAX_LOGPROB_IDS, Level, TokenLogprobs
+from preheat.core import MAX_LOGPROB_IDS, Level, TokenLogprobs, unmarked
+from preheat.ops.logprobs import prompt_entries
 from preheat.ops.sampling import Penalties, SamplingInput, words_of
 
 _NO_OWNER = -1
@@ -147,8 +148,9 @@ class CudaSampler:
 
     ``layout`` says how the host describes a step; ``settings`` int32 [layout.words] is that description on the device.
     ``masked``: rows may have masks.
-    ``tokens`` int32 [max rows] are the answers in row order, ``last_token`` int32 [slots + 1] is each slot's latest;
-    the last slot is that of rows that pad. Log-probabilities are reported with the ``max_logprobs`` most likely tokens.
+    ``tokens`` int32 [max rows] are the answers in row order, as :func:`preheat.core.marked` marks them, ``last_token``
+    int32 [slots + 1] is each slot's latest; the last slot is that of rows that pad. Log-probabilities are reported with
+    the ``max_logprobs`` most likely tokens.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class CudaSampler:
         self._grouped = self._chunked | {"GROUP": cut.group, "GROUPS": _power_of_two(groups)}
         self._tops = torch.full((max_rows, _power_of_two(groups)), -torch.inf, device=device)
         self._groups, self._listed = zeros(max_rows, _power_of_two(groups)), zeros(max_rows, cut.chunk)
+        self._kinds = zeros(max_rows, chunks)
         self._nearest, self._befores = zeros(max_rows, chunks, LAPPED.value), zeros(max_rows, chunks)
         self._leads, self._masses, self._aheads = (zeros(max_rows, chunks, dtype=torch.int64) for _ in range(3))
         self._live, self._successors = zeros(1), zeros(max_rows)
@@ -258,7 +261,7 @@ class CudaSampler:
         found = tokens[:rows].copy()
         if not len(reporting):
             return found, []
-        reports = read_report(ids[reporting], values[reporting], found[reporting], alternatives)
+        reports = read_report(ids[reporting], values[reporting], unmarked(found[reporting]), alternatives)
         for row, entry in zip(reporting.tolist(), reports, strict=True):
             if told := (self._told[turn] or {}).get(row):
                 entry.top = list(zip(told, told_values[row, : len(told)].tolist(), strict=True))
@@ -270,7 +273,8 @@ class CudaSampler:
         self._live.fill_(count)
         self._launch_logprobs(self._live, logits, self._successors)
         ids, values = (x[:count].cpu().numpy() for x in (self.report_ids, self.report_values))
-        return read_report(ids, values, tokens, np.full(count, alternatives))
+        finite = (self._kinds[:count].amax(1) == FINITE.value).cpu().numpy()
+        return prompt_entries(read_report(ids, values, tokens, np.full(count, alternatives)), finite)
 
     def compile(self, logits: Tensor) -> None:
         """Reports of logprobs, and the count of a whole sequence."""
@@ -289,7 +293,7 @@ class CudaSampler:
         self._peaks(logits, rows, raw)
         if level is Level.GREEDY:
             pick[rows,](
-                self.settings, self._leads, self.tokens, self.last_token, self._chunks,
+                self.settings, self._leads, self._kinds, self.tokens, self.last_token, self._chunks,
                 self.vocab_size, self._chunked["CHUNKS"], **sampling(num_warps=1),
             )  # fmt: skip
             return
@@ -299,8 +303,8 @@ class CudaSampler:
         enter[grid](self.settings, logits, row, *races, **self._chunked, raw=raw, **sampling(num_warps=4))
         weigh[grid](self.settings, logits, row, *races, *weights, **self._chunked, raw=raw, **sampling(num_warps=4))
         settle[rows,](
-            self.settings, logits, row, self._tops, *races, *weights, self._groups, self._listed,
-            self.tokens, self.last_token, None if raw else self.counts.history, self._chunks,
+            self.settings, logits, row, self._tops, self._leads, self._kinds, self._nearest, *weights, self._groups,
+            self._listed, self.tokens, self.last_token, None if raw else self.counts.history, self._chunks,
             **self._grouped, duplicates=self.handle_topk_duplicates, raw=raw, **sampling(num_warps=8),
         )  # fmt: skip
 
@@ -333,7 +337,7 @@ class CudaSampler:
         """The greatest logit of every group, and the best token of every chunk."""
         counted = self.settings if live is None else live
         peaks[self._chunks, rows](
-            counted, logits, logits.stride(0), self._tops, self._leads,
+            counted, logits, logits.stride(0), self._tops, self._leads, self._kinds,
             **self._cut, GROUP=self._grouped["GROUP"], GROUPS=self._grouped["GROUPS"], raw=raw, **sampling(num_warps=4),
         )  # fmt: skip
 
@@ -341,7 +345,7 @@ class CudaSampler:
         """A float32 copy [rows, vocab] after penalties, masks, logit_bias and bans."""
         edited = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=logits.device)
         penalise[self._chunks, rows](
-            self.settings, logits, logits.stride(0), self.counts.history, self._masks, edited,
+            self.settings, logits, logits.stride(0), self.counts.history, self._masks, edited, self._kinds,
             **self._cut, WORDS=words_of(self.vocab_size), **sampling(num_warps=8),
         )  # fmt: skip
         edit[_EDIT_PROGRAMS,](

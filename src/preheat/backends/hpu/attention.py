@@ -6,8 +6,9 @@ m, the sum l of exp(score - m) and the product o of these with the values are it
 merged in the order of the blocks: M' = max(M, m), l and o are scaled by exp(M - M') and exp(m - M') and added; at the
 end o is divided by l. Keys and values of eight bits are widened as they are stored: the keys' scale is part of the
 scores', the values' multiplies o / l before it is rounded. A block that a row does not see changes nothing, so padding
-of any kind changes no bits; nor does the way a block is found. Every row is normalised by its own maximum: these are
-the softmax variants index_reduce and scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other
+of any kind changes no bits; nor does the way a block is found. Nor does a slot that no query of a tile sees, whatever
+it holds; what is stored is as :mod:`preheat.ops.finite` says. Every row is normalised by its own maximum: these are the
+softmax variants index_reduce and scatter_reduce of vLLM on Gaudi. Its others take a maximum over rows of other
 requests.
 
 A step of decoding rows is a list of pairs of a row and a block, of the bucket's length: as many blocks as the bucket
@@ -29,6 +30,7 @@ from torch import Tensor
 from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
 from preheat.backends.hpu.bridge import Bridge
 from preheat.limits import Limits
+from preheat.ops.finite import finite_values
 from preheat.ops.float8 import round_to
 from preheat.ops.rotary import apply_rope_
 
@@ -84,7 +86,7 @@ class HpuLayer(AttentionLayer):
 
     def store(self, rows: Tensor, kv: Tensor) -> None:
         """Write ``kv`` [tokens, 2 * kv heads, dim] to ``rows`` of the cache, which are those of heads."""
-        cache = self.cache.view(-1, self.head_dim)
+        cache, kv = self.cache.view(-1, self.head_dim), finite_values(kv, bounded=self.stored is not None)
         if self.stored is None:
             cache.index_copy_(0, rows, kv.reshape(-1, self.head_dim))
         else:
@@ -297,11 +299,12 @@ class HpuAttention:
         positions.
         """
         keys, values = found.float().unbind(1)
-        scores = torch.matmul(query, keys.mT) * layer.score_scale
         distance = start[:, None, None] + torch.arange(self._size, device=at.device) - at[:, :, None]
         hidden = distance > 0
         if layer.window is not None:
             hidden = hidden | (distance <= -layer.window)
+        values = torch.where(hidden.all(1)[:, None, :, None], 0.0, values)  # a slot that nobody sees holds anything
+        scores = torch.matmul(query, keys.mT) * layer.score_scale
         each = (len(at), 1, self._tile, 1, self._size)
         wide = scores.view(len(at), self._kv_heads, self._tile, self._group, self._size)
         if layer.alibi is not None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from preheat.backends.base import SampledRows
 from preheat.backends.hpu.bridge import Bridge
-from preheat.core import Level, TokenLogprobs
-from preheat.ops.logprobs import token_logprobs
+from preheat.core import Level, TokenLogprobs, marked, unmarked
+from preheat.ops.logprobs import prompt_entries, token_logprobs
+from preheat.ops.order import finite_rows
 from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
 
@@ -61,18 +62,22 @@ class HpuSampler:
         if self._step.level is Level.GREEDY and (best < len(self._ids)).all():
             self._tokens = best.copy()
         else:
-            self._tokens = self._host.sample(self._raw[:size].cpu().clone(), self._step, self._masks).numpy()
+            raw = self._raw[:size].cpu().clone()
+            drawn = self._host.sample(raw, self._step, self._masks).numpy()
+            self._tokens = marked(drawn, finite_rows(raw.numpy()))
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         tokens = self._tokens[:rows].copy()
         if not len(reporting):
             return tokens, []
         raw = self._raw[: self._step.size].cpu()[torch.from_numpy(reporting)]
-        return tokens, token_logprobs(raw, tokens[reporting], alternatives, self._step.told_of(reporting))
+        return tokens, token_logprobs(raw, unmarked(tokens[reporting]), alternatives, self._step.told_of(reporting))
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
         self._bridge.synchronize()
-        return token_logprobs(logits[: len(tokens)].float().cpu(), tokens, np.full(len(tokens), alternatives))
+        raw = logits[: len(tokens)].float().cpu()
+        entries = token_logprobs(raw, tokens, np.full(len(tokens), alternatives))
+        return prompt_entries(entries, finite_rows(raw.numpy()))
 
     def compile(self, logits: Tensor) -> None:
         """There is nothing that no program launches."""
