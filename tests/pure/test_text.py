@@ -106,6 +106,19 @@ def test_a_run_of_byte_tokens_is_sent_as_the_library_streams_it(
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.parametrize(("stop", "tokens"), [("鱻", 3), ("鱻鱻", 6), ("鱻é", 29)])
+def test_a_stop_string_in_a_run_of_byte_tokens_ends_it(
+    tokenizers: dict[str, Tokenizer], stop: str, tokens: int
+) -> None:
+    ids = [id for char in "鱻" * 9 + "é鱻" for id in spelled(tokenizers["unstripped"], char)]
+    detokenizer, checker = tokenizers["unstripped"].detokenizer([]), StopChecker(StopStrings([stop]))
+    shown, read = "", 0
+    while not checker.found:
+        shown += checker.push(detokenizer.push(ids[read]))
+        read += 1
+    assert (read, shown) == (tokens, ("鱻" * 9 + "é鱻").partition(stop)[0])
+
+
 def spelled(tokenizer: Tokenizer, char: str) -> list[int]:
     words = [char] if char == "a" else [f"<0x{byte:02X}>" for byte in char.encode()]
     return [tokenizer._backend.token_to_id(word) for word in words]
