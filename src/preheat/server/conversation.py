@@ -77,21 +77,25 @@ async def prepared_talk(
 ) -> tuple[RequestState, AnswerFormat]:
     """The checked request for a conversation, and how its answers are read."""
     prompt, sources = await rendered(request, frontend, talk)
-    form = frontend.formats.form(choice, prompt)
-    changed: dict[str, Any] = {}
-    if (constraint := form.constraint(params.structured_outputs)) is not None:
-        changed["structured_outputs"] = constraint
-    if frontend.formats.shows_special_tokens(form):
-        changed["skip_special_tokens"] = False
-    if changed:
-        params = msgspec.structs.replace(params, **changed)
+    form = frontend.formats.form(
+        choice, prompt, params.structured_outputs, params.skip_special_tokens, _last_said(talk.messages)
+    )
+    if form.constraint is not params.structured_outputs:
+        params = msgspec.structs.replace(params, structured_outputs=form.constraint)
     frontend.input.check_length(prompt, params)
     images = await load_images(request, sources)
     (state,) = await prepared(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
         cap_length=cap_length, images=images,
     )  # fmt: skip
+    state.marks = form.marks
     return state, form
+
+
+def _last_said(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last message, if it is text of the model itself; else ""."""
+    said = messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
+    return said if isinstance(said, str) else ""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

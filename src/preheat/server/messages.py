@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest, PreheatError
-from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
+from preheat.frontend.answer_format import AnswerFormat, ToolChoice
+from preheat.frontend.answer_parser import Block
 from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
