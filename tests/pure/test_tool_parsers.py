@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -222,6 +223,24 @@ def test_forced_calls() -> None:
     assert parts(NamedParser(TOOLS[:1]), ' {"city": "Oslo"}') == ("", {0: ("weather", '{"city": "Oslo"}')})
     assert parts(NamedParser(TOOLS[:1]), '{"city": "Os')[1] == {0: ("weather", '{"city": "Os"}')}
     assert parts(NamedParser(TOOLS[:1]), "") == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"), ({"type": "integer"}, "12", 12), ({}, "12", 12),
+        ({"type": "integer"}, "x", "x"), ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "null"]}, "12", "12"), ({"type": ["null", "string"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"type": "object"}, "{'a': True}", {"a": True}), ({"type": 5, "anyOf": 5}, "[1]", [1]), (True, "1", 1),
+        ({"type": "number"}, "NaN", "NaN"), ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "object"}, '{"a": 1, "a": 2}', {"a": 2}), ({"enum": ["\\ud800"]}, r'"\ud800"', "\ud800"),
+    ],
+)  # fmt: skip
+def test_a_schema_says_how_a_bare_value_is_read(schema: Any, text: str, value: Any) -> None:
+    parser = TOOL_PARSERS["qwen3_coder"]([Tool("f", {"properties": {"a": schema}})])
+    found = parts(parser, f"<function=f><parameter=a>{text}</parameter></function>")[1][0][1]
+    assert read(found) == {"a": value}
 
 
 def test_ids() -> None:

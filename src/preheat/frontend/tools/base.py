@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reading, StreamParser, ValueEnd
-from preheat.frontend.tools.json_object import JsonObject, whole_object
+from preheat.frontend.tools.json_object import JsonObject, dumped, whole_object
 
 NAMES, ARGUMENTS, OTHERS = ("name",), ("arguments", "parameters"), ("type", "id")
 """The keys of a call that is a JSON object."""
@@ -68,18 +70,33 @@ class ToolParser(StreamParser):
 
     def read_arguments(self, call: int) -> Reading[None]:
         """Read a JSON object: the arguments of ``call``, passed on as they arrive."""
-        end, json = ValueEnd(), JsonObject()
+        end, read = ValueEnd(), JsonObject()
         while True:
             start, self._at = self._at, end.find(self._text, self._at)
-            text = json.text(self.bare(self._text[start : self._at]))
+            text = read.text(self.bare(self._text[start : self._at]))
             self.forget()
             if end.found:
-                self.arguments(call, text + json.rest())
+                self.arguments(call, text + read.rest())
                 return
             self.arguments(call, text)
             if not (yield from self.more()):
-                self.arguments(call, json.rest())
+                self.arguments(call, read.rest())
                 return
+
+    def value_of(self, tool: str, name: str, text: str) -> str:
+        """The JSON of an argument that the model wrote as bare ``text``: its schema says whether it is text. Others are
+        read as JSON, or else as Python; what is neither is text.
+        """
+        text = text.removeprefix("\n").removesuffix("\n")
+        known = self.tools[tool].parameters.get("properties") if tool in self.tools else None
+        kinds = _kinds(known.get(name, {"type": "string"})) if isinstance(known, dict) else {"string"}
+        if kinds != {"string"} and (kinds != {"string", "null"} or text.strip() == "null"):
+            for read in (json.loads, ast.literal_eval):
+                try:
+                    return dumped(read(text.strip()))
+                except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+                    continue
+        return dumped(text)
 
     def content_until(self, *markers: str) -> Reading[str | None]:
         """Read content up to one of ``markers`` and over it: the marker. None at the end of the text.
@@ -173,3 +190,14 @@ class ToolParser(StreamParser):
             yield from self.value()
             yield from self.space()
         yield from self.take("}")
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that ``schema`` names, itself or in a choice; none if it says nothing of them."""
+    if not isinstance(schema, dict):
+        return set()
+    choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    named = [each.get("type") for each in (schema, *choices) if isinstance(each, dict)]
+    return {
+        kind for kinds in named for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
+    }

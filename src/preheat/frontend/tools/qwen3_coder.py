@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 
 from preheat.frontend.stream_parser import Reading
@@ -21,8 +19,7 @@ class Qwen3CoderParser(ToolParser):
     """``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``, with line breaks between the tags.
 
     A value ends with the next tag, as Qwen's own parser has it, so an end that is missing takes nothing else along. Of
-    values with one name the last counts, so arguments are passed on when the call is over. The schemas of the tools say
-    which values are text; the others are read as JSON, or else as Python.
+    values with one name the last counts, so arguments are passed on when the call is over.
     """
 
     MARKS = (_CALL, _END_CALL)
@@ -60,20 +57,7 @@ class Qwen3CoderParser(ToolParser):
                 key = yield from self._name()
                 text = yield from self.before_any(_BEHIND_VALUE)
                 if key:
-                    values[key] = self._json(tool, key, _NEXT_CALL.sub("", text))
+                    values[key] = self.value_of(tool, key, _NEXT_CALL.sub("", text))
             elif not (yield from self.take(_END_PARAMETER)):
                 yield from self.take(_END_FUNCTION)
                 return values
-
-    def _json(self, tool: str, key: str, text: str) -> str:
-        """The value ``text`` of a parameter as JSON."""
-        text = text.removeprefix("\n").removesuffix("\n")
-        known = self.tools[tool].parameters.get("properties", {}) if tool in self.tools else {}
-        schema = known.get(key, {"type": "string"}) if isinstance(known, dict) else {}
-        if not isinstance(schema, dict) or schema.get("type") != "string":
-            for read in (json.loads, ast.literal_eval):
-                try:
-                    return dumped(read(text.strip()))
-                except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-                    continue
-        return dumped(text)
