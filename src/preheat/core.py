@@ -66,7 +66,9 @@ class StructuredOutputsParams(
     docs/structured-outputs.md. White space in JSON is bounded; ``disable_any_whitespace`` allows none and
     ``whitespace_pattern`` is a regular expression for it. ``disable_additional_properties``: objects of the schema
     have no properties that it does not name, unless it says otherwise itself. ``after_token_id``: the text is free up
-    to this token, such as the end of a model's reasoning, and all of the above is about what comes behind it.
+    to this token, such as the end of a model's reasoning, and all of the above is about what comes behind it. With a
+    ``start_token_id`` it is free only if it begins with that token, white space aside: otherwise it is held from its
+    first token on. One of the ``call_token_ids`` ends free text too, and is itself the first token that is held.
 
     Raises ValueError for a combination that means nothing.
     """
@@ -81,6 +83,8 @@ class StructuredOutputsParams(
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     after_token_id: int | None = None
+    start_token_id: int | None = None
+    call_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -96,6 +100,8 @@ class StructuredOutputsParams(
             raise ValueError(f"white space is that of JSON: it has no meaning for structured_outputs.{given[0]}")
         if self.disable_additional_properties and given[0] not in ("json", "structural_tag"):
             raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
+        if self.after_token_id is None and (self.start_token_id is not None or self.call_token_ids):
+            raise ValueError("start_token_id and call_token_ids are about free text: give after_token_id too")
 
     @property
     def kind(self) -> str:

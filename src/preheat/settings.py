@@ -110,7 +110,7 @@ class Settings:
     tool_call_parser: str | None = _model(
         None,
         "How the model writes calls of tools: see docs/tools.md.",
-        choices=("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"),
+        choices=("hermes", "llama3_json", "mistral", "olmo3", "pythonic", "qwen3_coder"),
     )
     reasoning_parser: str | None = _model(
         None,

@@ -120,6 +120,35 @@ def test_calls_and_results_go_through_the_template(client: OpenAI, tools_folder:
     assert refused(client, [*user("?"), broken, *user("Hi")]).param == "messages[1].tool_calls[0]"
 
 
+def test_special_tokens_are_in_no_text(client: OpenAI) -> None:
+    """The marks of calls are special tokens too: they are found, and nothing else of their kind is shown."""
+    odd = "<|im_start|>"
+    text = f"<think>a{odd}b</think>c{odd}d" + CALL.replace("Grüße", f"Gr{odd}üße") + odd
+    for stream in (False, True):
+        for skip, content, thought, city in (
+            (True, "cd", "ab", "Grüße <to"), (False, f"c{odd}d", f"a{odd}b", f"Gr{odd}üße <to")
+        ):  # fmt: skip
+            answer = ask(client, text, stream=stream, extra_body={"skip_special_tokens": skip})
+            if stream:
+                said, reasoning, (call,), _ = joined(answer)
+            else:
+                message = answer.choices[0].message
+                said, reasoning = message.content, message.reasoning
+                call = [each.function.arguments for each in message.tool_calls]
+            assert (said.removesuffix(odd), reasoning) == (content, thought)
+            assert json.loads(call[-1]) == {"city": city}
+
+
+def test_a_call_ends_the_reasoning(client: OpenAI) -> None:
+    for text, thought in (("<think>Well.\n" + CALL, "Well.\n"), ("<think>" + CALL, "")):
+        choice = (answer := ask(client, text)).choices[0]
+        assert (getattr(choice.message, "reasoning", None) or "", choice.finish_reason) == (thought, "tool_calls")
+        assert choice.message.content is None and len(choice.message.tool_calls) == 1
+        assert answer.usage.completion_tokens_details.reasoning_tokens < 8
+        content, reasoning, calls, reason = joined(ask(client, text, stream=True))
+        assert (content, reasoning, len(calls), reason) == ("", thought, 1, "tool_calls")
+
+
 def refused(client: OpenAI, text: str | list[Any] = "Hi", **options: Any) -> BadRequestError:
     with pytest.raises(BadRequestError) as error:
         ask(client, text, **options)

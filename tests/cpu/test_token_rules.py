@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from preheat import LLM, InvalidRequest, SamplingParams, StructuredOutputsParams
 from preheat.core import Request
 from preheat.frontend.answer_format import AnswerFormats, ToolChoice
 from preheat.frontend.tools import Tool
-from preheat.grammar.state import Grammar, State
+from preheat.grammar.service import LIBRARIES
+from preheat.grammar.state import Grammar, Library, State
 from preheat.ops.sampling import allowed
+from preheat.utils.reasoning import Phase
 
 FREE = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
 PROMPTS = ["def add(a, b):", "class Stack:", "import os"]
@@ -93,16 +97,63 @@ def test_masks_of_drafts(llm: LLM) -> None:
     state = Grammar(backend, None).state(Request(1, [1], params, 0, 8, bad_words=[[5, 6], [7]]))
     assert isinstance(state, State)
     masks = np.zeros((3, backend.words), np.int32)
-    assert state.fill_free(masks, [5, 6]) == 3
+    assert state.fill_free(masks, [5, 6]) == []
     state.keep_rules(masks, [5, 6])
     found = [np.flatnonzero(allowed(mask, backend.vocab_size)).tolist() for mask in masks]
     assert found == [[5, 6], [5], [5, 6]]
     structured = StructuredOutputsParams(regex="a+", after_token_id=9)
     request = Request(1, [1], SamplingParams(structured_outputs=structured), 0, 8, stop_ids=[0])
     state = backend.compile(structured).state(request)
-    assert state.fill_free(masks, [4, 9]) == 2  # the third is the grammar's
-    assert (state.accept(4), state.accept(9), state.after) == ("", "", None)
+    assert [(place, drafts) for _, place, drafts in state.fill_free(masks, [4, 9])] == [(2, [])]  # the grammar's
+    assert (state.accept(4), state.accept(9), state.phase) == ("", "", Phase.ENDED)
     assert state.accept(4)  # no "a"
+
+
+def masks_of(state: State, drafts: list[int]) -> np.ndarray:
+    """The masks before and behind ``drafts``, int32 [1 + drafts, words]."""
+    backend = state._backend
+    masks = np.zeros((1 + len(drafts), backend.words), np.int32)
+    backend.fill(masks, state.fill_free(masks, drafts))
+    return masks
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def library(request: pytest.FixtureRequest, llm: LLM) -> Library:
+    """Each library of grammars, over the tokens of the bundled model."""
+    own = llm.loop.grammars.backend
+    if type(own) is LIBRARIES[request.param]:
+        return own
+    text = (Path(llm.frontend.tokenizer.folder) / "tokenizer.json").read_text(encoding="utf-8")
+    return LIBRARIES[request.param](text, own.vocab_size, 1)
+
+
+def test_where_the_first_token_begins_no_reasoning_the_grammar_holds_it(llm: LLM, library: Library) -> None:
+    """A start token, white space before it, and all the rest: masks of drafts are those of one token after another."""
+    (start, end, call), stop = (300, 301, 302), 0
+    space, a, b = (llm.frontend.tokenizer.encode(text, False)[0] for text in "\nab")
+    bound = StructuredOutputsParams(regex="\n*a+b", after_token_id=end, start_token_id=start, call_token_ids=(call,))
+    request = Request(1, [1], SamplingParams(structured_outputs=bound), 0, 8, stop_ids=[stop])
+    grammar = library.compile(bound)
+    first = np.flatnonzero(allowed(masks_of(grammar.state(request), [])[0], library.vocab_size)).tolist()
+    assert start in first and a in first and space in first and not {b, end, stop} & {*first}
+    for drafts, phase in (
+        ([a, a, b], Phase.NEVER), ([start, b, end, a, b], Phase.ENDED), ([space, start, end, a, b], Phase.ENDED),
+        ([space, a, start], Phase.NEVER), ([start, start, b, b], Phase.WITHIN), ([space, space], Phase.UNKNOWN),
+    ):  # fmt: skip
+        together, state = masks_of(grammar.state(request), drafts), grammar.state(request)
+        for draft, mask in zip(drafts, together, strict=False):
+            assert (masks_of(state, [])[0] == mask).all()
+            if not allowed(mask, library.vocab_size)[draft]:
+                assert state.accept(draft)
+                break
+            assert not state.accept(draft)
+        else:
+            assert (masks_of(state, [])[0] == together[-1]).all() and state.phase is phase
+    within = grammar.state(request)
+    assert not within.accept(start)
+    free = allowed(masks_of(within, [])[0], library.vocab_size)
+    assert not free[stop] and free.sum() == library.vocab_size - 1  # a text that is not there yet does not end
+    assert within.accept(call) and within.phase is Phase.ENDED  # of this grammar a call is no text
 
 
 def test_strict_tools_are_held_to_their_schemas(llm: LLM) -> None:
@@ -115,9 +166,9 @@ def test_strict_tools_are_held_to_their_schemas(llm: LLM) -> None:
         "additionalProperties": False,
     }
     formats = AnswerFormats(tokenizer, "hermes")
-    constraint = formats.form(ToolChoice((Tool("f", schema, strict=True),), "auto"), "").constraint(None)
+    constraint = formats.form(ToolChoice((Tool("f", schema, strict=True),), "auto"), "").constraint
     assert constraint is not None
-    assert formats.form(ToolChoice((Tool("f", schema),), "auto"), "").constraint(None) is None
+    assert formats.form(ToolChoice((Tool("f", schema),), "auto"), "").constraint is None
     grammar = llm.loop.grammars.backend.compile(constraint)
 
     def wrong(text: str) -> str:

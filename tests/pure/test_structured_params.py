@@ -29,6 +29,8 @@ NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         ({"regex": "a", "whitespace_pattern": " "}, "no meaning for structured_outputs.regex"),
         ({"json_object": True, "disable_additional_properties": True}, "no meaning for structured_outputs.json_object"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give one of them"),
+        ({"json": {}, "start_token_id": 5}, "give after_token_id too"),
+        ({"json": {}, "call_token_ids": (5,)}, "give after_token_id too"),
     ],
 )
 def test_what_means_nothing_is_refused(values, why):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
 
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.detokenize import WindowDetokenizer
 from preheat.frontend.messages import told
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -41,7 +47,38 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 ids = st.lists(st.integers(0, 420), max_size=40)
 
 
-@pytest.mark.parametrize("name", ["bytes", "pieces", "unstripped"])
+def run_of(tokenizer: Tokenizer, id: int) -> bool:
+    """Whether ``id`` is a byte token."""
+    return re.fullmatch("<0x[0-9A-F]{2}>", tokenizer._backend.id_to_token(id) or "") is not None
+
+
+def decoded(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """The library's ``decode``, but characters in a run of byte tokens stay, whatever else is in the run."""
+    ids = [id for id in ids if tokenizer._backend.id_to_token(id) and not (skip and id in tokenizer.special_ids)]
+    head = tokenizer.encode("h", False)
+    text = ""
+    for is_run, group in groupby(ids, partial(run_of, tokenizer)):
+        run = list(group)
+        whole = tokenizer.decode(head + run, skip)[1:] if text else tokenizer.decode(run, skip)
+        if is_run and "\ufffd" in whole:
+            data, whole = bytes(int(tokenizer._backend.id_to_token(id)[1:-1], 16) for id in run), ""
+            while data:
+                size = next((n for n in (1, 2, 3, 4) if is_utf8(data[:n])), 0)
+                whole += data[:size].decode() if size else "\ufffd"
+                data = data[size or 1 :]
+            if not text and tokenizer.decode([tokenizer._backend.token_to_id("▁")], skip) == "":
+                whole = whole.removeprefix(" ")
+        text += whole
+    return text
+
+
+def is_utf8(data: bytes) -> bool:
+    with suppress(UnicodeDecodeError):
+        return bool(data.decode())
+    return False
+
+
+@pytest.mark.parametrize("name", ["bytes", "pieces", "unstripped", "metaspace"])
 @settings(max_examples=300, deadline=None)
 @given(ids=ids, skip=st.booleans())
 def test_deltas_join_to_the_whole_decode(
@@ -50,7 +87,74 @@ def test_deltas_join_to_the_whole_decode(
     tokenizer = tokenizers[name]
     detokenizer = tokenizer.detokenizer([], skip)
     deltas = [detokenizer.push(id) for id in ids]
-    assert "".join(deltas) + detokenizer.finish() == tokenizer.decode(ids, skip)
+    runs = name in ("pieces", "unstripped")
+    wanted = decoded(tokenizer, ids, skip) if runs else tokenizer.decode(ids, skip)
+    assert "".join(deltas) + detokenizer.finish() == wanted
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("a 😀鱻é\n", max_size=12), prompt=st.sampled_from(["", "h"]))
+def test_a_run_of_byte_tokens_is_sent_as_the_library_streams_it(
+    tokenizers: dict[str, Tokenizer], text: str, prompt: str
+) -> None:
+    """``DecodeStream`` of tokenizers is the reference for when a character is sent; it needs no later token."""
+    tokenizer = tokenizers["unstripped"]
+    ids = [id for char in text for id in spelled(tokenizer, char)]
+    stream, detokenizer = DecodeStream(skip_special_tokens=True), tokenizer.detokenizer([])
+    for id in ids:
+        assert detokenizer.push(id) == (stream.step(tokenizer._backend, id) or "")
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize(("stop", "tokens"), [("鱻", 3), ("鱻鱻", 6), ("鱻é", 29)])
+def test_a_stop_string_in_a_run_of_byte_tokens_ends_it(
+    tokenizers: dict[str, Tokenizer], stop: str, tokens: int
+) -> None:
+    ids = [id for char in "鱻" * 9 + "é鱻" for id in spelled(tokenizers["unstripped"], char)]
+    detokenizer, checker = tokenizers["unstripped"].detokenizer([]), StopChecker(StopStrings([stop]))
+    shown, read = "", 0
+    while not checker.found:
+        shown += checker.push(detokenizer.push(ids[read]))
+        read += 1
+    assert (read, shown) == (tokens, ("鱻" * 9 + "é鱻").partition(stop)[0])
+
+
+def spelled(tokenizer: Tokenizer, char: str) -> list[int]:
+    words = [char] if char == "a" else [f"<0x{byte:02X}>" for byte in char.encode()]
+    return [tokenizer._backend.token_to_id(word) for word in words]
+
+
+@pytest.mark.parametrize("name", ["bytes", "pieces", "unstripped", "metaspace"])
+@settings(max_examples=200, deadline=None)
+@given(ids=ids, skip=st.booleans())
+def test_a_stop_string_is_found_with_the_token_that_completes_it(
+    tokenizers: dict[str, Tokenizer], name: str, ids: list[int], skip: bool
+) -> None:
+    """Text that is certain is not held back: at most the last three tokens wait for others."""
+    tokenizer = tokenizers[name]
+    detokenizer, sent = tokenizer.detokenizer([], skip), ""
+    for end, id in enumerate(ids, 1):
+        sent += detokenizer.push(id)
+        early = tokenizer.detokenizer([], skip)
+        certain = "".join(map(early.push, ids[: end - 3])) + early.finish() if end > 3 else ""
+        assert len(sent) >= len(certain.rstrip("\ufffd"))  # the early end may cut a character
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_token_costs_the_same_wherever_it_is(tokenizers: dict[str, Tokenizer], skip: bool) -> None:
+    """Nothing is decoded again and again: neither a run of U+FFFD nor tokens without a text make a window grow."""
+    sizes: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        sizes.append(len(ids))
+        return tokenizers["bytes"].decode(ids, skip)
+
+    bad = tokenizers["bytes"].encode("é", False)[:1]
+    for kind in ([0], bad, tokenizers["bytes"].encode("h", False)):
+        detokenizer = WindowDetokenizer(decode, [])
+        text = "".join(map(detokenizer.push, kind * 300)) + detokenizer.finish()
+        assert text == tokenizers["bytes"].decode(kind * 300, skip)
+    assert max(sizes) <= 12
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -80,7 +184,7 @@ def test_text_after_a_prompt_keeps_its_leading_space(
     closed = [*prompt, tokenizer.encode("h", False)[0]]  # a prompt that does not end inside a character
     detokenizer = tokenizer.detokenizer(closed)
     text = "".join(map(detokenizer.push, output)) + detokenizer.finish()
-    assert tokenizer.decode(closed) + text == tokenizer.decode(closed + output)
+    assert decoded(tokenizer, closed, True) + text == decoded(tokenizer, closed + output, True)
 
 
 def test_special_tokens_and_ends(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:

@@ -1,31 +1,31 @@
-"""Parsers of tool calls and of reasoning: what they find, and that it never depends on how the text was cut."""
+"""Parsers of tool calls: what they find, and that it never depends on how the text was cut."""
 
 from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preheat.frontend.reasoning import REASONING_PARSERS, Begins, ReasoningParser
-from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Reasoning, StreamParser
+from preheat.frontend.reasoning import REASONING_PARSERS
+from preheat.frontend.stream_parser import CallArguments, CallStart, Content, StreamParser
 from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool
+from preheat.frontend.tools.json_object import whole_object
 from preheat.settings import OPTIONS
 
 WEATHER = Tool("weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
 TOOLS = [WEATHER, Tool("f"), Tool("g")]
 
 
-def parts(parser: StreamParser, *pieces: str) -> tuple[str, str, dict[int, tuple[str, str]]]:
-    """Reasoning, content and calls, joined from the parts; arguments only of calls that have begun."""
-    reasoning = content = ""
+def parts(parser: StreamParser, *pieces: str) -> tuple[str, dict[int, tuple[str, str]]]:
+    """Content and calls, joined from the parts; arguments only of calls that have begun."""
+    content = ""
     calls: dict[int, tuple[str, str]] = {}
     for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
         match part:
-            case Reasoning(text):
-                reasoning += text
             case Content(text):
                 content += text
             case CallStart(index, id, name):
@@ -33,23 +33,27 @@ def parts(parser: StreamParser, *pieces: str) -> tuple[str, str, dict[int, tuple
                 calls[index] = name, ""
             case CallArguments(index, text):
                 calls[index] = calls[index][0], calls[index][1] + text
-    return reasoning, content, calls
+    return content, calls
 
 
 def parsed(name: str, text: str, **options):
-    """Content and calls, arguments read as JSON where they are JSON."""
-    _, content, calls = parts(TOOL_PARSERS[name](TOOLS, **options), text)
+    """Content and calls, their arguments read."""
+    content, calls = parts(TOOL_PARSERS[name](TOOLS, **options), text)
     return content, [(tool, read(arguments)) for tool, arguments in calls.values()]
 
 
-def read(arguments: str):
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+def read(arguments: str) -> dict:
+    """A JSON object, whose names come once each, on all levels."""
+
+    def once(pairs: list) -> dict:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    return json.loads(arguments, object_pairs_hook=once)
 
 
 OSLO = ("weather", {"city": "Oslo"})
+BOTH = ("weather", {"city": "Oslo", "days": 3})
 CASES = {
     "hermes": [
         ("Hello", "Hello", []),
@@ -62,9 +66,14 @@ CASES = {
          [("f", {"a": [1, {"b": '}"]'}]})]),
         ("<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
         ('<tool_call>{"name": 5}', '<tool_call>{"name": 5}', []),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),  # cut off by max_tokens
+        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", {})]),  # cut off by max_tokens
         ("1 < 2 <tool", "1 < 2 <tool", []),
         ("  ", "  ", []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1 "b": [2,], "a": {"c": 3}}}</tool_call> ok', " ok",
+         [("f", {"a": 1, "b": [2]})]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\d\n", "b": None, "c": oops}}</tool_call>', "",
+         [("f", {"a": "\\d\n", "b": None})]),
+        (r'<tool_call>{"name": "\ud800", "arguments": {}}', "", [("\ufffd", {})]),
     ],
     "llama3_json": [
         ('{"name": "weather", "parameters": {"city": "Oslo"}}', "", [OSLO]),
@@ -84,6 +93,15 @@ CASES = {
         ("[TOOL_CALLS] what?", "[TOOL_CALLS] what?", []),
         ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
     ],
+    "olmo3": [
+        ("<function_calls>weather(city='Oslo')\nf(a=true, b=null)\n</function_calls>", "",
+         [OSLO, ("f", {"a": True, "b": None})]),
+        ("Look:\n<function_calls>\nweather(city='Oslo')", "Look:\n", [OSLO]),  # it is not closed
+        ("<function_calls>f()</function_calls>\n<function_calls>g(a={'b': [False]})</function_calls> Done", " Done",
+         [("f", {}), ("g", {"a": {"b": [False]}})]),
+        ("<function_calls>nothing</function_calls>", "<function_calls>nothing</function_calls>", []),
+        ("[f(a=1)]", "[f(a=1)]", []),
+    ],
     "pythonic": [
         ("[weather(city='Oslo')]", "", [OSLO]),
         ('[weather(city="Oslo", days=-3), f(a={"b": [1.5, None, true]}, c=")]")]', "",
@@ -93,8 +111,15 @@ CASES = {
         ("[1, 2]", "[1, 2]", []),
         ("[f(x)]", "[f(x)]", []),
         ("[f(x=open('y'))]", "[f(x=open('y'))]", []),
-        ("[f(a=1), then", " then", [("f", {"a": 1})]),
+        ("[f(a=1), then", "then", [("f", {"a": 1})]),
         ("Text [f()]", "Text [f()]", []),
+        ("Text <|python_start|>[f(a=1, a=2)]<|python_end|>", "Text ", [("f", {"a": 2})]),
+        ("<function_calls>f()\nweather(city='Oslo')</function_calls>", "", [("f", {}), OSLO]),
+        ("[f(a={1: 'x', '1': 'y', null: 2})]", "", [("f", {"a": {"1": "y", "null": 2}})]),
+        ("[f(a={(1, 2): 3})]", "[f(a={(1, 2): 3})]", []),
+        ("[f(a=1e999)]", "[f(a=1e999)]", []),  # JSON has no infinity
+        ("[f(**{'a': 1})]", "[f(**{'a': 1})]", []),
+        (r"[f(a='\ud800')]", "", [("f", {"a": "\ud800"})]),
     ],
     "qwen3_coder": [
         ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter><parameter=days>3</parameter></function>",
@@ -104,8 +129,24 @@ CASES = {
          [("f", {}), ("g", {"x": "a\n<b>"})]),
         ("<tool_call><function=weather><parameter=days>many</parameter></function>", "",
          [("weather", {"days": "many"})]),
-        ("<tool_call><function=weather><parameter=city>Os", "", [("weather", "")]),
+        ("<tool_call><function=weather><parameter=city>Os", "", [("weather", {"city": "Os"})]),
         ("<tool_call>no</tool_call> <function=", "<tool_call>no</tool_call> <function=", []),
+        # Of the tags each may be missing, and several.
+        ("<tool_call><function=weather><parameter=city>Oslo<parameter=days>3</function></tool_call>", "", [BOTH]),
+        ("<tool_call><function=weather><parameter=days>3</parameter><parameter=city>Oslo</function></tool_call> ok",
+         " ok", [BOTH]),
+        ("<tool_call><function=weather><parameter=days>3</parameter><parameter=city>Oslo</parameter></tool_call> ok",
+         " ok", [BOTH]),
+        ("<tool_call><function=weather><parameter=days>3<parameter=city>Oslo</tool_call> ok", " ok", [BOTH]),
+        ("<function=weather>\n<parameter=city>\nOslo\n</parameter>\nThat was it.", "That was it.", [OSLO]),
+        ("<tool_call>\n<function=f>\n</tool_call>\n<tool_call>\n<function=g>", "", [("f", {}), ("g", {})]),
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n<tool_call>\n<function=g></function>", "",
+         [OSLO, ("g", {})]),
+        ("<tool_call><function=weather><parameter=days\n3</parameter><parameter=city>Oslo</parameter></function>", "",
+         [OSLO]),
+        ("<function=weather><parameter=city>Bergen</parameter><parameter=city>Oslo</parameter></function>", "", [OSLO]),
+        ("<function=weather><parameter=city>Oslo</para", "", [OSLO]),
+        ("<function=f\n<parameter=a>1</parameter>", "<function=f\n<parameter=a>1</parameter>", []),
     ],
 }  # fmt: skip
 
@@ -141,8 +182,6 @@ def parsers():
     yield from (lambda kind=kind: kind(TOOLS) for kind in TOOL_PARSERS.values())
     yield lambda: RequiredParser(TOOLS)
     yield lambda: NamedParser(TOOLS)
-    for begins in Begins:
-        yield lambda begins=begins: ReasoningParser(REASONING_PARSERS["qwen3"], begins)
 
 
 @settings(max_examples=150, deadline=None)
@@ -153,6 +192,7 @@ def test_cuts_change_nothing(text: str, cuts: list[int]) -> None:
         whole = parts(make(), text)
         assert parts(make(), *cut(text, cuts)) == whole
         assert parts(make(), *text) == whole
+        assert all(isinstance(read(arguments), dict) for _, arguments in whole[1].values())
 
 
 def test_the_property_can_fail() -> None:
@@ -178,10 +218,29 @@ def test_content_and_arguments_are_not_held_back() -> None:
 
 def test_forced_calls() -> None:
     text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
-    assert parts(RequiredParser(TOOLS), text)[1:] == ("", {0: ("f", '{"a": 1}'), 1: ("g", "{}")})
-    assert parts(RequiredParser(TOOLS), "no")[1:] == ("no", {})
-    assert parts(NamedParser(TOOLS[:1]), ' {"city": "Oslo"}')[1:] == ("", {0: ("weather", '{"city": "Oslo"}')})
-    assert parts(NamedParser(TOOLS[:1]), "")[1:] == ("", {})
+    assert parts(RequiredParser(TOOLS), text) == ("", {0: ("f", '{"a": 1}'), 1: ("g", "{}")})
+    assert parts(RequiredParser(TOOLS), "no") == ("no", {})
+    assert parts(NamedParser(TOOLS[:1]), ' {"city": "Oslo"}') == ("", {0: ("weather", '{"city": "Oslo"}')})
+    assert parts(NamedParser(TOOLS[:1]), '{"city": "Os')[1] == {0: ("weather", '{"city": "Os"}')}
+    assert parts(NamedParser(TOOLS[:1]), "") == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"), ({"type": "integer"}, "12", 12), ({}, "12", 12),
+        ({"type": "integer"}, "x", "x"), ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "null"]}, "12", "12"), ({"type": ["null", "string"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"type": "object"}, "{'a': True}", {"a": True}), ({"type": 5, "anyOf": 5}, "[1]", [1]), (True, "1", 1),
+        ({"type": "number"}, "NaN", "NaN"), ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "object"}, '{"a": 1, "a": 2}', {"a": 2}), ({"enum": ["\\ud800"]}, r'"\ud800"', "\ud800"),
+    ],
+)  # fmt: skip
+def test_a_schema_says_how_a_bare_value_is_read(schema: Any, text: str, value: Any) -> None:
+    parser = TOOL_PARSERS["qwen3_coder"]([Tool("f", {"properties": {"a": schema}})])
+    found = parts(parser, f"<function=f><parameter=a>{text}</parameter></function>")[1][0][1]
+    assert read(found) == {"a": value}
 
 
 def test_ids() -> None:
@@ -193,19 +252,34 @@ def test_ids() -> None:
     assert len(set(ids("hermes"))) == 2 and all(id.startswith("call_") for id in ids("hermes"))
 
 
-@pytest.mark.parametrize(
-    ("begins", "text", "reasoning", "content"),
-    [
-        (Begins.UNKNOWN, "<think>\nwell\n</think>\n\nYes", "well\n", "Yes"),
-        (Begins.UNKNOWN, "Yes <think>no</think>", "", "Yes <think>no</think>"),
-        (Begins.UNKNOWN, " Yes", "", " Yes"),
-        (Begins.UNKNOWN, "<think>\n\n</think>\n\nYes", "", "Yes"),
-        (Begins.UNKNOWN, "<think>cut o", "cut o", ""),
-        (Begins.OUTSIDE, "<think>Yes", "", "<think>Yes"),
-        (Begins.WITHIN, "well</think>Yes</think>", "well", "Yes</think>"),
-        (Begins.WITHIN, "<think>well</think>", "well", ""),
-        (Begins.WITHIN, "cut </thi", "cut </thi", ""),
-    ],
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
 )
-def test_reasoning(begins: Begins, text: str, reasoning: str, content: str) -> None:
-    assert parts(ReasoningParser(REASONING_PARSERS["qwen3"], begins), text) == (reasoning, content, {})
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.dictionaries(st.text(max_size=3), JSON, max_size=3), escaped=st.booleans(), end=st.integers(0, 200))
+def test_arguments_are_passed_on_as_they_are_and_closed_where_they_break_off(
+    value: dict, escaped: bool, end: int
+) -> None:
+    text = json.dumps(value, ensure_ascii=escaped)
+    assert whole_object(text) == text
+    if cut_off := text[: end % (len(text) + 1)]:
+        assert isinstance(read(whole_object(cut_off)), dict)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(
+        st.sampled_from([*'{}[]:,"\\ \n-1.e', '"a"', '"b":', "true", "None", "x", r"\u00", "é"]), max_size=20
+    )
+)
+def test_whatever_a_model_writes_is_valid_in_the_end(tokens: list[str]) -> None:
+    read(whole_object("{" + "".join(tokens)))
+
+
+def test_an_object_in_an_object_in_an_object() -> None:
+    deep = '{"a":' * 5000
+    assert read(whole_object(deep + "1" + "}" * 5000))

@@ -3,94 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from preheat.core import StructuredOutputsParams
 from preheat.errors import InvalidRequest
-from preheat.frontend.reasoning import Begins, ReasoningFormat, ReasoningParser
-from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning, StreamParser
+from preheat.frontend.answer_parser import AnswerParser
+from preheat.frontend.marks import Mark, marks_of
+from preheat.frontend.reasoning import ReasoningCount, ReasoningFormat
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool, ToolParser
-
-
-class AnswerParser:
-    """Reads one answer: :meth:`push` takes its text as it arrives, :meth:`finish` says that it has ended."""
-
-    def __init__(self, reasoning: StreamParser | None, tools: StreamParser | None) -> None:
-        self._reasoning, self._tools = reasoning, tools
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that are certain, given ``text`` more."""
-        if not text:
-            return []
-        return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)])
-
-    def finish(self) -> list[Part]:
-        """The parts that were held back."""
-        parts = self._read(self._reasoning.finish()) if self._reasoning else []
-        return parts + (self._tools.finish() if self._tools else [])
-
-    def _read(self, parts: list[Part]) -> list[Part]:
-        if self._tools is None:
-            return parts
-        found: list[Part] = []
-        for part in parts:
-            found += self._tools.push(part.text) if isinstance(part, Content) else [part]
-        return found
-
-
-@dataclass
-class Block:
-    """A stretch of an answer of one kind. The text of a call are its arguments, a JSON object as far as the model wrote
-    it; a call also has the id and the name of its tool.
-    """
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str = ""
-    id: str = ""
-    name: str = ""
-
-
-class ParsedAnswer:
-    """An answer as blocks, in order."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-
-    def add(self, part: Part) -> Block:
-        """Add the next part: the block that it begins or continues, which is the last one then."""
-        match part:
-            case CallStart(_, id, name):
-                self.blocks.append(Block("call", "", id, name))
-            case CallArguments(_, text):
-                self.blocks[-1].text += text
-            case Content(text) | Reasoning(text):
-                if not self.continues(part):
-                    self.blocks.append(Block("content" if isinstance(part, Content) else "reasoning"))
-                self.blocks[-1].text += text
-        return self.blocks[-1]
-
-    def continues(self, part: Part) -> bool:
-        """Whether ``part`` continues the last block."""
-        last = self.blocks[-1].kind if self.blocks else None
-        match part:
-            case Content():
-                return last == "content"
-            case Reasoning():
-                return last == "reasoning"
-        return isinstance(part, CallArguments)
-
-    def text(self, kind: str) -> str:
-        """All text of a kind."""
-        return "".join(block.text for block in self.blocks if block.kind == kind)
-
-    @property
-    def calls(self) -> list[Block]:
-        return [block for block in self.blocks if block.kind == "call"]
+from preheat.utils.reasoning import Phase, Sign
 
 
 @dataclass(frozen=True)
@@ -162,55 +88,59 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answers to one request are read. ``begins``: whether they begin within the reasoning. ``bindable``: a
-    grammar can see the markers of the model's own calls, because they are text.
+    """How the answers to one request are read. ``phase``: how they begin. ``constraint``: what their text must be,
+    for calls that are forced, for tools whose schemas are strict, or because the client asked for it, always behind
+    the reasoning. ``exact``: because the client asked, so that content is passed on to the letter. ``marks``: the
+    tokens that parsers look for.
     """
 
     choice: ToolChoice = ToolChoice()
     auto: type[ToolParser] | None = None
     reasoning: ReasoningFormat | None = None
-    begins: Begins = Begins.OUTSIDE
-    bindable: bool = False
+    phase: Phase = Phase.NEVER
+    constraint: StructuredOutputsParams | None = None
+    exact: bool = False
+    marks: tuple[Mark, ...] = ()
 
     @property
     def plain(self) -> bool:
         """All text is content."""
         return self.reasoning is None and self.choice.mode == "none"
 
-    def constraint(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """What the text must be, for calls that are forced, for tools whose schemas are strict, or because the client
-        ``asked`` for it; always behind the reasoning.
-        """
-        found = self.choice.forced or asked or self._strict()
-        if found is None or self.reasoning is None or self.begins is Begins.OUTSIDE:
-            return found
-        return msgspec.structs.replace(found, after_token_id=self.reasoning.end_id)
-
-    def _strict(self) -> StructuredOutputsParams | None:
-        """Free text, in which calls have arguments of their tools' schemas; None if nobody asked for that."""
-        tools = self.choice.tools
-        if self.auto is None or not self.bindable or not any(tool.strict for tool in tools):
-            return None
-        begin, end = self.auto.STRUCTURE
-        structures = [
-            {"begin": begin % json.dumps(tool.name), "schema": _schema(tool) if tool.strict else _ANY, "end": end}
-            for tool in tools
-        ]
-        tag = {"type": "structural_tag", "structures": structures, "triggers": [self.auto.TRIGGER]}
-        return StructuredOutputsParams(structural_tag=tag)
+    @property
+    def calls_in_reasoning(self) -> bool:
+        """A call that comes before the end of the reasoning ends it. Not where other text must follow."""
+        return self.auto is not None and not self.exact
 
     def parser(self) -> AnswerParser:
         """A parser for one answer."""
-        reasoning = ReasoningParser(self.reasoning.marks, self.begins) if self.reasoning else None
-        kinds: dict[str, Callable[..., ToolParser] | None] = {
+        return AnswerParser(self)
+
+    def tool_parser(self) -> ToolParser | None:
+        """A parser for the calls in one answer."""
+        kinds: dict[str, type[ToolParser] | None] = {
             "none": None, "auto": self.auto, "required": RequiredParser, "named": NamedParser
         }  # fmt: skip
         kind = kinds[self.choice.mode]
-        return AnswerParser(reasoning, kind(self.choice.tools, self.choice.parallel) if kind else None)
+        if kind is None:
+            return None
+        stands = {mark.text: mark.char for mark in self.marks if mark.text in kind.MARKS}
+        return kind(self.choice.tools, self.choice.parallel, stands)
 
-    def reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """How many of the tokens ``ids`` of an answer are reasoning."""
-        return self.reasoning.count(ids, self.begins) if self.reasoning else 0
+    def reasoning_signs(self) -> dict[str, Sign]:
+        """What the characters that stand for marks mean for the reasoning."""
+        if self.reasoning is None:
+            return {}
+        signs = {self.reasoning.start_id: Sign.START, self.reasoning.end_id: Sign.END}
+        return {mark.char: signs[mark.id] for mark in self.marks if mark.id in signs}
+
+    def reasoning_count(self) -> ReasoningCount | None:
+        """A counter of the tokens of one answer that are reasoning."""
+        if self.reasoning is None:
+            return None
+        marks = self.auto.MARKS if self.auto is not None and self.calls_in_reasoning else ()
+        ids = {self.reasoning.token_id(text) for text in marks}
+        return ReasoningCount(self.reasoning, self.phase, frozenset(id for id in ids if id is not None))
 
 
 class AnswerFormats:
@@ -223,25 +153,71 @@ class AnswerFormats:
         self._auto = TOOL_PARSERS[tool_parser] if tool_parser else None
         self.reasoning = ReasoningFormat(reasoning_parser, tokenizer) if reasoning_parser else None
 
-    def form(self, choice: ToolChoice, prompt: str) -> AnswerFormat:
-        """How the answers to ``prompt`` are read. Raises InvalidRequest if the model's own calls are not understood."""
+    def form(
+        self,
+        choice: ToolChoice,
+        prompt: str,
+        asked: StructuredOutputsParams | None = None,
+        skip_special_tokens: bool = True,
+        continued: str = "",
+    ) -> AnswerFormat:
+        """How the answers to ``prompt`` are read; ``asked``: what the client wants their text to be. ``continued``: a
+        last message of the model itself. Raises InvalidRequest if the model's own calls are not understood.
+        """
         if choice.mode == "auto" and self._auto is None:
             raise InvalidRequest(
                 "tools with tool_choice auto need a server that was started with --enable-auto-tool-choice and "
                 "--tool-call-parser; or set tool_choice to none, required or a function",
                 param="tool_choice",
             )
-        begins = self.reasoning.begins(prompt) if self.reasoning else Begins.OUTSIDE
-        if choice.mode != "auto" or self._auto is None:
-            return AnswerFormat(choice, None, self.reasoning, begins)
-        bindable = bool(self._auto.TRIGGER) and not self._is_special(self._auto.TRIGGER)
-        return AnswerFormat(choice, self._auto, self.reasoning, begins, bindable)
+        auto = self._auto if choice.mode == "auto" else None
+        phase = self.reasoning.phase_behind(prompt, continued) if self.reasoning else Phase.NEVER
+        forced = choice.forced
+        strict = self._strict(choice.tools, auto) if forced is None and asked is None else None
+        constraint = forced or asked or strict
+        return AnswerFormat(
+            choice, auto, self.reasoning, phase,
+            constraint=self._behind_reasoning(constraint, phase, auto if strict else None),
+            exact=constraint is not None and constraint is asked,
+            marks=self._marks(auto, skip_special_tokens),
+        )  # fmt: skip
 
-    def shows_special_tokens(self, form: AnswerFormat) -> bool:
-        """Whether a marker that ``form`` looks for is a special token, so that these must be in the text."""
-        marks: tuple[str, ...] = (form.reasoning.marks.start, form.reasoning.marks.end) if form.reasoning else ()
-        marks += form.auto.SPECIAL if form.auto else ()
-        return any(map(self._is_special, marks))
+    def _behind_reasoning(
+        self, constraint: StructuredOutputsParams | None, phase: Phase, auto: type[ToolParser] | None
+    ) -> StructuredOutputsParams | None:
+        """``constraint`` behind the reasoning of an answer that begins in ``phase``; calls of ``auto`` end that too."""
+        if constraint is None or self.reasoning is None or phase.is_content:
+            return constraint
+        call = self._tokenizer.token_id(auto.TRIGGER) if auto else None
+        return msgspec.structs.replace(
+            constraint,
+            after_token_id=self.reasoning.end_id,
+            start_token_id=self.reasoning.start_id if phase is Phase.UNKNOWN else None,
+            call_token_ids=() if call is None else (call,),
+        )
+
+    def _strict(self, tools: Sequence[Tool], auto: type[ToolParser] | None) -> StructuredOutputsParams | None:
+        """Free text, in which calls have arguments of their tools' schemas; None if nobody asked for that, or if a
+        grammar cannot see where calls begin, because that is no text.
+        """
+        if auto is None or not auto.TRIGGER or self._is_special(auto.TRIGGER) or not any(t.strict for t in tools):
+            return None
+        begin, end = auto.STRUCTURE
+        structures = [
+            {"begin": begin % json.dumps(tool.name), "schema": _schema(tool) if tool.strict else _ANY, "end": end}
+            for tool in tools
+        ]
+        tag = {"type": "structural_tag", "structures": structures, "triggers": [auto.TRIGGER]}
+        return StructuredOutputsParams(structural_tag=tag)
+
+    def _marks(self, auto: type[ToolParser] | None, skip_special_tokens: bool) -> tuple[Mark, ...]:
+        """The tokens that are told from text: those of reasoning, because grammars go by tokens, and those of calls
+        that would be left out of the text.
+        """
+        texts = [self.reasoning.marks.start, self.reasoning.marks.end] if self.reasoning else []
+        if auto is not None and skip_special_tokens:
+            texts += filter(self._is_special, auto.MARKS)
+        return marks_of(self._tokenizer, texts, skip_special_tokens)
 
     def _is_special(self, mark: str) -> bool:
         return self._tokenizer.token_id(mark) in self._tokenizer.special_ids

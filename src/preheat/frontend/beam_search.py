@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from preheat.core import SamplingParams, TokenLogprobs
 from preheat.frontend.beams import Beam, Beams, BeamSearchParams
-from preheat.frontend.detokenize import SILENT
 from preheat.frontend.outputs import BeamSearchOutput, BeamSearchSequence
 from preheat.frontend.request_state import Choice, RequestState
 
@@ -88,10 +87,7 @@ class BeamSearch:
 
     def _choice(self, index: int, beam: Beam) -> Choice:
         state, params = self._state, self._state.params
-        detokenizer = SILENT
-        if params.detokenize:
-            detokenizer = state.tokenizer.detokenizer(state.prompt_ids, params.skip_special_tokens)
-        choice = Choice(state, index, index, detokenizer, None)
+        choice = Choice(state, index, index, state.new_detokenizer(), None)
         last = len(beam.tokens) - 1
         for place, (token, entry) in enumerate(zip(beam.tokens, beam.logprobs, strict=True)):
             hidden = beam.completed and place == last and not params.include_stop_str_in_output

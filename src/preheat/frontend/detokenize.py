@@ -1,17 +1,22 @@
 """Incremental detokenization: token ids to text, one at a time.
 
-The deltas of a sequence, joined, equal the ``decode`` of all its tokens. A character whose bytes are spread over
-several tokens is buffered until it is complete. Invalid bytes become U+FFFD exactly where ``decode`` puts it.
+A character whose bytes are spread over several tokens is held back until it is complete, and nothing longer than that.
+So the text of a sequence never depends on what comes later, and every token costs the same time. The deltas, joined,
+equal the ``decode`` of all tokens where its bytes are UTF-8. Bytes that are of no character become U+FFFD; see
+:class:`PieceDetokenizer` for the one difference.
 """
 
 from __future__ import annotations
 
+import codecs
 from codecs import utf_8_decode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from preheat.frontend.pieces import BytePieces, TextPieces
 
 _REPLACEMENT = "\ufffd"
+_LONGEST = 4
+"""Bytes of the longest character, so the most tokens that one is spread over."""
 
 
 class Detokenizer:
@@ -32,38 +37,66 @@ SILENT = Detokenizer()
 """For requests with ``detokenize`` off."""
 
 
-class ByteDetokenizer(Detokenizer):
-    """For byte-level decoders: joins the bytes and reads them as UTF-8."""
+class _Utf8:
+    """Reads bytes that arrive in pieces; ``errors`` says what becomes of those that are of no character."""
 
-    __slots__ = ("_buffer", "_pieces")
+    __slots__ = ("_buffer", "_errors")
 
-    def __init__(self, pieces: BytePieces) -> None:
-        self._pieces = pieces
-        self._buffer = b""
+    def __init__(self, errors: str) -> None:
+        self._errors, self._buffer = errors, b""
 
-    def push(self, token: int) -> str:
-        data = self._buffer + self._pieces[token]
-        text, used = utf_8_decode(data, "replace", False)
+    def push(self, data: bytes) -> str:
+        """The text that is certain, given ``data`` more."""
+        data = self._buffer + data
+        text, used = utf_8_decode(data, self._errors, False)
         self._buffer = data[used:]
         return text
 
     def finish(self) -> str:
+        """The text of the bytes that were held back: no more will come."""
+        if not self._buffer:
+            return ""
         data, self._buffer = self._buffer, b""
-        return data.decode("utf-8", "replace")
+        return data.decode("utf-8", self._errors)
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    """One U+FFFD for each byte; Python's "replace" gives one for the beginning of a character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+_EACH = "preheat.replace_each"
+codecs.register_error(_EACH, _replace_each)
+
+
+class ByteDetokenizer(Detokenizer):
+    """For byte-level decoders: joins the bytes and reads them as UTF-8."""
+
+    __slots__ = ("_pieces", "_utf8")
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces, self._utf8 = pieces, _Utf8("replace")
+
+    def push(self, token: int) -> str:
+        return self._utf8.push(self._pieces[token])
+
+    def finish(self) -> str:
+        return self._utf8.finish()
 
 
 class PieceDetokenizer(Detokenizer):
     """For SentencePiece-like decoders.
 
-    A run of byte tokens is buffered until it ends, because it decodes as a whole: to UTF-8 if it is valid, else to one
-    U+FFFD for each byte. ``at_start``: no text precedes the sequence, so the decoder strips its beginning.
+    Byte tokens are read as UTF-8, and a byte that is of no character becomes one U+FFFD. ``decode`` gives one for each
+    byte of a whole run that is not UTF-8, also for the characters in it, which were sent before the run was over.
+    ``at_start``: no text precedes the sequence, so the decoder strips its beginning.
     """
 
-    __slots__ = ("_pieces", "_run", "_strip", "_strip_left")
+    __slots__ = ("_pieces", "_strip", "_strip_left", "_utf8")
 
     def __init__(self, pieces: TextPieces, at_start: bool) -> None:
-        self._pieces = pieces
-        self._run = bytearray()
+        self._pieces, self._utf8 = pieces, _Utf8(_EACH)
         self._strip = pieces.rules.strip
         self._strip_left = pieces.rules.max_strip if at_start else 0
 
@@ -71,22 +104,11 @@ class PieceDetokenizer(Detokenizer):
         piece = self._pieces[token]
         if piece is None:
             return ""
-        if isinstance(piece, int):
-            self._run.append(piece)
-            return ""
-        if self._run:
-            piece = self._end_run() + piece
-        return self._stripped(piece) if self._strip_left else piece
+        text = self._utf8.push(bytes((piece,))) if isinstance(piece, int) else self._utf8.finish() + piece
+        return self._stripped(text) if self._strip_left else text
 
     def finish(self) -> str:
-        return self._stripped(self._end_run())
-
-    def _end_run(self) -> str:
-        run, self._run = self._run, bytearray()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return _REPLACEMENT * len(run)
+        return self._stripped(self._utf8.finish())
 
     def _stripped(self, text: str) -> str:
         while self._strip_left and text:
@@ -105,6 +127,8 @@ class WindowDetokenizer(Detokenizer):
     all tokens at once.
     """
 
+    __slots__ = ("_decode", "_known", "_text", "_window")
+
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
         self._decode = decode
         self._window = prompt[-8:]
@@ -114,16 +138,37 @@ class WindowDetokenizer(Detokenizer):
     def push(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) or len(text) <= len(self._text):
+        if len(text) > len(self._text) and not text.endswith(_REPLACEMENT):
+            return self._advance(len(self._window), text)
+        if len(self._window) - self._known < _LONGEST:
             return ""
-        return self._advance(text)
+        return self._advance(self._known + 1)  # no character begins with this token and is still incomplete
 
     def finish(self) -> str:
-        return self._advance(self._decode(self._window))
+        return self._advance(len(self._window))
 
-    def _advance(self, text: str) -> str:
-        added = text[len(self._text) :]
-        self._window = self._window[self._known :]
-        self._known = len(self._window)
-        self._text = self._decode(self._window)
+    def _advance(self, end: int, text: str | None = None) -> str:
+        """The text that the window adds up to ``end``, which becomes known; ``text`` is its own if it was decoded."""
+        added = (self._decode(self._window[:end]) if text is None else text)[len(self._text) :]
+        if added:
+            self._window, self._known = self._window[self._known :], end - self._known
+            self._text = self._decode(self._window[: self._known])
+        else:  # tokens without a text say nothing of how the next one begins
+            del self._window[self._known : end]
         return added
+
+
+class MarkedDetokenizer(Detokenizer):
+    """Writes one character for each of some tokens, ``marks``, and the rest as ``plain`` does."""
+
+    __slots__ = ("_marks", "_plain")
+
+    def __init__(self, plain: Detokenizer, marks: Mapping[int, str]) -> None:
+        self._plain, self._marks = plain, marks
+
+    def push(self, token: int) -> str:
+        mark = self._marks.get(token)
+        return self._plain.push(token) if mark is None else self._plain.finish() + mark
+
+    def finish(self) -> str:
+        return self._plain.finish()

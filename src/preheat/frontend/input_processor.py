@@ -19,8 +19,8 @@ from preheat.core import MAX_STOP_IDS, SAMPLING_FIELDS, Image, Ready, Request, S
 from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
-from preheat.frontend.detokenize import SILENT
 from preheat.frontend.encoding import TextBound, counted
+from preheat.frontend.marks import mark_texts
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import CheckedParams, Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
@@ -215,11 +215,8 @@ class InputProcessor:
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         _, stop_ids, bad_words, strings = state.checked or self._made(params)
         for index in range(params.n):
-            stop = StopChecker(strings) if strings else None
-            detokenizer = SILENT
-            if params.detokenize:
-                detokenizer = self.tokenizer.detokenizer(prompt, params.skip_special_tokens)
-            state.choices.append(Choice(state, index, next(self._ids), detokenizer, stop))
+            stop = StopChecker(strings, mark_texts(state.marks)) if strings else None
+            state.choices.append(Choice(state, index, next(self._ids), state.new_detokenizer(), stop))
         state.unfinished = params.n
         others = msgspec.structs.replace(params, prompt_logprobs=None)  # one choice is enough
         return [

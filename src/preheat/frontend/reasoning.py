@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 
 from preheat.errors import ModelError
-from preheat.frontend.stream_parser import Content, Reading, Reasoning, StreamParser
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.utils.reasoning import Phase, Sign, phase_after
 
 
 @dataclass(frozen=True)
-class Marks:
+class ReasoningMarks:
     """The tokens around a model's reasoning. ``open``: an answer begins with reasoning even without ``start``."""
 
     start: str
@@ -21,23 +20,15 @@ class Marks:
     open: bool = False
 
 
-REASONING_PARSERS: Mapping[str, Marks] = MappingProxyType(
+REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
     {
-        "qwen3": Marks("<think>", "</think>"),
-        "deepseek_r1": Marks("<think>", "</think>", open=True),
-        "glm45": Marks("<think>", "</think>"),
-        "mistral": Marks("[THINK]", "[/THINK]"),
+        "qwen3": ReasoningMarks("<think>", "</think>"),
+        "deepseek_r1": ReasoningMarks("<think>", "</think>", open=True),
+        "glm45": ReasoningMarks("<think>", "</think>"),
+        "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     }
 )
 """By the names that ``--reasoning-parser`` takes."""
-
-
-class Begins(Enum):
-    """Whether an answer begins within the reasoning; if that is unknown, its own first token says so."""
-
-    OUTSIDE = "outside"
-    WITHIN = "within"
-    UNKNOWN = "unknown"
 
 
 class ReasoningFormat:
@@ -45,61 +36,62 @@ class ReasoningFormat:
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         self.marks = REASONING_PARSERS[name]
-        ids = [tokenizer.token_id(mark) for mark in (self.marks.start, self.marks.end)]
-        if None in ids:
+        self._tokenizer, self.token_id = tokenizer, tokenizer.token_id
+        start, end = map(tokenizer.token_id, (self.marks.start, self.marks.end))
+        if start is None or end is None:
             raise ModelError(
                 f"--reasoning-parser {name} looks for the tokens {self.marks.start} and {self.marks.end}, which the "
                 "tokenizer does not have: leave it out, or choose the model's own"
             )
-        self.start_id, self.end_id = ids
+        self.start_id, self.end_id = start, end
 
-    def begins(self, prompt: str) -> Begins:
-        """How the answer to ``prompt`` begins: its end may open or close the reasoning."""
+    def phase_behind(self, prompt: str, continued: str = "") -> Phase:
+        """How the answer to ``prompt`` begins: its end may open or close the reasoning, as may anything in a message
+        that is ``continued`` there.
+        """
         tail = prompt.rstrip()
+        if continued and tail.endswith(continued.rstrip()):
+            start, end = (continued.rfind(mark) for mark in (self.marks.start, self.marks.end))
+            if start != end:
+                return Phase.WITHIN if start > end else Phase.ENDED
         if tail.endswith(self.marks.end):
-            return Begins.OUTSIDE
-        return Begins.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Begins.UNKNOWN
+            return Phase.ENDED
+        return Phase.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Phase.UNKNOWN
 
-    def count(self, ids: Sequence[int], begins: Begins) -> int:
-        """How many of the tokens of an answer are reasoning, marks left out."""
-        begin = 0
-        if begins is Begins.OUTSIDE:
-            return 0
-        if self.start_id in ids[:_LOOK_AT]:
-            begin = ids.index(self.start_id) + 1
-        elif begins is Begins.UNKNOWN:
-            return 0
-        end = ids.index(self.end_id) if self.end_id in ids else len(ids)
-        return max(end - begin, 0)
+    def sign(self, token: int) -> Sign:
+        """What ``token`` means at the beginning of an answer."""
+        if token == self.start_id:
+            return Sign.START
+        if token == self.end_id:
+            return Sign.END
+        hidden = token in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token).strip()
+        return Sign.SPACE if hidden else Sign.TEXT
 
 
-_LOOK_AT = 4
-"""White space may come before the start token."""
+class ReasoningCount:
+    """Counts the tokens of one answer that are reasoning, marks left out. ``phase``: how the answer begins.
+    ``call_ids``: tokens with which a call of a tool may begin.
+    """
 
+    def __init__(self, form: ReasoningFormat, phase: Phase, call_ids: frozenset[int]) -> None:
+        self._form, self._phase, self._call_ids = form, phase, call_ids
+        self._looked = self._count = 0
+        self._before_call: int | None = None
 
-class ReasoningParser(StreamParser):
-    """Splits an answer into reasoning and content; white space at the beginning of either is dropped."""
+    def __call__(self, ids: Sequence[int], called: bool) -> int:
+        """How many of ``ids``, the answer's tokens so far, are reasoning. ``called``: a call has ended it."""
+        for token in ids[self._looked :]:
+            if self._phase.is_content:
+                break
+            self._add(token)
+        self._looked = len(ids)
+        return self._before_call if called and self._before_call is not None else self._count
 
-    def __init__(self, marks: Marks, begins: Begins) -> None:
-        super().__init__()
-        self._marks, self._begins = marks, begins
-
-    def parse(self) -> Reading[None]:
-        start = self._at
-        yield from self.space()
-        if self._begins is Begins.OUTSIDE or not (
-            (yield from self.take(self._marks.start)) or self._begins is Begins.WITHIN
-        ):
-            self._at = start
-        else:
-            yield from self.space()
-            marker: str | None = ""
-            while marker == "":
-                text, marker = yield from self.until_any((self._marks.end,))
-                if text:
-                    self.add(Reasoning(text))
-            yield from self.space()
-        while (yield from self.peek()):
-            self.add(Content(self._text[self._at :]))
-            self._at = len(self._text)
-            self.forget()
+    def _add(self, token: int) -> None:
+        marks = {self._form.start_id: Sign.START, self._form.end_id: Sign.END}
+        sign = marks.get(token, Sign.TEXT) if self._phase is Phase.WITHIN else self._form.sign(token)
+        self._phase = phase_after(self._phase, sign)
+        if self._phase is Phase.WITHIN and sign is Sign.TEXT:
+            if token in self._call_ids and self._before_call is None:
+                self._before_call = self._count
+            self._count += 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from preheat.core import SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
+from preheat.frontend.marks import Mark, mark_chars
 from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -127,6 +128,7 @@ class RequestState:
 
     ``on_change`` is called when there is something to send: in a ``stream`` any text, else only the end.
     ``embedded``: the prompt is embeddings, and ``prompt_ids`` only stand for its positions.
+    ``marks``: tokens that the parser of its answers looks for.
     ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
@@ -143,6 +145,7 @@ class RequestState:
     lora_name: str = ""
     embedded: bool = False
     checked: CheckedParams | None = None  # params, and what is made of them for all prompts of its client's request
+    marks: tuple[Mark, ...] = ()
     data_parallel_rank: int | None = None  # the replica that its client asks for
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
@@ -155,6 +158,12 @@ class RequestState:
     first_token_at: float = 0.0  # 0: there is none yet
     arrived_at: float = field(default_factory=time.monotonic)
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # of its parent, see preheat.frontend.tracing
+
+    def new_detokenizer(self) -> Detokenizer:
+        """A detokenizer for one of its choices."""
+        if not self.params.detokenize:
+            return SILENT
+        return self.tokenizer.detokenizer(self.prompt_ids, self.params.skip_special_tokens, mark_chars(self.marks))
 
     @property
     def finished(self) -> bool:

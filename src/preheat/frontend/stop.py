@@ -6,6 +6,9 @@ text alone, not on how it is split into tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class StopStrings:
     """The stop strings of a request as one Aho-Corasick automaton, shared by its choices.
@@ -57,13 +60,19 @@ class StopStrings:
         return self.next[state].get(char, 0)
 
 
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
 class StopChecker:
-    """Searches one sequence's text and buffers what may still become a stop string; ``found`` is the match."""
+    """Searches one sequence's text and buffers what may still become a stop string; ``found`` is the match.
 
-    __slots__ = ("_buffer", "_state", "_strings", "found")
+    ``texts``: what is searched in place of some characters, which are shown or held back as a whole.
+    """
 
-    def __init__(self, strings: StopStrings) -> None:
-        self._strings = strings
+    __slots__ = ("_buffer", "_state", "_strings", "_texts", "found")
+
+    def __init__(self, strings: StopStrings, texts: Mapping[str, str] = _NONE) -> None:
+        self._strings, self._texts = strings, texts
         self._state = 0
         self._buffer = ""
         self.found: str | None = None
@@ -71,17 +80,27 @@ class StopChecker:
     def push(self, delta: str, armed: bool = True) -> str:
         """The text that may be shown, given ``delta`` more. Not ``armed``: stop strings that end in it are ignored."""
         strings, state = self._strings, self._state
-        for position, char in enumerate(delta, len(self._buffer) + 1):
-            state = strings.step(state, char)
-            if armed and (found := strings.match[state]):
-                self.found = found
-                shown = position if strings.include else position - len(found)
-                return (self._buffer + delta)[:shown]
-        self._state = state
         text = self._buffer + delta
-        shown = len(text) - strings.hold[state]
+        for position, char in enumerate(delta, len(self._buffer) + 1):
+            searched = self._texts.get(char, char)
+            for behind, each in enumerate(searched, 1 - len(searched)):
+                state = strings.step(state, each)
+                if armed and (found := strings.match[state]):
+                    self.found = found
+                    length = 0 if strings.include else len(found) - behind
+                    return text[: self._before(text[:position], length)]
+        self._state = state
+        shown = self._before(text, strings.hold[state])
         self._buffer = text[shown:]
         return text[:shown]
+
+    def _before(self, text: str, length: int) -> int:
+        """Where the last ``length`` searched characters of ``text`` begin."""
+        at = len(text)
+        while length > 0 and self._texts:
+            at -= 1
+            length -= len(self._texts.get(text[at], text[at]))
+        return at - max(length, 0)
 
     def finish(self) -> str:
         """The text that is still buffered, at the end of the sequence."""

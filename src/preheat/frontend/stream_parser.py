@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -55,13 +57,22 @@ class CallArguments:
 Part = Content | Reasoning | CallStart | CallArguments
 
 
-class StreamParser(ABC):
-    """Splits one text into parts: :meth:`push` takes more of it, :meth:`finish` says that it has ended."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self) -> None:
+
+class StreamParser(ABC):
+    """Splits one text into parts: :meth:`push` takes more of it, :meth:`finish` says that it has ended.
+
+    ``stands``: the characters that stand for some literals in the text, see :mod:`preheat.frontend.marks`. A parser is
+    written as if the literals were there, and reads no other text with such a character.
+    """
+
+    def __init__(self, stands: Mapping[str, str] = _NOTHING) -> None:
         self._text, self._at = "", 0  # what is not forgotten yet, and where we read it
+        self._stands, self._bare = stands, {ord(char): "" for char in stands.values()}
         self._ended = False
         self._parts: list[Part] = []
+        self._read_last = ""  # the last marker, as it was in the text
         self._run = self.parse()
 
     @abstractmethod
@@ -77,6 +88,13 @@ class StreamParser(ABC):
         """The parts that were held back, at the end of the text."""
         self._ended = True
         return self._resume()
+
+    def flush(self) -> list[Part]:
+        """The parts that were held back; text that follows is read from the beginning."""
+        parts = self.finish()
+        self._text, self._at, self._ended = "", 0, False
+        self._run = self.parse()
+        return parts
 
     def _resume(self) -> list[Part]:
         next(self._run, None)
@@ -95,8 +113,12 @@ class StreamParser(ABC):
         return True
 
     def forget(self) -> None:
-        """Drop the text behind us: nobody will go back to it. Positions that were kept are no longer valid."""
-        self._text, self._at = self._text[self._at :], 0
+        """Drop the text behind us: nobody will go back to it. Positions that were kept are no longer valid.
+
+        While less than half of the text is behind us it stays, so that dropping costs no more than reading did.
+        """
+        if self._at > len(self._text) // 2:
+            self._text, self._at = self._text[self._at :], 0
 
     def peek(self) -> Reading[str]:
         """The next character; "" at the end."""
@@ -106,6 +128,9 @@ class StreamParser(ABC):
 
     def take(self, literal: str) -> Reading[bool]:
         """Read ``literal``; False, with nothing read, if something else follows."""
+        if literal in self._stands and (yield from self.peek()) == self._stands[literal]:
+            self._at += 1
+            return True
         while True:
             seen = self._text[self._at : self._at + len(literal)]
             if seen == literal:
@@ -130,31 +155,42 @@ class StreamParser(ABC):
             if self._at < len(self._text) or not (yield from self.more()):
                 return self._text[start : self._at]
 
-    def until(self, end: str) -> Reading[str | None]:
-        """Read up to ``end`` and over it: the text before it. None, with nothing read, if it does not come."""
-        looked = self._at
-        while (found := self._text.find(end, looked)) < 0:
-            looked = max(self._at, len(self._text) - len(end) + 1)
-            if not (yield from self.more()):
-                return None
-        text, self._at = self._text[self._at : found], found + len(end)
-        return text
-
     def until_any(self, markers: tuple[str, ...]) -> Reading[tuple[str, str | None]]:
         """Read the text before the first of ``markers``, as far as it is certain, and the marker if it follows.
 
         The marker is "" if it is not known yet what follows, and None at the end of the text.
         """
         while True:
-            found = [(place, marker) for marker in markers if (place := self._text.find(marker, self._at)) >= 0]
-            place, marker = min(found, default=(len(self._text) - self._held(markers), ""))
-            text, self._at = self._text[self._at : place], place + len(marker)
+            place, marker, length = self._find(markers, self._at)
+            place = len(self._text) - self._held(markers) if not marker else place
+            text, self._read_last = self._text[self._at : place], self._text[place : place + length]
+            self._at = place + length
             self.forget()
             if text or marker:
                 return text, marker
             if not (yield from self.more()):
-                text, self._at = self._text, len(self._text)
+                text, self._at = self._text[self._at :], len(self._text)
                 return text, None
+
+    def before_any(self, markers: tuple[str, ...]) -> Reading[str]:
+        """Read the text before the first of ``markers``. If none comes, read all but what may begin one at the end."""
+        start = looked = self._at
+        longest = max(map(len, markers))
+        while True:
+            place, marker, _ = self._find(markers, looked)
+            if not marker:
+                looked = max(start, len(self._text) - longest + 1)
+                if (yield from self.more()):
+                    continue
+                place = len(self._text) - self._held(markers)
+            self._at = place if marker else len(self._text)
+            return self.bare(self._text[start:place])
+
+    def _find(self, markers: tuple[str, ...], start: int) -> tuple[int, str, int]:
+        """The place of the first of ``markers`` from ``start`` on, the marker, "" if there is none, and its length."""
+        stands = {char: each for each in markers if (char := self._stands.get(each))}
+        match = _any_of((*markers, *stands)).search(self._text, start)
+        return (match.start(), stands.get(match[0], match[0]), len(match[0])) if match else (len(self._text), "", 0)
 
     def _held(self, markers: tuple[str, ...]) -> int:
         """How many of the last characters may begin a marker."""
@@ -165,6 +201,10 @@ class StreamParser(ABC):
     def _unread(self) -> int:
         return len(self._text) - self._at
 
+    def bare(self, text: str) -> str:
+        """``text`` without the characters that stand for literals."""
+        return text.translate(self._bare) if self._bare else text
+
     def value(self, quotes: str = '"') -> Reading[str | None]:
         """Read a JSON value, or with other ``quotes`` one of Python, and return its text. Brackets and strings alone
         say where it ends. None if the text ends within it.
@@ -173,15 +213,15 @@ class StreamParser(ABC):
         while True:
             self._at = end.find(self._text, self._at)
             if end.found:
-                return self._text[start : self._at]
+                return self.bare(self._text[start : self._at])
             if not (yield from self.more()):
-                return self._text[start : self._at] if end.scalar else None
+                return self.bare(self._text[start : self._at]) if end.scalar else None
 
     def string(self) -> Reading[str | None]:
         """Read a JSON string: its value. None if it is none, or does not end."""
         text = (yield from self.value()) if (yield from self.peek()) == '"' else None
         try:
-            return None if text is None else str(json.loads(text))
+            return None if text is None else without_surrogates(json.loads(text))
         except ValueError:
             return None
 
@@ -232,6 +272,16 @@ class ValueEnd:
         elif char == self._quote:
             self._quote = ""
             self.found = not self._depth
+
+
+@cache
+def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, literals)))
+
+
+def without_surrogates(text: str) -> str:
+    """``text`` with U+FFFD for the halves of characters, which JSON and Python can write and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _matched(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -12,7 +12,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from preheat.errors import InvalidRequest, ModelError
-from preheat.frontend.detokenize import SILENT, ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
+from preheat.frontend.detokenize import (
+    SILENT,
+    ByteDetokenizer,
+    Detokenizer,
+    MarkedDetokenizer,
+    PieceDetokenizer,
+    WindowDetokenizer,
+)
 from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
 from preheat.utils.files import TABLE_BYTES, read_json, regular_file
@@ -170,8 +177,14 @@ class Tokenizer:
         """Text of ``ids``; unknown ids add nothing. Other threads run meanwhile."""
         return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
-    def detokenizer(self, prompt: list[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for the tokens that follow ``prompt``."""
+    def detokenizer(
+        self, prompt: list[int], skip_special_tokens: bool = True, marks: Mapping[int, str] | None = None
+    ) -> Detokenizer:
+        """A detokenizer for the tokens that follow ``prompt``; ``marks`` are tokens and what is written for them."""
+        plain = self._plain_detokenizer(prompt, skip_special_tokens)
+        return MarkedDetokenizer(plain, marks) if marks else plain
+
+    def _plain_detokenizer(self, prompt: list[int], skip_special_tokens: bool) -> Detokenizer:
         pieces = self._pieces[skip_special_tokens]
         if isinstance(pieces, BytePieces):
             return ByteDetokenizer(pieces)
@@ -229,7 +242,7 @@ class NoTokenizer(Tokenizer):
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         raise InvalidRequest("There is no tokenizer (skip_tokenizer_init), so nothing can be turned into text")
 
-    def detokenizer(self, prompt: list[int], skip_special_tokens: bool = True) -> Detokenizer:
+    def _plain_detokenizer(self, prompt: list[int], skip_special_tokens: bool) -> Detokenizer:
         return SILENT
 
     def token_id(self, text: str) -> int | None:

@@ -108,7 +108,8 @@ class Grammars:
 
     def grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """The grammar of ``params``, which may not be compiled yet."""
-        params = with_config(msgspec.structs.replace(params, after_token_id=None), self.config)
+        everywhere = msgspec.structs.replace(params, after_token_id=None, start_token_id=None, call_token_ids=())
+        params = with_config(everywhere, self.config)
         made_from = msgspec.msgpack.encode(params)
         key = blake2b(made_from).digest()
         if (kept := self._kept.get(key)) is not None:
@@ -188,11 +189,10 @@ class Grammars:
             if isinstance(state, State):
                 end = int(schedule.ends[row])
                 drafts = slots.tokens[slot, end - count + 1 : end].tolist() if count > 1 else []
-                free = state.fill_free(masks[place : place + count], drafts)
+                held = state.fill_free(masks[place : place + count], drafts)
+                rows += [(each, place + ahead, behind) for each, ahead, behind in held]
                 if state.rules is not None:
                     ruled.append((state, place, drafts))
-                if free < count:
-                    rows.append((state, place + free, drafts[free:]))
             else:
                 masks[place : place + count] = -1
         return self._masks.submit(self._fill, masks, rows, ruled)

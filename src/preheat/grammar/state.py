@@ -4,13 +4,15 @@ A mask is a row of int32 words; bit i % 32 of word i // 32 says whether token i 
 
 Order. The grammar allows what its text may go on with. Where the text may end, all stop ids of the request are allowed
 too. Then ``min_tokens`` and ``ignore_eos`` take away the stop ids that they are about, unless nothing else is left: a
-text that is complete and cannot go on ends all the same.
+text that is complete and cannot go on ends all the same. Before the grammar begins, in a model's reasoning, no stop id
+is allowed: a text that is not there yet is not complete.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest
 from preheat.ops.sampling import allowed
+from preheat.utils.reasoning import Phase, Sign, phase_after
 
 WORD = 32
 
@@ -100,8 +103,8 @@ class Grammar:
 
 class State:
     """The state of one sequence's grammar; see :class:`preheat.schedule.grammar.GrammarState`. ``bans``: stop ids are
-    to be taken out of its masks. ``after``: the token that the text is free up to, until it has come. ``rules``: what
-    the request's parameters allow besides.
+    to be taken out of its masks. ``phase``: how far the reasoning is, in which the text is free. Without a ``matcher``
+    it is free to its end. ``rules``: what the request's parameters allow besides.
     """
 
     def __init__(self, backend: Library, matcher: Any, request: Request) -> None:
@@ -114,40 +117,86 @@ class State:
         # Those that are text to the grammar would end the sequence within it.
         texts = _mask_of([id for id in own if not backend.is_special(id)], words)
         self._ban_stops, self._ban_own, self._ban_texts = map(_parts_of, (self._stops, self._own, texts))
-        self.after = params.structured_outputs.after_token_id if params.structured_outputs else None
-        if matcher is None:
-            self.after = _NEVER
         self.rules = Rules(request, words) if params.allowed_token_ids or request.bad_words else None
         self._min_tokens, self._ignore_eos, self._accepted = params.min_tokens, params.ignore_eos, 0
         self.bans = params.min_tokens > 0 or params.ignore_eos or bool(texts.any())
+        self._backend, self._signs, self.phase = backend, _signs(params.structured_outputs), Phase.WITHIN
+        if matcher is not None and Sign.END not in self._signs.values():
+            self.phase = Phase.NEVER
+        elif Sign.START in self._signs.values():
+            self.phase = Phase.UNKNOWN
+        self._first = matcher.deep_copy() if self.phase is Phase.UNKNOWN else None  # before any white space
+        starts = [id for id, sign in self._signs.items() if sign is Sign.START]
+        self._start = _parts_of(_mask_of(starts, words))
+        ends = _mask_of([id for id in stops if id not in self._signs], words)
+        self._unfinished = ends if matcher is not None else np.zeros_like(ends)
 
     def accept(self, token: int) -> str:
-        if not self.error:
-            self._accepted += 1
-            if self.rules is not None:
-                self.rules.recent.append(token)
-            if self.after is not None:
-                self.after = None if token == self.after else self.after
-            elif not self.matcher.consume_token(token):
-                reason = str(self.matcher.get_error()).partition("\n")[0]
-                self.error = f"the grammar of structured_outputs does not allow token {token}: {reason}"
+        if self.error:
+            return self.error
+        self._accepted += 1
+        if self.rules is not None:
+            self.rules.recent.append(token)
+        before, sign = self.phase, self._sign(token, self.phase)
+        self.phase = phase_after(before, sign)
+        if self.phase is Phase.WITHIN:
+            if before is Phase.UNKNOWN:
+                self.matcher = self._first
+        elif not (before is Phase.WITHIN and sign is Sign.END) and not self.matcher.consume_token(token):
+            reason = str(self.matcher.get_error()).partition("\n")[0]
+            self.error = f"the grammar of structured_outputs does not allow token {token}: {reason}"
         return self.error
 
     def forced(self) -> Sequence[int]:
-        free = self.error or self.after is not None
-        return [] if free else self.matcher.compute_ff_tokens()
+        return [] if self.error or not self.phase.is_content else self.matcher.compute_ff_tokens()
 
-    def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> int:
-        """Write the ``masks``, int32 [1 + drafts, words], of the places up to the token that the text is free up to;
-        their number.
+    def _sign(self, token: int, phase: Phase) -> Sign:
+        """What ``token`` means in ``phase``: white space matters only at the beginning."""
+        found = self._signs.get(token)
+        if found is None and phase is Phase.UNKNOWN and self._backend.text([token]).isspace():
+            return Sign.SPACE
+        return found or Sign.TEXT
+
+    def _phases(self, drafts: Sequence[int]) -> list[Phase]:
+        """The phases [1 + drafts] before and behind each of ``drafts``."""
+        phases = [self.phase]
+        for draft in drafts:
+            phases.append(phase_after(phases[-1], self._sign(draft, phases[-1])))
+        return phases
+
+    def fill_free(self, masks: np.ndarray, drafts: Sequence[int]) -> list[Row]:
+        """Write those of ``masks``, int32 [1 + drafts, words], where the text is free. The rows for the others, with
+        places in ``masks``.
         """
-        if self.after is None:
-            return 0
-        free = drafts.index(self.after) + 1 if self.after in drafts else len(masks)
-        for ahead, mask in enumerate(masks[:free]):
+        if self.phase.is_content:
+            return [(self, 0, drafts)]
+        phases, rows = self._phases(drafts), list[Row]()
+        begin = phases.index(Phase.WITHIN) if Phase.WITHIN in phases else len(masks)
+        end = next((ahead for ahead in range(begin, len(masks)) if phases[ahead] is not Phase.WITHIN), len(masks))
+        if begin:
+            rows.append((self, 0, drafts[: begin - 1]))
+        for ahead in range(begin, end):
             early = self._accepted + ahead < self._min_tokens
-            mask[:] = ~(self._stops if early else self._own if self._ignore_eos else np.int32(0))
-        return free
+            banned = self._stops if early else self._own if self._ignore_eos else np.int32(0)
+            masks[ahead] = ~(banned | self._unfinished)
+        if end < len(masks):
+            rows.append((self._behind(drafts[:end]), end, drafts[end:]))
+        return rows
+
+    def _behind(self, drafts: Sequence[int]) -> State:
+        """The state behind ``drafts``, the last of which ends the reasoning."""
+        found = copy(self)
+        found.matcher, found.phase = (self._first or self.matcher).deep_copy(), Phase.ENDED
+        found._accepted += len(drafts)
+        if self._sign(drafts[-1], Phase.WITHIN) is Sign.CALL:
+            found.matcher.consume_token(drafts[-1])
+        return found
+
+    def add_start(self, mask: np.ndarray, drafts: Sequence[int]) -> None:
+        """Allow the reasoning to begin in the ``mask`` behind ``drafts``, if it may."""
+        if self._phases(drafts)[-1] is Phase.UNKNOWN:
+            words, bits = self._start
+            mask[words] |= bits
 
     def keep_rules(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Take out of ``masks``, int32 [1 + drafts, words], what the rules do not allow."""
@@ -209,10 +258,16 @@ def add_ends(masks: np.ndarray, rows: Sequence[Row], end: int) -> None:
                 if ends:
                     masks[place + ahead, word] &= ~bit
                 state.add_ends(masks[place + ahead], ends, ahead)
+            if state.phase is Phase.UNKNOWN:
+                state.add_start(masks[place + ahead], drafts[:ahead])
 
 
-_NEVER = -1
-"""No token: the text is free to its end."""
+def _signs(params: StructuredOutputsParams | None) -> dict[int, Sign]:
+    """The tokens that begin or end the reasoning before a text of ``params``."""
+    if params is None or params.after_token_id is None:
+        return {}
+    starts = {} if params.start_token_id is None else {params.start_token_id: Sign.START}
+    return starts | dict.fromkeys(params.call_token_ids, Sign.CALL) | {params.after_token_id: Sign.END}
 
 
 def _bit(token: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 from preheat.errors import PreheatError
-from preheat.frontend.answer_format import AnswerFormat, Block, ParsedAnswer
+from preheat.frontend.answer_format import AnswerFormat
+from preheat.frontend.answer_parser import Block, ParsedAnswer
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.stream_parser import CallStart, Content, Part
 from preheat.server.answers import encode
@@ -32,7 +33,7 @@ class BlocksWriter(Writer):
         super().__init__(request, [state], stream)
         self.state, self.form = state, form
         self.answer = ParsedAnswer()
-        self._parser = form.parser()
+        self.parser = form.parser()
 
     @abstractmethod
     def begin(self, block: Block) -> bytes:
@@ -60,10 +61,10 @@ class BlocksWriter(Writer):
 
     def read(self) -> list[Part]:
         """What is new of the answer."""
-        parts = self._parser.push(self.choice.take_delta().text)
+        parts = self.parser.push(self.choice.take_delta().text)
         if not self.choice.sent_end:
             return parts
-        parts += self._parser.finish()
+        parts += self.parser.finish()
         return parts if parts or self.answer.blocks or not self.always_text else [Content("")]
 
     def read_all(self) -> None:

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
-from preheat.frontend.answer_format import AnswerFormat, AnswerParser, ParsedAnswer, ToolChoice
+from preheat.frontend.answer_format import AnswerFormat, ToolChoice
+from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
@@ -124,12 +125,19 @@ class _ChatWriter(CompletionsWriter):
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
         """What is new of ``choice``, read."""
-        parser = self._parsers.setdefault(choice.id, self._answer_format.parser()) if delta.first else None
-        parser = parser or self._parsers[choice.id]
+        parser = self._parser_of(choice)
         parts = parser.push(delta.text) + (parser.finish() if choice.sent_end else [])
         if any(isinstance(part, CallStart) for part in parts):
             self._calling.add(choice.id)
         return parts
+
+    def _parser_of(self, choice: Choice) -> AnswerParser:
+        if choice.id not in self._parsers:
+            self._parsers[choice.id] = self._answer_format.parser()
+        return self._parsers[choice.id]
+
+    def reasoning_tokens(self, choice: Choice) -> int:
+        return self._parser_of(choice).reasoning_tokens(choice.token_ids)
 
     def _message(self, choice: Choice, delta: OutputDelta) -> ChatMessage:
         answer = ParsedAnswer()

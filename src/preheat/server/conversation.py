@@ -80,26 +80,32 @@ async def prepared_talk(
     prompt, sources = await rendered(request, frontend, talk)
     frontend.input.check_length(prompt, params)
     size = max(body_size(request), len(prompt))
-    form, params = await in_turn(request, size, partial(_formed, frontend, choice, prompt, params))
+    form, params = await in_turn(
+        request, size, partial(_formed, frontend, choice, prompt, _last_said(talk.messages), params)
+    )
     images = await load_images(request, sources)
     (state,) = await prepared(
         request, [prompt], params, add_special_tokens=talk.add_special_tokens, cache_salt=cache_salt, priority=priority,
         cap_length=cap_length, images=images,
     )  # fmt: skip
+    state.marks = form.marks
     return state, form
 
 
 def _formed(
-    frontend: Frontend, choice: ToolChoice, prompt: str, params: SamplingParams
+    frontend: Frontend, choice: ToolChoice, prompt: str, last_said: str, params: SamplingParams
 ) -> tuple[AnswerFormat, SamplingParams]:
     """How the answers to ``prompt`` are read, and ``params`` with what that asks of them."""
-    form = frontend.formats.form(choice, prompt)
-    changed: dict[str, Any] = {}
-    if (constraint := form.constraint(params.structured_outputs)) is not None:
-        changed["structured_outputs"] = constraint
-    if frontend.formats.shows_special_tokens(form):
-        changed["skip_special_tokens"] = False
-    return form, msgspec.structs.replace(params, **changed) if changed else params
+    form = frontend.formats.form(choice, prompt, params.structured_outputs, params.skip_special_tokens, last_said)
+    if form.constraint is not params.structured_outputs:
+        params = msgspec.structs.replace(params, structured_outputs=form.constraint)
+    return form, params
+
+
+def _last_said(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last message, if it is text of the model itself; else ""."""
+    said = messages[-1].get("content") if messages[-1].get("role") == "assistant" else None
+    return said if isinstance(said, str) else ""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

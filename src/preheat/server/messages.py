@@ -12,7 +12,8 @@ from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest, PreheatError
-from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
+from preheat.frontend.answer_format import AnswerFormat, ToolChoice
+from preheat.frontend.answer_parser import Block
 from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, NotFound, PreheatError
-from preheat.frontend.answer_format import AnswerFormat, Block, ToolChoice
+from preheat.frontend.answer_format import AnswerFormat, ToolChoice
+from preheat.frontend.answer_parser import Block
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.messages import call_of
 from preheat.frontend.request_state import RequestState
@@ -287,7 +288,7 @@ class _ResponsesWriter(BlocksWriter):
         if cut and response.output:
             response.output[-1].status = "incomplete"
         prompt, completion = len(self.state.prompt_ids), self.completion_tokens
-        thought = self.form.reasoning_tokens(self.choice.token_ids)
+        thought = self.parser.reasoning_tokens(self.choice.token_ids)
         response.usage = ResponsesUsage(
             prompt, InputDetails(self.state.cached_tokens), completion, OutputDetails(thought), prompt + completion
         )

@@ -193,6 +193,9 @@ class CompletionsWriter(Writer):
     def _usage_of(self, prompt: int, cached: int, completion: int, choices: Sequence[Choice]) -> Usage:
         usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
         if self._format is not None and self._format.reasoning is not None:
-            thought = sum(self._format.reasoning_tokens(choice.token_ids) for choice in choices)
-            usage.completion_tokens_details = CompletionTokensDetails(thought)
+            usage.completion_tokens_details = CompletionTokensDetails(sum(map(self.reasoning_tokens, choices)))
         return usage
+
+    def reasoning_tokens(self, choice: Choice) -> int:
+        """How many tokens of ``choice`` are reasoning."""
+        return 0

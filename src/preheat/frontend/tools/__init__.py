@@ -13,7 +13,7 @@ from preheat.frontend.tools.json_calls import (
     NamedParser,
     RequiredParser,
 )
-from preheat.frontend.tools.pythonic import PythonicParser
+from preheat.frontend.tools.pythonic import Olmo3Parser, PythonicParser
 from preheat.frontend.tools.qwen3_coder import Qwen3CoderParser
 
 TOOL_PARSERS: Mapping[str, type[ToolParser]] = MappingProxyType(
@@ -21,6 +21,7 @@ TOOL_PARSERS: Mapping[str, type[ToolParser]] = MappingProxyType(
         "hermes": HermesParser,
         "llama3_json": Llama3JsonParser,
         "mistral": MistralParser,
+        "olmo3": Olmo3Parser,
         "pythonic": PythonicParser,
         "qwen3_coder": Qwen3CoderParser,
     }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reading, StreamParser, ValueEnd
+from preheat.frontend.tools.json_object import JsonObject, dumped, whole_object
 
 NAMES, ARGUMENTS, OTHERS = ("name",), ("arguments", "parameters"), ("type", "id")
 """The keys of a call that is a JSON object."""
@@ -25,17 +29,19 @@ class Tool:
 class ToolParser(StreamParser):
     """Finds calls of ``tools`` in the text of an answer. Only the first call counts unless they may be ``parallel``.
 
-    ``SPECIAL``: markers that some tokenizers count as special tokens, which must then be in the text. ``TRIGGER``: with
-    what every call begins, and ``STRUCTURE``: what is before the JSON of its arguments, with %s for the name as JSON,
-    and what is behind it; for those whose arguments a grammar can hold to a schema.
+    ``MARKS``: markers that are tokens of some tokenizers. ``TRIGGER``: with what every call begins, and ``STRUCTURE``:
+    what is before the JSON of its arguments, with %s for the name as JSON, and what is behind it; for those whose
+    arguments a grammar can hold to a schema.
     """
 
-    SPECIAL: ClassVar[tuple[str, ...]] = ()
+    MARKS: ClassVar[tuple[str, ...]] = ()
     TRIGGER: ClassVar[str] = ""
     STRUCTURE: ClassVar[tuple[str, str]] = ("", "")
 
-    def __init__(self, tools: Sequence[Tool] = (), parallel: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self, tools: Sequence[Tool] = (), parallel: bool = True, stands: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        super().__init__(stands)
         self.tools = {tool.name: tool for tool in tools}
         self._parallel = parallel
         self._calls = 0
@@ -50,7 +56,7 @@ class ToolParser(StreamParser):
         return f"call_{secrets.token_hex(12)}"
 
     def start_call(self, name: str, arguments: str = "") -> int:
-        """A call of the tool ``name`` begins. Its number."""
+        """A call of the tool ``name`` begins, with the JSON object ``arguments`` if they are known. Its number."""
         index, self._calls = self._calls, self._calls + 1
         self.add(CallStart(index, self.new_id(), name))
         self.arguments(index, arguments)
@@ -63,14 +69,34 @@ class ToolParser(StreamParser):
             self.add(CallArguments(call, text))
 
     def read_arguments(self, call: int) -> Reading[None]:
-        """Read a JSON value: the arguments of ``call``, which are passed on as they arrive."""
-        end = ValueEnd()
+        """Read a JSON object: the arguments of ``call``, passed on as they arrive."""
+        end, read = ValueEnd(), JsonObject()
         while True:
             start, self._at = self._at, end.find(self._text, self._at)
-            self.arguments(call, self._text[start : self._at])
+            text = read.text(self.bare(self._text[start : self._at]))
             self.forget()
-            if end.found or not (yield from self.more()):
+            if end.found:
+                self.arguments(call, text + read.rest())
                 return
+            self.arguments(call, text)
+            if not (yield from self.more()):
+                self.arguments(call, read.rest())
+                return
+
+    def value_of(self, tool: str, name: str, text: str) -> str:
+        """The JSON of an argument that the model wrote as bare ``text``: its schema says whether it is text. Others are
+        read as JSON, or else as Python; what is neither is text.
+        """
+        text = text.removeprefix("\n").removesuffix("\n")
+        known = self.tools[tool].parameters.get("properties") if tool in self.tools else None
+        kinds = _kinds(known.get(name, {"type": "string"})) if isinstance(known, dict) else {"string"}
+        if kinds != {"string"} and (kinds != {"string", "null"} or text.strip() == "null"):
+            for read in (json.loads, ast.literal_eval):
+                try:
+                    return dumped(read(text.strip()))
+                except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+                    continue
+        return dumped(text)
 
     def content_until(self, *markers: str) -> Reading[str | None]:
         """Read content up to one of ``markers`` and over it: the marker. None at the end of the text.
@@ -84,7 +110,7 @@ class ToolParser(StreamParser):
                 self.add(Content(space + text))
                 space = ""
             if marker:
-                self._dropped = space + marker
+                self._dropped = space + self._read_last
                 return marker
             if marker is None:
                 if space and not self._calls:
@@ -129,7 +155,7 @@ class ToolParser(StreamParser):
             yield from self.space()
             if (yield from self.take("}")):
                 if name is not None and (arguments or bare):
-                    self.start_call(name, arguments or "{}")
+                    self.start_call(name, whole_object(arguments or "{}"))
                     return True
                 break
             if not (yield from self.take(",")):
@@ -164,3 +190,14 @@ class ToolParser(StreamParser):
             yield from self.value()
             yield from self.space()
         yield from self.take("}")
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that ``schema`` names, itself or in a choice; none if it says nothing of them."""
+    if not isinstance(schema, dict):
+        return set()
+    choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    named = [each.get("type") for each in (schema, *choices) if isinstance(each, dict)]
+    return {
+        kind for kinds in named for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
+    }

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Sequence
 
-from preheat.frontend.stream_parser import CallArguments, Reading
-from preheat.frontend.tools.base import Tool, ToolParser
+from preheat.frontend.stream_parser import Reading
+from preheat.frontend.tools.base import ToolParser
 
 _NAME = re.compile(r"[\w.-]*")
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -17,7 +16,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 class HermesParser(ToolParser):
     """``<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3."""
 
-    SPECIAL = ("<tool_call>", "</tool_call>")
+    MARKS = ("<tool_call>", "</tool_call>")
     TRIGGER = "<tool_call>"
     STRUCTURE = ('<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>")
 
@@ -38,7 +37,7 @@ class Llama3JsonParser(ToolParser):
     The answer begins so, or ``<|python_tag|>`` comes first.
     """
 
-    SPECIAL = ("<|python_tag|>",)
+    MARKS = ("<|python_tag|>",)
 
     def parse(self) -> Reading[None]:
         start = self._at
@@ -66,7 +65,7 @@ class Llama3JsonParser(ToolParser):
 class MistralParser(ToolParser):
     """``[TOOL_CALLS]`` and a JSON array of calls, or since the eleventh tokenizer ``[TOOL_CALLS]f[ARGS]{"a": 1}``."""
 
-    SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def new_id(self) -> str:
         """Nine letters and digits: the templates of these models accept no other."""
@@ -113,18 +112,13 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """The whole text is the arguments of one tool, the first: that of a named ``tool_choice``."""
-
-    def __init__(self, tools: Sequence[Tool] = (), parallel: bool = True) -> None:
-        super().__init__(tools, parallel)
-        self._name = next(iter(self.tools))
+    """The text is the arguments of one tool, the first: that of a named ``tool_choice``."""
 
     def parse(self) -> Reading[None]:
+        start = self._at
         yield from self.space()
-        if not (yield from self.peek()):
-            return
-        call = self.start_call(self._name)
-        while (yield from self.peek()):
-            text, self._at = self._text[self._at :], len(self._text)
-            self.add(CallArguments(call, text))
-            self.forget()
+        if (yield from self.peek()) == "{":
+            yield from self.read_arguments(self.start_call(next(iter(self.tools))))
+        else:
+            self._at = start
+        yield from self.content_until()

@@ -1,67 +1,93 @@
-"""The parser of models that write calls as a list in Python: ``[f(a=1), g(b="x")]``."""
+"""The parsers of models that write calls in Python: ``f(a=1)``."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from preheat.frontend.stream_parser import Reading
 from preheat.frontend.tools.base import ToolParser
+from preheat.frontend.tools.json_object import dumped
 
 _NAME = re.compile(r"[\w.]*")
 _CONSTANTS = {"true": True, "false": False, "null": None}
+_BLOCKS: Mapping[str, str] = MappingProxyType(
+    {"<|python_start|>": "<|python_end|>", "<function_calls>": "</function_calls>"}
+)
 
 
 class PythonicParser(ToolParser):
-    """The answer begins with such a list: Llama 4, Olmo 3 and others. The values of arguments are literals."""
+    """Calls in a list, ``[f(a=1), g(b="x")]``, with which the answer begins, or in one of the `_BLOCKS` anywhere.
 
-    SPECIAL = ("<|python_start|>", "<|python_end|>")
+    Llama 4 writes a list, also in a block of its own; Olmo 3 writes a block with a call in each line. The values of
+    arguments are literals.
+    """
+
+    MARKS = (*_BLOCKS, *_BLOCKS.values())
 
     def parse(self) -> Reading[None]:
         start = self._at
         yield from self.space()
-        yield from self.take("<|python_start|>")
-        yield from self.space()
-        if not ((yield from self.take("[")) and (yield from self._calls_here())):
+        if not ((yield from self.take("[")) and (yield from self._calls_here("]"))):
             self._at = start
-        yield from self.content_until()
+        yield from self._blocks(*_BLOCKS)
 
-    def _calls_here(self) -> Reading[bool]:
-        """Read calls up to the end of the list; False if not even the first is one."""
-        separated = True
-        while separated:
-            start = self._at
+    def _blocks(self, *begins: str) -> Reading[None]:
+        """Read content, and the calls in blocks."""
+        while begin := (yield from self.content_until(*begins)):
+            start, end = self._at, _BLOCKS[begin]
             yield from self.space()
-            if not (yield from self._call()):
-                self._at = start
-                return self._calls > 0
+            if (yield from self.take("[")):
+                found = yield from self._calls_here("]")
+                yield from self.space()
+                yield from self.take(end)
+            else:
+                found = yield from self._calls_here(end)
+            if not found:
+                self.not_a_call(start)
+
+    def _calls_here(self, end: str) -> Reading[bool]:
+        """Read calls, with white space or commas between them, up to ``end``; False if not even the first is one."""
+        before = self._calls
+        yield from self.space()
+        while (yield from self._call()):
             yield from self.space()
-            separated = yield from self.take(",")
-        yield from self.take("]")
-        yield from self.take("<|python_end|>")
-        return True
+            if (yield from self.take(",")):
+                yield from self.space()
+        yield from self.take(end)
+        return self._calls > before
 
     def _call(self) -> Reading[bool]:
+        """Read a call; False, with nothing read, if there is none."""
+        start = self._at
         name = yield from self.matching(_NAME)
-        if not name or (yield from self.peek()) != "(":
-            return False
-        text = yield from self.value(quotes="'\"")
-        arguments = None if text is None else _arguments(text)
-        if arguments is None:
-            return False
-        self.start_call(name, arguments)
-        return True
+        if name and (yield from self.peek()) == "(":
+            text = yield from self.value(quotes="'\"")
+            arguments = None if text is None else _arguments(text)
+            if arguments is not None:
+                self.start_call(name, arguments)
+                return True
+        self._at = start
+        return False
+
+
+class Olmo3Parser(PythonicParser):
+    """``<function_calls>``, a call in each line, ``</function_calls>``: Olmo 3. A list is content."""
+
+    def parse(self) -> Reading[None]:
+        yield from self._blocks("<function_calls>")
 
 
 def _arguments(text: str) -> str | None:
     """The JSON object for the arguments ``text``, ``(a=1, b="x")``; None if they are anything but keywords."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or not all(word.arg for word in call.keywords):
             return None
-        return json.dumps({str(word.arg): _literal(word.value) for word in call.keywords}, ensure_ascii=False)
+        return dumped({str(word.arg): _literal(word.value) for word in call.keywords})
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
@@ -74,5 +100,13 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return {ast.literal_eval(key) if key else "": _literal(v) for key, v in zip(keys, values, strict=True)}
+            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
     return ast.literal_eval(node)
+
+
+def _key(node: ast.expr | None) -> str:
+    """The key of a dictionary, as text. Raises ValueError for one that JSON cannot have."""
+    key = None if node is None else _literal(node)
+    if node is None or isinstance(key, list | dict):
+        raise ValueError("a key of JSON is a text")
+    return key if isinstance(key, str) else dumped(key)

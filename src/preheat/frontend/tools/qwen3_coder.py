@@ -2,68 +2,62 @@
 
 from __future__ import annotations
 
-import ast
-import json
-from typing import Any
+import re
 
 from preheat.frontend.stream_parser import Reading
 from preheat.frontend.tools.base import ToolParser
+from preheat.frontend.tools.json_object import dumped
+
+_CALL, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
+_END_CALL, _END_FUNCTION, _END_PARAMETER = "</tool_call>", "</function>", "</parameter>"
+_BEHIND_VALUE = (_END_PARAMETER, _PARAMETER, _END_FUNCTION, _END_CALL, _FUNCTION)
+_NAME = re.compile(r"[^<>\n]*")
+_NEXT_CALL = re.compile(r"\s*<tool_call>\s*\Z")
 
 
 class Qwen3CoderParser(ToolParser):
     """``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``, with line breaks between the tags.
 
-    The schemas of the tools say which values are text; the others are read as JSON, or else as Python.
+    A value ends with the next tag, as Qwen's own parser has it, so an end that is missing takes nothing else along. Of
+    values with one name the last counts, so arguments are passed on when the call is over.
     """
 
-    SPECIAL = ("<tool_call>", "</tool_call>")
+    MARKS = (_CALL, _END_CALL)
 
     def parse(self) -> Reading[None]:
-        while marker := (yield from self.content_until("<tool_call>", "<function=")):
+        while marker := (yield from self.content_until(_CALL, _FUNCTION)):
             start = self._at
-            if marker == "<tool_call>":
+            if marker == _CALL:
                 yield from self.space()
-                if not (yield from self.take("<function=")):
+                if not (yield from self.take(_FUNCTION)):
                     self.not_a_call(start)
                     continue
-            name = yield from self.until(">")
-            if name is None:
+            name = yield from self._name()
+            if not name:
                 self.not_a_call(start)
                 continue
-            yield from self._parameters(self.start_call(name), name)
+            call = self.start_call(name)
+            values = yield from self._values(name)
+            self.arguments(call, "{" + ", ".join(f"{dumped(key)}: {value}" for key, value in values.items()) + "}")
+            self.forget()
             yield from self.space()
-            yield from self.take("</tool_call>")
+            yield from self.take(_END_CALL)
 
-    def _parameters(self, call: int, name: str) -> Reading[None]:
-        """Read the parameters and the end of the function. What the end of the text cuts off is left out."""
-        before = "{"
+    def _name(self) -> Reading[str]:
+        """Read the name in a tag, and the end of the tag; "" if that is missing."""
+        name = yield from self.matching(_NAME)
+        return name.strip() if (yield from self.take(">")) else ""
+
+    def _values(self, tool: str) -> Reading[dict[str, str]]:
+        """Read the parameters, by name and as JSON, and the end of the function."""
+        values: dict[str, str] = {}
         while True:
             yield from self.space()
-            if not (yield from self.take("<parameter=")):
-                break
-            key = yield from self.until(">")
-            value = None if key is None else (yield from self.until("</parameter>"))
-            if key is None or value is None:
-                self._at = len(self._text)
-                return
-            self.arguments(call, f"{before}{json.dumps(key)}: {self._json(name, key, value)}")
-            before = ", "
-        if (yield from self.take("</function>")):
-            self.arguments(call, "{}" if before == "{" else "}")
-
-    def _json(self, tool: str, key: str, text: str) -> str:
-        """The value ``text`` of a parameter as JSON."""
-        text = text.removeprefix("\n").removesuffix("\n")
-        known = self.tools[tool].parameters.get("properties", {}) if tool in self.tools else {}
-        schema = known.get(key, {"type": "string"}) if isinstance(known, dict) else {}
-        if not isinstance(schema, dict) or schema.get("type") != "string":
-            for read in (json.loads, ast.literal_eval):
-                try:
-                    return _dumped(read(text.strip()))
-                except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-                    continue
-        return _dumped(text)
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            if (yield from self.take(_PARAMETER)):
+                key = yield from self._name()
+                text = yield from self.before_any(_BEHIND_VALUE)
+                if key:
+                    values[key] = self.value_of(tool, key, _NEXT_CALL.sub("", text))
+            elif not (yield from self.take(_END_PARAMETER)):
+                yield from self.take(_END_FUNCTION)
+                return values

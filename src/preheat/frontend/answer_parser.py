@@ -1,0 +1,154 @@
+"""Answers, read: what of their text is reasoning, content, or a call of a tool."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
+from preheat.utils.reasoning import SPACE, Phase, Sign, phase_after
+
+if TYPE_CHECKING:
+    from preheat.frontend.answer_format import AnswerFormat
+
+
+class AnswerParser:
+    """Reads one answer: :meth:`push` takes its text as it arrives, :meth:`finish` says that it has ended.
+
+    In reasoning, ``tools`` look for calls too, if they are the model's own: models forget to end it before they call.
+    """
+
+    def __init__(self, form: AnswerFormat) -> None:
+        self._form, self._phase = form, form.phase
+        self._tools = form.tool_parser()
+        self._search = self._tools if form.calls_in_reasoning else None
+        self._count = form.reasoning_count()
+        self._shown = {ord(mark.char): mark.shown for mark in form.marks}
+        self._signs = form.reasoning_signs()
+        self._split = re.compile(f"([{''.join(self._signs)}])") if self._signs else None
+        self._space = ""  # white space of an answer of which it is not known yet how it begins
+        self._leading = form.phase is Phase.WITHIN  # white space here is neither reasoning nor content
+        self._called = False  # a call has ended the reasoning
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain, given ``text`` more."""
+        parts = list[Part]()
+        for piece in self._split.split(text) if self._split else (text,):
+            if piece:
+                parts += self._take(piece, self._signs.get(piece, Sign.TEXT))
+        return self._without_marks(parts)
+
+    def finish(self) -> list[Part]:
+        """The parts that were held back."""
+        space, self._space = self._space, ""
+        parts = self._content(space) if space else []
+        return self._without_marks(parts + (self._label(self._tools.finish()) if self._tools else []))
+
+    def reasoning_tokens(self, ids: Sequence[int]) -> int:
+        """How many of ``ids``, the tokens of the answer, are reasoning."""
+        return self._count(ids, self._called) if self._count else 0
+
+    def _take(self, piece: str, sign: Sign) -> list[Part]:
+        """Read a ``piece`` of text, or a mark of the reasoning."""
+        parts = list[Part]()
+        if self._phase is Phase.WITHIN and sign is Sign.END and self._search is not None:
+            parts = self._label(self._search.flush())  # what was held back may turn out to be a call
+        elif self._phase is Phase.UNKNOWN and not piece.strip(SPACE):
+            sign = Sign.SPACE
+        before, self._phase = self._phase, phase_after(self._phase, sign)
+        if self._phase is Phase.UNKNOWN:
+            self._space += piece
+        elif before is not self._phase and self._phase is not Phase.NEVER:
+            self._space, self._leading = "", self._phase is Phase.WITHIN or not self._form.exact
+        elif not (sign is Sign.START and self._leading and self._phase is Phase.WITHIN):
+            text, self._space = self._space + piece, ""
+            parts += self._text(text if sign is Sign.TEXT else text.translate(self._shown))
+        return parts
+
+    def _text(self, text: str) -> list[Part]:
+        """Read text that is no mark of the reasoning."""
+        if self._leading:
+            text = text.lstrip()
+            self._leading = not text
+        if not text:
+            return []
+        if self._phase is Phase.WITHIN and self._search is None:
+            return [Reasoning(text)]
+        return self._content(text)
+
+    def _content(self, text: str) -> list[Part]:
+        return self._label(self._tools.push(text)) if self._tools else [Content(text)]
+
+    def _label(self, parts: list[Part]) -> list[Part]:
+        """What the parser of tools found: up to the first call of an answer that still reasons it is reasoning."""
+        found = list[Part]()
+        for part in parts:
+            if isinstance(part, CallStart) and self._phase is Phase.WITHIN:
+                self._phase, self._called = phase_after(self._phase, Sign.CALL), True
+            within = self._phase is Phase.WITHIN
+            found.append(Reasoning(part.text) if within and isinstance(part, Content) else part)
+        return found
+
+    def _without_marks(self, parts: list[Part]) -> list[Part]:
+        """``parts`` with what is shown of the marks in place of the characters that stand for them."""
+        if not self._shown:
+            return parts
+        found = list[Part]()
+        for part in parts:
+            field = "name" if isinstance(part, CallStart) else "text"
+            text = getattr(part, field).translate(self._shown)
+            if text or field == "name":
+                found.append(replace(part, **{field: text}))
+        return found
+
+
+@dataclass
+class Block:
+    """A stretch of an answer of one kind. The text of a call are its arguments, a JSON object as far as the model wrote
+    it; a call also has the id and the name of its tool.
+    """
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str = ""
+    id: str = ""
+    name: str = ""
+
+
+class ParsedAnswer:
+    """An answer as blocks, in order."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    def add(self, part: Part) -> Block:
+        """Add the next part: the block that it begins or continues, which is the last one then."""
+        match part:
+            case CallStart(_, id, name):
+                self.blocks.append(Block("call", "", id, name))
+            case CallArguments(_, text):
+                self.blocks[-1].text += text
+            case Content(text) | Reasoning(text):
+                if not self.continues(part):
+                    self.blocks.append(Block("content" if isinstance(part, Content) else "reasoning"))
+                self.blocks[-1].text += text
+        return self.blocks[-1]
+
+    def continues(self, part: Part) -> bool:
+        """Whether ``part`` continues the last block."""
+        last = self.blocks[-1].kind if self.blocks else None
+        match part:
+            case Content():
+                return last == "content"
+            case Reasoning():
+                return last == "reasoning"
+        return isinstance(part, CallArguments)
+
+    def text(self, kind: str) -> str:
+        """All text of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]

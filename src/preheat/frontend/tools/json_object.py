@@ -1,0 +1,177 @@
+"""JSON objects that a model writes, passed on as they arrive and valid in the end, whatever the model wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from preheat.frontend.stream_parser import Content, Reading, StreamParser
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_SCALAR = re.compile(r"[-+.\w]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+)
+_DEEPEST = 100
+
+
+class JsonObject(StreamParser):
+    """Reads one object: :meth:`text` takes more of it and gives what is certain, :meth:`rest` closes it.
+
+    What was passed on stays, so a name that comes again in one object is left out, with its value. From the first error
+    on nothing more is read; what is open is closed. What is missing but certain is put right: commas, the escape of a
+    character, constants by their names in Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._silent, self._depth = 0, 0
+
+    def text(self, text: str) -> str:
+        """The JSON that is certain, given ``text`` more."""
+        return "".join(part.text for part in self.push(text) if isinstance(part, Content))
+
+    def rest(self) -> str:
+        """The JSON that closes the object."""
+        return "".join(part.text for part in self.finish() if isinstance(part, Content))
+
+    def parse(self) -> Reading[None]:
+        yield from self._value("")
+        while (yield from self.peek()):
+            self._at = len(self._text)
+            self.forget()
+
+    def _emit(self, text: str) -> None:
+        if not self._silent:
+            self.add(Content(text))
+
+    def _value(self, before: str) -> Reading[bool]:
+        """Read a value and pass it on behind ``before``. False, with all that it opened closed, if it is broken."""
+        char = yield from self.peek()
+        if char == '"':
+            return (yield from self._string(before))
+        if char not in ("{", "["):
+            return (yield from self._scalar(before))
+        if self._depth == _DEEPEST:
+            return False
+        self._depth += 1
+        whole = yield from self._members(before) if char == "{" else self._items(before)
+        self._depth -= 1
+        return whole
+
+    def _members(self, before: str) -> Reading[bool]:
+        """Read an object."""
+        self._open(before)
+        names = set[str]()
+        while True:
+            gap = yield from self._next("}", first=not names)
+            if gap is None:
+                return True
+            start = self._at
+            name = yield from self.string()
+            key = self._text[start : self._at]
+            between = yield from self.space()
+            if name is None or not (yield from self.take(":")):
+                break
+            between += ":" + (yield from self.space())
+            again = name in names
+            names.add(name)
+            self._silent += again
+            whole = yield from self._value(gap + key + between)
+            self._silent -= again
+            if not whole:
+                break
+        self._emit("}")
+        return False
+
+    def _items(self, before: str) -> Reading[bool]:
+        """Read an array."""
+        self._open(before)
+        first = True
+        while True:
+            gap = yield from self._next("]", first)
+            if gap is None:
+                return True
+            if not (yield from self._value(gap)):
+                break
+            first = False
+        self._emit("]")
+        return False
+
+    def _open(self, before: str) -> None:
+        self._emit(before + self._text[self._at])
+        self._at += 1
+        self.forget()
+
+    def _next(self, end: str, first: bool) -> Reading[str | None]:
+        """Read up to the next member or item: what is before it. None if ``end`` came, which is passed on."""
+        gap = yield from self.space()
+        comma = "" if first else ","
+        if comma and (yield from self.take(comma)):
+            gap, comma = gap + comma + (yield from self.space()), ""
+        if not (yield from self.take(end)):
+            return comma + gap
+        self._emit(gap.replace(",", "") + end)
+        return None
+
+    def _string(self, before: str) -> Reading[bool]:
+        """Read a string, which is passed on as it arrives."""
+        self._emit(before + '"')
+        self._at += 1
+        while char := (yield from self.peek()):
+            if char == '"':
+                self._at += 1
+                self._emit('"')
+                return True
+            if char == "\\":
+                if not (text := (yield from self._escape())):
+                    break
+            elif char < " ":
+                text = json.dumps(char)[1:-1]
+                self._at += 1
+            else:
+                plain = _PLAIN.match(self._text, self._at)
+                assert plain is not None
+                text, self._at = plain[0], plain.end()
+            self._emit(text)
+            self.forget()
+        self._emit('"')
+        return False
+
+    def _escape(self) -> Reading[str]:
+        """Read an escape; a backslash that begins none stands for itself. "" if the text ends within it."""
+        length = 2
+        while len(self._text) - self._at < length and (yield from self.more()):
+            length = 6 if self._text[self._at + 1 : self._at + 2] == "u" else 2
+        if found := _ESCAPE.match(self._text, self._at):
+            self._at = found.end()
+            return found[0]
+        if len(self._text) - self._at < length:
+            return ""
+        self._at += 1
+        return "\\\\"
+
+    def _scalar(self, before: str) -> Reading[bool]:
+        """Read a number or a name. One that the end of the text may have cut is left out."""
+        text = yield from self.matching(_SCALAR)
+        if not (yield from self.peek()) or not (text in _NAMES or _NUMBER.fullmatch(text)):
+            return False
+        self._emit(before + _NAMES.get(text, text))
+        return True
+
+
+def whole_object(text: str) -> str:
+    """The JSON object ``text``, made valid as in a stream."""
+    read = JsonObject()
+    return read.text(text) + read.rest()
+
+
+def dumped(value: Any) -> str:
+    """``value`` as JSON. Raises ValueError for what JSON has no words for."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)

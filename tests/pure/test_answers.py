@@ -1,0 +1,322 @@
+"""Answers read: reasoning, content and calls, from tokens, the same whole and in a stream, at every cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from preheat.core import Request, SamplingParams, StructuredOutputsParams
+from preheat.frontend.answer_format import AnswerFormat, AnswerFormats, ToolChoice
+from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer
+from preheat.frontend.marks import mark_chars, mark_texts
+from preheat.frontend.reasoning import REASONING_PARSERS
+from preheat.frontend.stop import StopChecker, StopStrings
+from preheat.frontend.stream_parser import StreamParser
+from preheat.frontend.tokenizer import Tokenizer
+from preheat.frontend.tools import TOOL_PARSERS, Tool
+from preheat.grammar.state import State
+from preheat.utils.reasoning import Phase
+from tests.tokenizers import byte_level
+
+MARKS = list(dict.fromkeys(
+    [mark for marks in REASONING_PARSERS.values() for mark in (marks.start, marks.end)]
+    + [mark for kind in TOOL_PARSERS.values() for mark in kind.MARKS]
+))  # fmt: skip
+TOOLS = (Tool("weather", {"type": "object", "properties": {"city": {"type": "string"}}}), Tool("f"))
+JSON = StructuredOutputsParams(json={"type": "object"})
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """The marks are text in ``plain`` and special tokens in ``special``."""
+    found = {}
+    for name in ("plain", "special"):
+        backend, folder = byte_level(), tmp_path_factory.mktemp(name)
+        add = backend.add_tokens if name == "plain" else backend.add_special_tokens
+        add([AddedToken(mark, special=name == "special", normalized=False) for mark in MARKS])
+        backend.add_special_tokens([AddedToken("<|odd|>", special=True)])
+        backend.save(str(folder / "tokenizer.json"))
+        found[name] = Tokenizer(folder)
+    return found
+
+
+def parts_of(parser: AnswerParser, pieces: list[str]) -> list[tuple]:
+    """The blocks of an answer that comes in ``pieces``, without ids."""
+    answer = ParsedAnswer()
+    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
+        answer.add(part)
+    return [(block.kind, block.text, block.name) for block in answer.blocks]
+
+
+def deltas(tokenizer: Tokenizer, form: AnswerFormat, ids: list[int], skip: bool = True) -> list[str]:
+    detokenizer = tokenizer.detokenizer([], skip, mark_chars(form.marks))
+    return [*map(detokenizer.push, ids), detokenizer.finish()]
+
+
+def answered(tokenizer: Tokenizer, form: AnswerFormat, text: str, skip: bool = True) -> tuple[str, str, list]:
+    """Reasoning, content and calls."""
+    blocks = parts_of(form.parser(), deltas(tokenizer, form, tokenizer.encode(text, False), skip))
+    texts = ["".join(text for kind, text, _ in blocks if kind == wanted) for wanted in ("reasoning", "content")]
+    return (*texts, [(name, json.loads(text)) for kind, text, name in blocks if kind == "call"])
+
+
+def form_of(
+    tokenizer: Tokenizer, tools: str | None = None, reasoning: str | None = "qwen3", prompt: str = "", **options: Any
+) -> AnswerFormat:
+    choice = options.pop("choice", None) or (ToolChoice(TOOLS, "auto") if tools else ToolChoice())
+    return AnswerFormats(tokenizer, tools, reasoning).form(choice, prompt, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "content"),
+    [
+        ("", "<think>\nwell\n</think>\n\nYes", "well\n", "Yes"),
+        ("", "\n<think>well</think>Yes", "well", "Yes"),
+        ("", "Yes <think>no</think>", "", "Yes <think>no</think>"),
+        ("", "so</think>Yes", "", "so</think>Yes"),  # what was sent cannot become reasoning later
+        ("", " Yes", "", " Yes"),
+        ("", " \n", "", " \n"),
+        ("", "<think>\n\n</think>\n\nYes", "", "Yes"),
+        ("", "<think>cut o", "cut o", ""),
+        ("<think></think>\n", "<think>Yes", "", "<think>Yes"),
+        ("<think>\n", "well</think>Yes</think>", "well", "Yes</think>"),
+        ("<think>", "<think>well</think>", "well", ""),
+        ("<think>", "well <think></think>", "well <think>", ""),
+        ("<think>", "cut </thi", "cut </thi", ""),
+    ],
+)
+def test_reasoning(tokenizers: dict[str, Tokenizer], prompt: str, text: str, reasoning: str, content: str) -> None:
+    form = form_of(tokenizers["plain"], prompt=prompt)
+    assert answered(tokenizers["plain"], form, text) == (reasoning, content, [])
+    # Special tokens are in no text, and mean the same.
+    for mark in ("<think>", "</think>"):
+        reasoning, content = reasoning.replace(mark, ""), content.replace(mark, "")
+    form = form_of(tokenizers["special"], prompt=prompt)
+    assert answered(tokenizers["special"], form, text) == (reasoning, content, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "phase"),
+    [
+        ("<think>\nLet me", Phase.WITHIN), ("<think>a</think>\nSo", Phase.ENDED), ("So", Phase.UNKNOWN),
+        ("<think>a</think> <think>b", Phase.WITHIN), ("", Phase.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_continued_may_be_within_its_reasoning(
+    tokenizers: dict[str, Tokenizer], said: str, phase: Phase
+) -> None:
+    assert form_of(tokenizers["plain"], prompt=f"<s>{said}", continued=f"{said}\n").phase is phase
+    assert form_of(tokenizers["plain"], prompt=f"<s>{said}</s>", continued=said).phase is Phase.UNKNOWN  # it is over
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "Oslo"}}',
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
+    "olmo3": '<function_calls>weather(city="Oslo")</function_calls>',
+    "pythonic": '<|python_start|>[weather(city="Oslo")]<|python_end|>',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+}
+OSLO = [("weather", {"city": "Oslo"})]
+
+
+def test_every_parser_has_a_call() -> None:
+    assert CALLS.keys() == TOOL_PARSERS.keys()
+
+
+@pytest.mark.parametrize("marks", ["plain", "special"])
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_a_call_ends_the_reasoning(tokenizers: dict[str, Tokenizer], name: str, marks: str) -> None:
+    tokenizer, call = tokenizers[marks], CALLS[name]
+    form = form_of(tokenizer, name)
+    assert answered(tokenizer, form, f"<think>Well.\n{call}") == ("Well.\n", "", OSLO)
+    assert answered(tokenizer, form, f"<think>{call}") == ("", "", OSLO)
+    assert answered(tokenizer, form, f"<think>Well.</think>\n{call}{call}") == ("Well.", "", OSLO * 2)
+    assert answered(tokenizer, form, f"<think>Well.{call}{call}") == ("Well.", "", OSLO * 2)
+    assert answered(tokenizer, form, call) == ("", "", OSLO)
+    opened = form_of(tokenizer, name, "deepseek_r1")
+    assert answered(tokenizer, opened, f"Well.{call}") == ("Well.", "", OSLO)
+
+
+def test_a_mark_that_begins_no_call_is_reasoning(tokenizers: dict[str, Tokenizer]) -> None:
+    form = form_of(tokenizers["plain"], "hermes")
+    text = '<think>I write <tool_call> and {"name"</think>Yes'
+    assert answered(tokenizers["plain"], form, text) == ('I write <tool_call> and {"name"', "Yes", [])
+    text = '<think>Well <tool_call>{"name": "f", </think>Yes'
+    assert answered(tokenizers["plain"], form, text) == ('Well <tool_call>{"name": "f", ', "Yes", [])
+    text = '<think><tool_call>{"name": "f", "arguments": {"a": "</think>"}}'
+    assert answered(tokenizers["plain"], form, text) == ("", "", [("f", {"a": "</think>"})])
+
+
+def test_reasoning_is_searched_for_calls_only_where_the_model_may_call(tokenizers: dict[str, Tokenizer]) -> None:
+    text = f"<think>Well.{CALLS['hermes']}</think>{{}}"
+    within = f"Well.{CALLS['hermes']}"
+    for options in ({"asked": JSON}, {"choice": ToolChoice(TOOLS, "none")}):
+        form = form_of(tokenizers["plain"], "hermes", **options)
+        assert answered(tokenizers["plain"], form, text) == (within, "{}", [])
+    form = form_of(tokenizers["plain"], "hermes", choice=ToolChoice(TOOLS[:1], "named"))
+    assert answered(tokenizers["plain"], form, text) == (within, "", [("weather", {})])
+
+
+def test_content_that_the_client_described_is_passed_on_to_the_letter(tokenizers: dict[str, Tokenizer]) -> None:
+    form = form_of(tokenizers["plain"], asked=StructuredOutputsParams(choice=["\n yes"]))
+    assert answered(tokenizers["plain"], form, "<think>Hm.</think>\n yes") == ("Hm.", "\n yes", [])
+    assert answered(tokenizers["plain"], form_of(tokenizers["plain"]), "<think>Hm.</think>\n yes")[1] == "yes"
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_special_tokens_are_in_no_text(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    tokenizer, odd = tokenizers["special"], "<|odd|>"
+    call = CALLS[name].replace("Oslo", f"Os{odd}lo")
+    form = form_of(tokenizer, name)
+    assert answered(tokenizer, form, f"{odd}<think>a{odd}b</think>{odd}c{odd}d{call}{odd}") == ("ab", "cd", OSLO)
+    mark = TOOL_PARSERS[name].MARKS[-1]  # not where a call begins
+    assert answered(tokenizer, form, f"a{mark}b [/THINK]") == ("", "ab ", [])
+    asked = form_of(tokenizer, name, skip_special_tokens=False)
+    assert answered(tokenizer, asked, f"<think>a{odd}b</think>c{odd}", skip=False) == (f"a{odd}b", f"c{odd}", [])
+    assert answered(tokenizer, asked, f"{call}", skip=False)[2] == [("weather", {"city": f"Os{odd}lo"})]
+
+
+PIECES = [
+    *MARKS, *CALLS.values(), "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)", "<function=f>",
+    "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",", "<tool",
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    """For any tokens, cut anywhere, with every parser; and no text that a client gets has what is no text."""
+    marks = data.draw(st.sampled_from(["plain", "special"]))
+    tokenizer, skip = tokenizers[marks], data.draw(st.booleans())
+    tools, reasoning = (data.draw(st.sampled_from([None, *table])) for table in (TOOL_PARSERS, REASONING_PARSERS))
+    modes = st.sampled_from(["auto", "none", "required", "named"] if tools else ["none", "required", "named"])
+    choice = ToolChoice(TOOLS, data.draw(modes), data.draw(st.booleans()))
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
+    asked = data.draw(st.sampled_from([None, JSON]))
+    form = form_of(tokenizer, tools, reasoning, prompt, choice=choice, asked=asked, skip_special_tokens=skip)
+    pieces = st.sampled_from([tokenizer.encode(piece, False) for piece in PIECES])
+    ids = [id for piece in data.draw(st.lists(pieces, max_size=12)) for id in piece]
+    ids = data.draw(st.just(ids) | st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    stream, whole = form.parser(), form.parser()
+    each = deltas(tokenizer, form, ids, skip)
+    blocks = parts_of(stream, each)
+    assert blocks == parts_of(whole, ["".join(each)])
+    text, cuts = "".join(each), data.draw(st.lists(st.integers(0, 200), max_size=6))
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    assert blocks == parts_of(form.parser(), [text[a:b] for a, b in pairwise(places)])
+    assert stream.reasoning_tokens(ids) == whole.reasoning_tokens(ids) <= len(ids)
+    for kind, shown, name in blocks:
+        (name + shown).encode()
+        assert not (skip and marks == "special" and any(mark in shown for mark in [*MARKS, "<|odd|>"]))
+        if kind == "call":
+            json.loads(shown, object_pairs_hook=lambda pairs: dict(pairs) if len(dict(pairs)) == len(pairs) else 1 / 0)
+
+
+class Anything:
+    """A grammar that allows every text, as a library has it, and where it began."""
+
+    words, vocab_size, end = 64, 2048, 0
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.text = lambda ids: b"".join(map(tokenizer.token_bytes, ids))
+        self.is_special = tokenizer.special_ids.__contains__
+        self.seen: list[int] = []
+
+    def deep_copy(self) -> Anything:
+        found = Anything.__new__(Anything)
+        found.__dict__ = self.__dict__ | {"seen": [*self.seen]}
+        return found
+
+    def consume_token(self, token: int) -> bool:
+        self.seen.append(token)
+        return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_grammar_and_parser_agree_on_what_is_content(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    """The tokens that the grammar has seen are those of the content, at every token."""
+    tokenizer = tokenizers["plain"]
+    prompt = data.draw(st.sampled_from(["", "<think>", "</think>"]))
+    tokens = ["<think>", "</think>", "\n", " ", "{", "a", "x y", "<tool_call>"]
+    said = data.draw(st.lists(st.sampled_from(tokens), max_size=8))
+    form = form_of(tokenizer, prompt=prompt, asked=JSON)
+    library = Anything(tokenizer)
+    params = SamplingParams(structured_outputs=form.constraint)
+    state = State(library, library.deep_copy(), Request(0, [], params, 0, 8, stop_ids=[0]))  # type: ignore[arg-type]
+    ids = [id for text in said for id in tokenizer.encode(text, False)]
+    for end, id in enumerate(ids, 1):
+        assert not state.accept(id)
+        blocks = parts_of(form.parser(), deltas(tokenizer, form, ids[:end]))
+        content = "".join(text for kind, text, _ in blocks if kind == "content")
+        seen = (
+            tokenizer.decode(state.matcher.seen, skip_special_tokens=False) if state.phase is not Phase.WITHIN else ""
+        )
+        assert content == seen
+
+
+def test_the_agreement_can_fail(tokenizers: dict[str, Tokenizer]) -> None:
+    """The control: a grammar that only knows the end waits for it where the parser sees that nothing began."""
+    tokenizer = tokenizers["plain"]
+    form, library = form_of(tokenizer, asked=JSON), Anything(tokenizer)
+    assert form.constraint is not None
+    params = SamplingParams(structured_outputs=msgspec.structs.replace(form.constraint, start_token_id=None))
+    state = State(library, library.deep_copy(), Request(0, [], params, 0, 8, stop_ids=[0]))  # type: ignore[arg-type]
+    (token,) = tokenizer.encode("{", False)
+    assert not state.accept(token) and state.matcher.seen == []
+    assert parts_of(form.parser(), ["{"]) == [("content", "{", "")]
+
+
+def test_the_law_of_streams_can_fail(tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a parser that holds nothing back misses a mark that is cut."""
+    text, form = f"<think>Well.{CALLS['hermes']}", form_of(tokenizers["plain"], "hermes")
+    ids = [id for char in text.removeprefix("<think>") for id in tokenizers["plain"].encode(char, False)]
+    pieces = deltas(tokenizers["plain"], form, [*tokenizers["plain"].encode("<think>", False), *ids])
+    assert parts_of(form.parser(), pieces) == parts_of(form.parser(), ["".join(pieces)])
+    monkeypatch.setattr(StreamParser, "_held", lambda *_: 0)
+    assert parts_of(form.parser(), pieces) != parts_of(form.parser(), ["".join(pieces)])
+
+
+def test_where_a_model_does_not_think_its_first_token_is_held(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["plain"]
+    start, end = map(tokenizer.token_id, ("<think>", "</think>"))
+    for prompt, first in (("", start), ("<think>", None)):
+        found = form_of(tokenizer, prompt=prompt, asked=JSON).constraint
+        assert found is not None and (found.start_token_id, found.after_token_id) == (first, end)
+    assert form_of(tokenizer, prompt="</think>", asked=JSON).constraint is JSON
+    strict = ToolChoice((Tool("f", {}, strict=True),), "auto")
+    found = form_of(tokenizer, "hermes", choice=strict).constraint
+    assert found is not None and found.call_token_ids == (tokenizer.token_id("<tool_call>"),)
+    assert form_of(tokenizers["special"], "hermes", choice=strict).constraint is None  # no text of a grammar
+
+
+def test_reasoning_is_counted(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["plain"]
+    for text, thought in (("<think>abc</think>d", "abc"), ("abc</think>", ""), ("\n<think>ab", "ab"),
+                          ("<think>ab" + CALLS["hermes"], "ab")):  # fmt: skip
+        form, ids = form_of(tokenizer, "hermes"), tokenizer.encode(text, False)
+        parser = form.parser()
+        parts_of(parser, deltas(tokenizer, form, ids))
+        assert parser.reasoning_tokens(ids) == len(tokenizer.encode(thought, False))
+
+
+def test_stop_strings_see_marks_as_their_text(tokenizers: dict[str, Tokenizer]) -> None:
+    """They are searched for what they say, and shown or held back whole."""
+    tokenizer = tokenizers["special"]
+    form = form_of(tokenizer)
+    text = "".join(deltas(tokenizer, form, tokenizer.encode("<think>ab</think>cd", False)))
+    for stop, include, shown in (("</think>", False, 3), ("</think>", True, 4), ("b</th", False, 2), ("k>c", False, 3)):
+        for size in (1, 2, 9):
+            checker, found = StopChecker(StopStrings([stop], include), mark_texts(form.marks)), ""
+            for at in range(0, len(text), size):
+                if checker.found is None:
+                    found += checker.push(text[at : at + size])
+            assert (found, checker.found) == (text[:shown], stop)
