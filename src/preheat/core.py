@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from preheat.errors import WireError
+from preheat.utils.exact_json import dumps, travels
 from preheat.utils.text import plain_number
 from preheat.utils.weight_transfer import Announced, TransferGroup
 
@@ -64,9 +65,10 @@ class StructuredOutputsParams(
     ``choice`` the texts of which it is one; ``grammar`` a context-free grammar, in Lark's notation or in EBNF (GBNF);
     ``json_object`` any JSON object; ``structural_tag`` free text in which some beginnings are followed by JSON, see
     docs/structured-outputs.md. White space in JSON is bounded; ``disable_any_whitespace`` allows none and
-    ``whitespace_pattern`` is a regular expression for it. ``disable_additional_properties``: objects of the schema
-    have no properties that it does not name, unless it says otherwise itself. ``after_token_id``: the text is free up
-    to this token, such as the end of a model's reasoning, and all of the above is about what comes behind it.
+    ``whitespace_pattern`` is a regular expression for what may be between any two parts.
+    ``disable_additional_properties``: objects of the schema have no properties that it does not name, unless it says
+    otherwise itself. ``after_token_id``: the text is free up to this token, such as the end of a model's reasoning, and
+    all of the above is about what comes behind it. Schemas whose numbers msgpack would change become text.
 
     Raises ValueError for a combination that means nothing.
     """
@@ -96,6 +98,9 @@ class StructuredOutputsParams(
             raise ValueError(f"white space is that of JSON: it has no meaning for structured_outputs.{given[0]}")
         if self.disable_additional_properties and given[0] not in ("json", "structural_tag"):
             raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
+        for name in ("json", "structural_tag"):
+            if not travels(value := getattr(self, name)):
+                msgspec.structs.force_setattr(self, name, dumps(value))
 
     @property
     def kind(self) -> str:

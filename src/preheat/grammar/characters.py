@@ -83,12 +83,12 @@ def category(name: str) -> Ranges:
 
 DIGITS, WORD = of("0123456789"), ranges((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE = union(of("\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), ranges((0x2000, 0x200A)))
-"""``\\d``, ``\\w`` and ``\\s`` of ECMA 262, which JSON Schema refers to."""
+r"""``\d``, ``\w`` and ``\s`` of ECMA 262, which JSON Schema refers to."""
 
 
 @cache
 def unicode_class(letter: str) -> Ranges:
-    """``\\d``, ``\\w`` or ``\\s`` by Unicode, as Python and Rust have them where both say the same."""
+    r"""``\d``, ``\w`` or ``\s`` by Unicode, as Python and Rust have them where both say the same."""
     if letter == "d":
         return category("Nd")
     if letter == "s":

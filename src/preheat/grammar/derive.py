@@ -24,6 +24,7 @@ from preheat.grammar.nodes import (
     Seq,
     alt,
     both,
+    counted,
     nullable,
     repeat,
     seq,
@@ -119,10 +120,7 @@ def is_empty(node: Node) -> bool:
     """Whether no text fits. Raises TooComplex."""
     if not any(isinstance(each, Both | Not) for each in within(node)):
         return node == NOTHING
-    for state in _explore(node, {}):
-        if nullable(state):
-            return False
-    return True
+    return not any(map(nullable, _explore(node, {})))
 
 
 Edges = list[tuple[Ranges, Node]]
@@ -130,9 +128,9 @@ Edges = list[tuple[Ranges, Node]]
 
 def _explore(node: Node, edges: dict[Node, Edges]) -> Iterable[Node]:
     """The states of the automaton of ``node``, the nearest first; ``edges`` gets what leads from each to others."""
-    work, open, seen = _Work(), deque([node]), {node}
-    while open:
-        state = open.popleft()
+    work, todo, seen = _Work(), deque([node]), {node}
+    while todo:
+        state = todo.popleft()
         yield state
         merged = dict[Node, Ranges]()
         for each in classes(state):
@@ -143,7 +141,7 @@ def _explore(node: Node, edges: dict[Node, Edges]) -> Iterable[Node]:
         for found in merged:
             if found not in seen:
                 seen.add(found)
-                open.append(found)
+                todo.append(found)
         if len(seen) > MOST_STATES:
             raise TooComplex(f"its automaton has more than {MOST_STATES:,} states")
 
@@ -158,16 +156,29 @@ def automaton(node: Node) -> dict[Node, Edges]:
     return {state: [edge for edge in edges[state] if edge[1] in alive] for state in states if state in alive}
 
 
+MOST_COUNTED = 1000
+"""Up to here repetitions within repetitions are cheap even where a text may be counted in many ways."""
+
+
+def check_counts(node: Node) -> None:
+    """Raises TooComplex for repetitions within repetitions that a text can be counted by in too many ways."""
+    if counted(node) > MOST_COUNTED:
+        try:
+            automaton(node)
+        except TooComplex as error:
+            raise TooComplex(f"repetitions within repetitions count too far ({error})") from None
+
+
 def ending(edges: Mapping[State, list[tuple[Ranges, State]]], ends: Iterable[State]) -> set[State]:
     """The states from which a text can end, of an automaton that does so in the states ``ends``."""
     before = dict[State, list[State]]()
     for state, ways in edges.items():
         for _, target in ways:
             before.setdefault(target, []).append(state)
-    alive, open = set[State](), list(ends)
-    while open:
-        state = open.pop()
+    alive, todo = set[State](), list(ends)
+    while todo:
+        state = todo.pop()
         if state not in alive:
             alive.add(state)
-            open += before.get(state, [])
+            todo += before.get(state, [])
     return alive

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from preheat.grammar.derive import fits
+from preheat.grammar.derive import TooComplex, check_counts, fits
 from preheat.grammar.formats import FORMATS
 from preheat.grammar.keywords import TYPES, UNSUPPORTED, check, count, number
 from preheat.grammar.nodes import Node
@@ -160,8 +160,9 @@ class Document:
         if (found := self._patterns.get(pattern)) is None:
             try:
                 found = self._patterns[pattern] = parsed(pattern, ECMA)
-            except PatternError as error:
-                raise refused(self.part, f"{error} of {pattern[:80]!r} (at {place.path}.{key})") from None
+                check_counts(found)
+            except (PatternError, TooComplex) as error:
+                raise refused(self.part, f"{error} in {pattern[:80]!r} (at {place.path}.{key})") from None
         return found
 
     def strings(self, leaf: Leaf) -> list[Node]:
@@ -287,4 +288,3 @@ def same(one: Any, other: Any) -> bool:
     if (left := number(one)) is not None and (right := number(other)) is not None:
         return left == right
     return type(one) is type(other) and bool(one == other)
-

@@ -12,7 +12,22 @@ from collections.abc import Callable
 from preheat.grammar.characters import Ranges, common, of
 from preheat.grammar.derive import TooComplex, automaton, ending
 from preheat.grammar.lark import times
-from preheat.grammar.nodes import Alt, Both, Chars, Multiple, Node, Not, Quoted, Ref, Repeat, Rules, Seq, Token, nullable, within
+from preheat.grammar.nodes import (
+    Alt,
+    Both,
+    Chars,
+    Multiple,
+    Node,
+    Not,
+    Quoted,
+    Ref,
+    Repeat,
+    Rules,
+    Seq,
+    Token,
+    nullable,
+    within,
+)
 from preheat.grammar.numbers import integers
 from preheat.grammar.quote import character, spelled
 from preheat.grammar.source import Inexact
@@ -40,11 +55,23 @@ class EbnfWriter:
                 return " ".join(map(self._rule, parts)) or '""'
             case Alt(parts):
                 return f"({' | '.join(map(self._rule, parts))})"
+            case Repeat(inner, least, most) if least > 1 or (most or 1) > 1:
+                return self._chain(self._rule(inner), least, most)
             case Repeat(inner, least, most):
                 return f"({self._rule(inner)}){times(least, most)}"
             case Token() | Quoted() | Multiple():
                 return self._unit(node)
         return self._inline(node)
+
+    def _chain(self, inner: str, least: int, most: int | None) -> str:
+        """``inner`` so many times: a rule for each count, of which all but the first are shared."""
+        self._count(most or least)
+        name = f"c{self._states}_"
+        for at in range(most or least):
+            more = f"{inner} {name}{at + 1}"
+            self._lines.append(f"{name}{at} ::= {more}" + ('' if at < least else ' | ""'))
+        self._lines.append(f"{name}{most or least} ::= " + ('""' if most else f"({inner})*"))
+        return f"{name}0"
 
     def _unit(self, node: Token | Quoted | Multiple) -> str:
         if isinstance(node, Token) and not _counts(node.inner):
@@ -114,9 +141,9 @@ class EbnfWriter:
         step = int(node.of)
         bounds = integers(*(None if each is None else int(each) for each in (node.least, node.most)))
         digits, edges = automaton(bounds), dict[tuple[Node, int], list[tuple[Ranges, tuple[Node, int]]]]()
-        open = [(next(iter(digits)), 0)]
-        while open:
-            state, left = open.pop()
+        todo = [(next(iter(digits)), 0)]
+        while todo:
+            state, left = todo.pop()
             if (state, left) in edges:
                 continue
             self._count(1)
@@ -125,7 +152,7 @@ class EbnfWriter:
                 for each in "-0123456789":
                     if common(ranges, of(each)):
                         ways.append((of(each), (target, left if each == "-" else (left * 10 + int(each)) % step)))
-            open += [target for _, target in ways]
+            todo += [target for _, target in ways]
         alive = ending(edges, [(state, left) for state, left in edges if nullable(state) and not left])
         names = {state: f"n{self._states}_{number}" for number, state in enumerate(edges) if state in alive}
         for state, name in names.items():
@@ -138,7 +165,7 @@ class EbnfWriter:
 def _counts(node: Node) -> bool:
     """Whether an expression counts, or is about several others at once."""
     return any(
-        isinstance(each, Both | Not) or isinstance(each, Repeat) and (each.least > 1 or (each.most or 1) > 1)
+        isinstance(each, Both | Not) or (isinstance(each, Repeat) and (each.least > 1 or (each.most or 1) > 1))
         for each in within(node)
     )
 

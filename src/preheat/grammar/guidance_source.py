@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from preheat.core import StructuredOutputsParams
+from preheat.grammar.derive import TooComplex, check_counts
 from preheat.grammar.guidance_tags import Lark
 from preheat.grammar.json_source import json_rules
 from preheat.grammar.lark import LarkWriter
 from preheat.grammar.notation import check_lark
+from preheat.grammar.pattern import WHOLE, PatternError, parsed
 from preheat.grammar.source import Inexact, check_sizes, choices_of, refused
 from preheat.grammar.structural import PART, format_of
 
@@ -31,6 +35,7 @@ def _source(params: StructuredOutputsParams) -> str:
         case "json_object":
             return LLMatcher.grammar_from_lark(_json(params, {"type": "object"}, "json_object"))
         case "regex":
+            _check_regex(params.regex or "")
             return LLMatcher.grammar_from_regex(params.regex or "")
         case "choice":
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices_of(params))}")
@@ -41,6 +46,20 @@ def _source(params: StructuredOutputsParams) -> str:
         case _:
             tags = Lark(lambda given, prefix: LarkWriter(prefix).rules(json_rules(params, given, PART)))
             return LLMatcher.grammar_from_lark(tags.text(format_of(params)))
+
+
+_RUST = re.compile(r"(\(\?)[a-zA-Z-]+(?=:)|\(\?[a-zA-Z-]+\)|(\\[pP])\{[^}]*\}")
+"""What Rust's syntax has besides."""
+
+
+def _check_regex(pattern: str) -> None:
+    """Refuse repetitions that cost too much; what else may be wrong llguidance says."""
+    try:
+        check_counts(parsed(_RUST.sub(lambda found: found[1] or (found[2] and "a") or "", pattern), WHOLE))
+    except PatternError:
+        return
+    except TooComplex as error:
+        raise refused("regex", str(error)) from None
 
 
 def _json(params: StructuredOutputsParams, given: object, part: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -12,7 +11,7 @@ from typing import Any
 
 from preheat.grammar import numbers
 from preheat.grammar.derive import TooComplex, is_empty
-from preheat.grammar.document import Alternative, Document, Place, Together, bounds, is_of
+from preheat.grammar.document import Alternative, Document, Place, Together, bounds
 from preheat.grammar.keywords import count, number
 from preheat.grammar.nodes import (
     EMPTY,
@@ -22,7 +21,6 @@ from preheat.grammar.nodes import (
     Node,
     Quoted,
     Ref,
-    Token,
     alt,
     both,
     productive,
@@ -30,29 +28,30 @@ from preheat.grammar.nodes import (
     repeat,
     seq,
     text,
+    token,
     within,
     without,
 )
 from preheat.grammar.source import refused
+from preheat.utils.exact_json import dumps
 
 MOST_RULES, MOST_DIGITS, MOST_CELLS, MOST_ITEMS = 100_000, 400, 32, 4096
-"""Bounds: rules of a schema, digits of a number, kinds of further properties, items or properties that must be there."""
+"""Bounds: rules of a schema, digits of a number, kinds of further properties, items or properties that must be."""
 
 ROOT = "start"
+_BY_NAME = "patternProperties"
 
 
 @dataclass(frozen=True)
 class Layout:
     """White space between the parts of JSON, each a regular expression that may be empty: behind an opening bracket
-    or a comma, before a closing one, behind a colon, before a comma or a colon, and around the whole text.
+    or a comma, before a closing one, behind a colon, and before a comma or a colon.
     """
 
     open: Node = EMPTY
     close: Node = EMPTY
     colon: Node = EMPTY
     before: Node = EMPTY
-    begin: Node = EMPTY
-    end: Node = EMPTY
 
 
 class JsonRules:
@@ -67,7 +66,7 @@ class JsonRules:
         self._build()
         self._check_overlaps()
         self.rules = _reachable(self.rules, root, document.part, {name: at for at, name in self._names.items()})
-        self.rules[ROOT] = seq(_maybe(layout.begin), Ref(root.name), _maybe(layout.end))
+        self.rules[ROOT] = Ref(root.name)
 
     def _value(self, places: Together) -> Ref:
         """The rule of the values that fit ``places``."""
@@ -120,7 +119,7 @@ class JsonRules:
             whole |= "integer" in own and "number" not in own
             types &= own | ({"number"} if "integer" in own else set())
         kinds = {
-            "null": lambda: Token(text("null")), "boolean": lambda: Token(alt(text("true"), text("false"))),
+            "null": lambda: token(text("null")), "boolean": lambda: token(alt(text("true"), text("false"))),
             "number": lambda: self._number(leaves, whole), "string": lambda: self._string(leaves),
             "array": lambda: self._array(leaves, name), "object": lambda: self._object(leaves, name),
         }  # fmt: skip
@@ -129,31 +128,35 @@ class JsonRules:
     def _constants(self, values: Sequence[Any], at: Place) -> Node:
         """These values; one way to write each, apart from white space."""
         simple = [each for each in values if not isinstance(each, list | dict)]
-        found = [Token(alt(*(text(written(each)) for each in simple)))] if simple else []
+        found = [token(alt(*(text(written(each)) for each in simple)))] if simple else []
         return alt(*found, *(self._constant(each) for each in values if isinstance(each, list | dict)))
 
     def _constant(self, value: Any) -> Node:
         if isinstance(value, dict):
             inner = [
-                seq(Token(seq(text(written(name)), self._colon())), self._constant(each)) for name, each in value.items()
+                seq(token(seq(text(written(name)), self._colon())), self._constant(each))
+                for name, each in value.items()
             ]
             return self._bracketed("{", inner, "}")
         if isinstance(value, list):
             return self._bracketed("[", [self._constant(each) for each in value], "]")
-        return Token(text(written(value)))
+        return token(text(written(value)))
 
-    def _bracketed(self, open: str, inner: Sequence[Node], close: str) -> Node:
+    def _bracketed(self, first: str, inner: Sequence[Node], last: str) -> Node:
         parts = [part for each in inner for part in (self._comma(), each)][1:]
-        return seq(self._opened(open), *parts, self._closed(close) if inner else Token(text(close)))
+        return seq(self._opened(first), *parts, self._closed(last) if inner else token(text(last)))
 
     def _opened(self, bracket: str) -> Node:
-        return Token(seq(text(bracket), self._layout.open))
+        return token(seq(text(bracket), self._layout.open))
 
     def _closed(self, bracket: str) -> Node:
-        return Token(seq(self._layout.close, text(bracket)))
+        return token(seq(self._layout.close, text(bracket)))
 
     def _comma(self) -> Node:
-        return Token(seq(self._layout.before, text(","), self._layout.open))
+        return token(seq(self._layout.before, text(","), self._layout.open))
+
+    def _key(self, name: str) -> Node:
+        return token(seq(text(written(name)), self._colon()))
 
     def _colon(self) -> Node:
         return seq(self._layout.before, text(":"), self._layout.colon)
@@ -184,11 +187,10 @@ class JsonRules:
         if of is not None and not (whole and of == 1):
             return _multiples(of, low, high, whole)
         if not whole:
-            return Token(numbers.decimals(low, high))
+            return token(numbers.decimals(low, high))
         least = None if low is None else ceil(low[0]) + (not low[1] and low[0] == ceil(low[0]))
         most = None if high is None else floor(high[0]) - (not high[1] and high[0] == floor(high[0]))
-        node = numbers.integers(least, most)
-        return NOTHING if node == NOTHING else Token(node)
+        return token(numbers.integers(least, most))
 
     def _array(self, leaves: Alternative, name: str) -> Node:
         document = self._document
@@ -199,7 +201,7 @@ class JsonRules:
         self._bound(least, "items", leaves)
         behind = self._items(self._value(document.item(leaves, None)), listed, least, most)
         for at in reversed(range(listed)):
-            close = self._closed("]") if at else Token(text("]"))
+            close = self._closed("]") if at else token(text("]"))
             item = seq(self._comma() if at else EMPTY, self._value(document.item(leaves, at)))
             more = seq(item, behind) if most is None or at < most else NOTHING
             rule = self._rule(name, alt(close if at >= least else NOTHING, more))
@@ -211,11 +213,11 @@ class JsonRules:
         least, most = max(least - before, 0), None if most is None else most - before
         more, close = seq(self._comma(), item), self._closed("]")
         if most is not None and most <= 0:
-            return close if before else Token(text("]"))
+            return close if before else token(text("]"))
         if before:
             return seq(repeat(more, least, most), close)
         some = seq(item, repeat(more, max(least - 1, 0), None if most is None else most - 1), close)
-        return some if least else alt(Token(text("]")), some)
+        return some if least else alt(token(text("]")), some)
 
     def _object(self, leaves: Alternative, name: str) -> Node:
         document = self._document
@@ -226,13 +228,12 @@ class JsonRules:
             return NOTHING
         least = 0 if least <= len(required) else least
         self._bound(least, "properties", leaves)
-        members: list[tuple[Node, bool]] = []
+        members = list[Member]()
         for each in names:
-            key = Token(seq(text(written(each)), self._colon()))
-            members.append((seq(key, self._value(document.property(leaves, each))), each in required))
+            members.append((seq(self._key(each), self._value(document.property(leaves, each))), each in required))
         further = self._further(leaves, list(names))
-        rest = _Members(self, name, members, further, least, most)
-        return seq(self._opened("{"), rest.node(0, 0))
+        rest = _Members(self, name, members, further, (least, most))
+        return seq(self._opened("{"), rest.first())
 
     def _further(self, leaves: Alternative, names: list[str]) -> Node:
         """The properties that are not named, by the patterns that their names fit."""
@@ -251,17 +252,19 @@ class JsonRules:
         for node, fit in cells:
             places = dict[Place, None]()
             for leaf in leaves:
-                own = [leaf.at("patternProperties", each) for each in leaf.schema.get("patternProperties", {}) if each in fit]
+                own = [
+                    leaf.at("patternProperties", each)
+                    for each in leaf.schema.get("patternProperties", {})
+                    if each in fit
+                ]
                 places |= dict.fromkeys(own or document.others(leaf))
             if not any(place.schema is False for place in places):
-                found.append(seq(Quoted(node), Token(self._colon()), self._value(tuple(places))))
+                found.append(seq(Quoted(node), token(self._colon()), self._value(tuple(places))))
         return alt(*found)
 
     def _bound(self, least: int, what: str, leaves: Alternative) -> None:
         if least > MOST_ITEMS:
-            raise refused(
-                self._document.part, f"it asks for more than {MOST_ITEMS:,} {what} (at {_paths(leaves)})"
-            )
+            raise refused(self._document.part, f"it asks for more than {MOST_ITEMS:,} {what} (at {_paths(leaves)})")
 
     def _rule(self, name: str, node: Node) -> Node:
         """``node``, as a rule of its own unless it is short."""
@@ -272,14 +275,19 @@ class JsonRules:
         return Ref(f"{name}_{self._made}")
 
 
+Member = tuple[Node, bool]
+"""A property that has a name, and whether it must be there."""
+
+
 class _Members:
     """What follows some members of an object: state (``at``, ``seen``) has decided on ``at`` of those that are named
     and has ``seen`` members, as far as their number matters.
     """
 
     def __init__(
-        self, rules: JsonRules, name: str, named: list[tuple[Node, bool]], further: Node, least: int, most: int | None
+        self, rules: JsonRules, name: str, named: Sequence[Member], further: Node, span: tuple[int, int | None]
     ) -> None:
+        least, most = span
         self._rules, self._name, self._named, self._further = rules, name, named, further
         self._least, self._most, self._cap = least, most, max(1, least, most or 0)
         if most is not None and further == NOTHING and most >= len(named):
@@ -288,13 +296,13 @@ class _Members:
             raise TooComplex("too many numbers of properties")
         self._known = dict[tuple[int, int], Node]()
 
-    def node(self, first: int, none: int) -> Node:
-        """All states, from the last one to the first."""
-        for at in reversed(range(first, len(self._named) + 1)):
-            for seen in reversed(range(none, self._cap + 1)):
+    def first(self) -> Node:
+        """The first state; made from the last one on."""
+        for at in reversed(range(len(self._named) + 1)):
+            for seen in reversed(range(self._cap + 1)):
                 if at == len(self._named) or seen <= at:
                     self._known[at, seen] = self._state(at, seen)
-        return self._known[first, none]
+        return self._known[0, 0]
 
     def _state(self, at: int, seen: int) -> Node:
         full = self._most is not None and seen >= self._most
@@ -308,7 +316,7 @@ class _Members:
 
     def _end(self, seen: int, full: bool) -> Node:
         """Further members, and the end of the object."""
-        close = self._rules._closed("}") if seen else Token(text("}"))
+        close = self._rules._closed("}") if seen else token(text("}"))
         ends = close if seen >= self._least else NOTHING
         comma, further = self._rules._comma(), self._further
         if full or further == NOTHING:
@@ -354,18 +362,9 @@ def _multiples(of: Fraction, low: numbers.Bound | None, high: numbers.Bound | No
 
 def written(value: Any) -> str:
     """A JSON value without parts, as it is written. Raises UnicodeEncodeError for half a character."""
-    exact = number(value)
-    if exact is None or is_of(value, "boolean"):
-        found = json.dumps(value, ensure_ascii=False)
-        found.encode()
-        return found
-    return repr(value) if isinstance(value, float) else str(value)
-
-
-def _maybe(space: Node) -> Node:
-    """White space as a unit of its own, which is there or not."""
-    some = both(space, _any(1, None))
-    return EMPTY if space == EMPTY or is_empty(some) else repeat(Token(some), 0, 1)
+    found = dumps(value)
+    found.encode()
+    return found
 
 
 def _paths(places: Sequence[Place]) -> str:
@@ -377,12 +376,12 @@ def _reachable(rules: dict[str, Node], root: Ref, part: str, names: dict[str, To
     alive = productive(rules)
     if root.name not in alive:
         raise refused(part, f"no finite text satisfies it (at {_paths(names[_cause(rules, root.name, alive, names)])})")
-    found, open = dict[str, Node](), [root.name]
-    while open:
-        name = open.pop()
+    found, todo = dict[str, Node](), [root.name]
+    while todo:
+        name = todo.pop()
         if name not in found:
             found[name] = pruned(rules[name], alive)
-            open += _refs(found[name])
+            todo += _refs(found[name])
     return found
 
 

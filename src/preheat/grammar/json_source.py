@@ -7,7 +7,7 @@ from preheat.grammar.characters import of, others
 from preheat.grammar.derive import TooComplex, is_empty
 from preheat.grammar.document import Document
 from preheat.grammar.json_rules import JsonRules, Layout
-from preheat.grammar.nodes import EVERYTHING, Chars, Node, Rules, both, chars, optional, repeat, seq, text, within
+from preheat.grammar.nodes import EVERYTHING, Chars, Node, Rules, both, optional, seq, text, within
 from preheat.grammar.pattern import WHOLE, PatternError, parsed
 from preheat.grammar.source import loaded_schema, refused
 
@@ -17,7 +17,7 @@ INDENT = 16
 _SPACE = text(" ")
 _BETWEEN = optional(parsed(rf" |\n[ \t]{{0,{INDENT}}}", WHOLE))
 
-PRINTED = Layout(open=_BETWEEN, close=_BETWEEN, colon=optional(_SPACE), begin=optional(parsed(" |\n{1,2}", WHOLE)))
+PRINTED = Layout(open=_BETWEEN, close=_BETWEEN, colon=optional(_SPACE))
 """White space as programs print it: one space, or a new line with its indentation, where it makes sense."""
 
 
@@ -41,7 +41,7 @@ def layout(params: StructuredOutputsParams) -> Layout:
     if params.whitespace_pattern is None:
         return PRINTED
     space = _free(params.whitespace_pattern)
-    return Layout(space, space, space, space, space, space)
+    return Layout(space, space, space, space)
 
 
 def _free(pattern: str) -> Node:

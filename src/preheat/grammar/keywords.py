@@ -70,7 +70,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "multipleOf": (lambda value: (number(value) or 0) > 0, "must be a number above 0"),
         "uniqueItems": (lambda value: isinstance(value, bool), "must be true or false"),
         "items": (
-            lambda value: _is_schema(value) or isinstance(value, list) and all(map(_is_schema, value)),
+            lambda value: _is_schema(value) or (isinstance(value, list) and all(map(_is_schema, value))),
             "must be a schema",
         ),
         **dict.fromkeys(HOLD_SCHEMAS, (_are_schemas, "must be an object of schemas")),
@@ -97,9 +97,9 @@ _KNOWN = {key.lower(): key for key in (*_CHECKS, *UNSUPPORTED, "const")}
 
 def check(schema: Any, part: str) -> None:
     """Raises InvalidRequest for a schema with a keyword that is malformed or misspelled, with its place."""
-    open, size = [("$", schema)], 0
-    while open:
-        path, each = open.pop()
+    todo, size = [("$", schema)], 0
+    while todo:
+        path, each = todo.pop()
         if not isinstance(each, dict):
             continue
         for key, value in each.items():
@@ -110,7 +110,7 @@ def check(schema: Any, part: str) -> None:
             meant = _KNOWN.get(key.replace("_", "").replace("-", "").lower())
             if meant not in (None, key):
                 raise refused(part, f"{key} is no keyword of JSON Schema, {meant} is (at {path}.{key})")
-        open += inner_schemas(path, each)
+        todo += inner_schemas(path, each)
         check_size(part, size, "its names, patterns and values have")
 
 

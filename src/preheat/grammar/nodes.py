@@ -103,7 +103,7 @@ class Quoted(Node):
 
 @dataclass(frozen=True, eq=False)
 class Multiple(Node):
-    """The multiples of ``of`` from ``least`` to ``most``, as JSON numbers; one unit. ``whole``: no others than integers."""
+    """The multiples of ``of`` from ``least`` to ``most``, as JSON numbers; one unit. ``whole``: integers alone."""
 
     of: Fraction
     least: Fraction | None
@@ -166,6 +166,11 @@ def repeat(inner: Node, least: int = 0, most: int | None = None) -> Node:
     return Repeat(inner, 0 if nullable(inner) else least, most)
 
 
+def token(inner: Node) -> Node:
+    """``inner`` as one unit."""
+    return inner if inner == NOTHING else Token(inner)
+
+
 def optional(inner: Node) -> Node:
     """``inner``, or nothing."""
     return repeat(inner, 0, 1)
@@ -208,6 +213,20 @@ def nullable(node: Node) -> bool:
     return False
 
 
+def counted(node: Node) -> int:
+    """How far the repetitions within each other count, multiplied; 1 where no count is within another."""
+    return _counted(node)[0]
+
+
+def _counted(node: Node) -> tuple[int, int]:
+    """The same, and how far the outer repetitions count."""
+    found = [_counted(each) for each in children(node)]
+    nested, inner = max((each[0] for each in found), default=1), max((each[1] for each in found), default=1)
+    if not isinstance(node, Repeat) or (times := max(node.least, node.most or 1)) == 1:
+        return nested, inner
+    return max(nested, inner * times if inner > 1 else 1), inner * times
+
+
 def children(node: Node) -> tuple[Node, ...]:
     """The nodes right below ``node``."""
     match node:
@@ -220,13 +239,13 @@ def children(node: Node) -> tuple[Node, ...]:
 
 def within(node: Node) -> Iterable[Node]:
     """``node`` and all below it, each once."""
-    seen, open = set[Node](), [node]
-    while open:
-        each = open.pop()
+    seen, todo = set[Node](), [node]
+    while todo:
+        each = todo.pop()
         if each not in seen:
             seen.add(each)
             yield each
-            open += children(each)
+            todo += children(each)
 
 
 Rules = Mapping[str, Node]
@@ -235,15 +254,15 @@ Rules = Mapping[str, Node]
 def productive(rules: Rules) -> set[str]:
     """The names of the rules that a finite text satisfies."""
     found, waiting = set[str](), dict[str, list[str]]()
-    open = list(rules)
-    while open:
-        name = open.pop()
+    todo = list(rules)
+    while todo:
+        name = todo.pop()
         if name in found:
             continue
         missing = _missing(rules[name], found)
         if missing is None:
             found.add(name)
-            open += waiting.pop(name, [])
+            todo += waiting.pop(name, [])
         else:
             for each in missing:
                 waiting.setdefault(each, []).append(name)
@@ -256,11 +275,10 @@ def _missing(node: Node, found: set[str]) -> list[str] | None:
         case Ref(name):
             return None if name in found else [name]
         case Seq(parts):
-            missing = [each for part in parts if (each := _missing(part, found)) is not None]
-            return sum(missing, []) if missing else None
+            return next((each for part in parts if (each := _missing(part, found)) is not None), None)
         case Alt(parts):
             missing = [each for part in parts if (each := _missing(part, found)) is not None]
-            return None if len(missing) < len(parts) else sum(missing, [])
+            return None if len(missing) < len(parts) else [each for one in missing for each in one]
         case Repeat(inner, least, _):
             return _missing(inner, found) if least else None
     return None

@@ -1,6 +1,6 @@
-"""Regular expressions as nodes: the syntax that ECMA 262, Python and Rust share.
+r"""Regular expressions as nodes: the syntax that ECMA 262, Python and Rust share.
 
-Two dialects. That of JSON Schema is ECMA 262: classes such as ``\\d`` are ASCII, ``.`` takes no line terminator, and a
+Two dialects. That of JSON Schema is ECMA 262: classes such as ``\d`` are ASCII, ``.`` takes no line terminator, and a
 pattern may be found anywhere in the text. The other is that of a whole text: classes are Unicode's, ``.`` takes no
 newline. What is no regular expression in this sense is a :class:`PatternError`, which says where it stands.
 """
@@ -36,8 +36,8 @@ class _Anchor(Node):
 
 @dataclass(frozen=True)
 class Dialect:
-    """``dot``: what the dot takes. ``classes``: the set of ``\\d``, ``\\s`` or ``\\w``. ``search``: the expression may be
-    found anywhere in the text.
+    r"""``dot``: what the dot takes. ``classes``: the set of ``\d``, ``\s`` or ``\w``. ``search``: the expression may
+    be found anywhere in the text.
     """
 
     dot: Ranges

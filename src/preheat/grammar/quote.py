@@ -5,8 +5,23 @@ from __future__ import annotations
 from functools import lru_cache
 
 from preheat.grammar.characters import Ranges, common, of, others, ranges
+from preheat.grammar.nodes import (
+    EVERYTHING,
+    Alt,
+    Both,
+    Chars,
+    Node,
+    Not,
+    Repeat,
+    Seq,
+    alt,
+    both,
+    chars,
+    repeat,
+    seq,
+    text,
+)
 from preheat.grammar.numbers import digits
-from preheat.grammar.nodes import EVERYTHING, Alt, Both, Chars, Node, Not, Repeat, Seq, alt, both, chars, repeat, seq, text
 
 PLAIN: Ranges = others(ranges((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
 """Characters that may stand for themselves."""
@@ -45,7 +60,7 @@ def character(found: Ranges) -> Node:
     return alt(
         chars(common(found, PLAIN)),
         seq(text("\\"), chars(of(short))),
-        *(seq(text("\\u"), digits(low, high, 4, 16)) for low, high in common(found, ((0, 0xFFFF),))),
+        *(_unit(low, high) for low, high in common(found, ((0, 0xFFFF),))),
         *(each for low, high in common(found, ((0x10000, 0x10FFFF),)) for each in _pairs(low, high)),
     )
 
@@ -59,10 +74,20 @@ def _pairs(low: int, high: int) -> list[Node]:
     else:
         spans = [(first, first, low & 0x3FF, 0x3FF), (first + 1, last - 1, 0, 0x3FF), (last, last, 0, high & 0x3FF)]
     return [
-        seq(text("\\u"), digits(0xD800 + begin, 0xD800 + end, 4, 16), text("\\u"), digits(0xDC00 + low, 0xDC00 + high, 4, 16))
+        seq(
+            text("\\u"),
+            digits(0xD800 + begin, 0xD800 + end, 4, 16),
+            text("\\u"),
+            digits(0xDC00 + low, 0xDC00 + high, 4, 16),
+        )
         for begin, end, low, high in spans
         if begin <= end
     ]
+
+
+def _unit(low: int, high: int) -> Node:
+    """The escapes of the numbers from ``low`` to ``high``."""
+    return seq(text("\\u"), digits(low, high, 4, 16))
 
 
 ANY = spelled(EVERYTHING)

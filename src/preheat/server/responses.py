@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -69,7 +70,7 @@ async def responses(request: Request) -> ASGIApp:
     previous = store.get(body.previous_response_id).messages if store and body.previous_response_id else []
     messages = [*previous, *_messages(body.input)]
     told = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
-    tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [])]
+    tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))]
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
