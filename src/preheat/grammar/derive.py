@@ -34,7 +34,7 @@ from preheat.grammar.nodes import (
 
 State = TypeVar("State", bound=Hashable)
 
-MOST_STATES, MOST_WORK = 4000, 400_000
+MOST_STATES, MOST_WORK = 4000, 60_000
 """States of an automaton, and nodes that are looked at to find them."""
 
 

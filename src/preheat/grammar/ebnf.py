@@ -69,7 +69,7 @@ class EbnfWriter:
         name = f"c{self._states}_"
         for at in range(most or least):
             more = f"{inner} {name}{at + 1}"
-            self._lines.append(f"{name}{at} ::= {more}" + ('' if at < least else ' | ""'))
+            self._lines.append(f"{name}{at} ::= {more}" + ("" if at < least else ' | ""'))
         self._lines.append(f"{name}{most or least} ::= " + ('""' if most else f"({inner})*"))
         return f"{name}0"
 
@@ -153,12 +153,13 @@ class EbnfWriter:
                     if common(ranges, of(each)):
                         ways.append((of(each), (target, left if each == "-" else (left * 10 + int(each)) % step)))
             todo += [target for _, target in ways]
-        alive = ending(edges, [(state, left) for state, left in edges if nullable(state) and not left])
-        names = {state: f"n{self._states}_{number}" for number, state in enumerate(edges) if state in alive}
-        for state, name in names.items():
-            ways = [f"{self._class(ranges)} {names[target]}" for ranges, target in edges[state] if target in alive]
-            ends = ['""'] if nullable(state[0]) and not state[1] else []
-            self._lines.append(f"{name} ::= {' | '.join(ends + ways)}")
+        ends = [each for each in edges if nullable(each[0]) and not each[1]]
+        alive = ending(edges, ends)
+        names = {each: f"n{self._states}_{number}" for number, each in enumerate(edges) if each in alive}
+        for each, name in names.items():
+            end = ['""'] if each in ends else []
+            more = [f"{self._class(ranges)} {names[target]}" for ranges, target in edges[each] if target in alive]
+            self._lines.append(f"{name} ::= {' | '.join(end + more)}")
         return names[next(iter(edges))]
 
 

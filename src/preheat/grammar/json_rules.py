@@ -118,12 +118,12 @@ class JsonRules:
             own = self._document.types(leaf)
             whole |= "integer" in own and "number" not in own
             types &= own | ({"number"} if "integer" in own else set())
-        kinds = {
-            "null": lambda: token(text("null")), "boolean": lambda: token(alt(text("true"), text("false"))),
-            "number": lambda: self._number(leaves, whole), "string": lambda: self._string(leaves),
-            "array": lambda: self._array(leaves, name), "object": lambda: self._object(leaves, name),
-        }  # fmt: skip
-        return alt(*(make() for kind, make in kinds.items() if kind in types))
+        found = [token(text("null"))] if "null" in types else []
+        found += [token(alt(text("true"), text("false")))] if "boolean" in types else []
+        found += [self._number(leaves, whole)] if "number" in types else []
+        found += [self._string(leaves)] if "string" in types else []
+        found += [self._array(leaves, name)] if "array" in types else []
+        return alt(*found, self._object(leaves, name) if "object" in types else NOTHING)
 
     def _constants(self, values: Sequence[Any], at: Place) -> Node:
         """These values; one way to write each, apart from white space."""

@@ -31,9 +31,9 @@ class Node:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if type(self) is not type(other) or self._hash != other._hash:  # type: ignore[attr-defined]
+        if type(self) is not type(other) or self._hash != other._hash:
             return False
-        return self._values() == other._values()  # type: ignore[attr-defined]
+        return self._values() == other._values()
 
 
 @dataclass(frozen=True, eq=False)

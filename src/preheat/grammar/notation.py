@@ -128,7 +128,11 @@ def _check_counts(rules: Mapping[str, Node], most: int, *, nested: bool = False)
                 known[node.name] = counts(rules[node.name], above | {node.name})
             return known[node.name]
         found = max((counts(each, above) for each in children(node)), key=lambda each: each[1], default=(0, 1))
-        if not isinstance(node, Repeat) or (times := max(node.least, node.most or 1)) == 1 or _simple(node.inner, rules):
+        if (
+            not isinstance(node, Repeat)
+            or (times := max(node.least, node.most or 1)) == 1
+            or _simple(node.inner, rules)
+        ):
             return found
         return found[0] + 1, found[1] * times
 

@@ -51,7 +51,8 @@ def integers(low: int | None, high: int | None) -> Node:
     """The integers from ``low`` to ``high``; None: without end."""
     if low is None and high is None:
         return INTEGER
-    negative, natural = NOTHING, NOTHING
+    negative: Node = NOTHING
+    natural: Node = NOTHING
     if low is None or low < 0:
         negative = _naturals(max(1, -high) if high is not None else 1, None if low is None else -low)
     if high is None or high >= 0:
@@ -83,7 +84,8 @@ def decimals(low: Bound | None, high: Bound | None) -> Node:
     """The numbers from ``low`` to ``high``, without exponents where there is a bound."""
     if low is None and high is None:
         return NUMBER
-    negative, natural = NOTHING, NOTHING
+    negative: Node = NOTHING
+    natural: Node = NOTHING
     if low is None or low[0] < 0:
         least = (high[0].copy_negate(), high[1]) if high is not None and high[0] < 0 else (Decimal(0), False)
         negative = _magnitudes(least, None if low is None else (low[0].copy_negate(), low[1]))

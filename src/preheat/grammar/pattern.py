@@ -261,6 +261,9 @@ class _Anchored:
         while parts and isinstance(parts[-1], _Anchor) and parts[-1].end:
             ends = bool(parts.pop())
         inner = seq(*parts)
+        if len(ways := _spread(inner)) > 1:
+            first, last = [_Anchor(False, 0)] * begins, [_Anchor(True, 0)] * ends
+            return alt(*(self._edges([*first, *way, *last]) for way in ways))
         if (anchor := _first_anchor(inner)) is not None:
             raise PatternError("an anchor that is not at the edge of the expression", anchor.at)
         return seq(EMPTY if begins else self._around, inner, EMPTY if ends else self._around)
