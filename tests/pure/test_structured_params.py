@@ -54,6 +54,7 @@ def test_they_travel_and_say_what_they_are():
         ({"backend": "outlines"}, "outlines is not implemented"),
         ({"backend": "llama"}, "'llama' is not one of auto, guidance, xgrammar, none"),
         ({"backend": 3}, "Expected `str`"),
+        ({"disable_any_whitespace": True, "whitespace_pattern": " "}, "leaves no use for whitespace_pattern"),
         ({"reasoning_parser": "x"}, "unknown field `reasoning_parser`"),
     ],
 )
@@ -69,7 +70,13 @@ def test_the_servers_wishes_are_added():
     assert with_config(json_params, config) == StructuredOutputsParams(
         json={}, disable_any_whitespace=True, disable_additional_properties=True
     )
+    free = structured_config({"whitespace_pattern": "[ \\n]*"})
+    assert with_config(StructuredOutputsParams(json={}), free).whitespace_pattern == "[ \\n]*"
+    assert with_config(json_params, free) == json_params
+    compact = StructuredOutputsParams(json={}, disable_any_whitespace=True)
+    assert with_config(compact, free) == compact
     regex = StructuredOutputsParams(regex="a")
+    assert with_config(regex, free) == regex
     assert with_config(regex, config) == regex and with_config(json_params, structured_config(None)) == json_params
 
 

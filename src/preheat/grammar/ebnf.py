@@ -34,6 +34,8 @@ from preheat.grammar.source import Inexact
 
 MOST_STATES = 2000
 
+NOTHING_MORE = ('""',)
+
 
 class EbnfWriter:
     """Writes rules."""
@@ -156,10 +158,9 @@ class EbnfWriter:
         ends = [each for each in edges if nullable(each[0]) and not each[1]]
         alive = ending(edges, ends)
         names = {each: f"n{self._states}_{number}" for number, each in enumerate(edges) if each in alive}
-        for each, name in names.items():
-            end = ['""'] if each in ends else []
-            more = [f"{self._class(ranges)} {names[target]}" for ranges, target in edges[each] if target in alive]
-            self._lines.append(f"{name} ::= {' | '.join(end + more)}")
+        for one, its_name in names.items():
+            more = [f"{self._class(ranges)} {names[target]}" for ranges, target in edges[one] if target in alive]
+            self._lines.append(f"{its_name} ::= {' | '.join([*NOTHING_MORE[: one in ends], *more])}")
         return names[next(iter(edges))]
 
 
