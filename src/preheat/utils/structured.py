@@ -26,8 +26,8 @@ _OTHERS = ("outlines", "lm-format-enforcer")
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``backend`` serves all requests: ``guidance`` is llguidance, ``auto`` is that too, ``none`` refuses them. The
-    others are those of a request: the first two hold for all requests, ``whitespace_pattern`` for those that say nothing
-    about white space.
+    others are those of a request: the two that disable hold for all requests, ``whitespace_pattern`` for those that
+    say nothing about white space.
     """
 
     backend: str = "auto"
