@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from preheat.errors import WireError
+from preheat.utils.exact_json import dumps, travels
 from preheat.utils.text import plain_number
 from preheat.utils.weight_transfer import Announced, TransferGroup
 
@@ -64,11 +65,12 @@ class StructuredOutputsParams(
     ``choice`` the texts of which it is one; ``grammar`` a context-free grammar, in Lark's notation or in EBNF (GBNF);
     ``json_object`` any JSON object; ``structural_tag`` free text in which some beginnings are followed by JSON, see
     docs/structured-outputs.md. White space in JSON is bounded; ``disable_any_whitespace`` allows none and
-    ``whitespace_pattern`` is a regular expression for it. ``disable_additional_properties``: objects of the schema
-    have no properties that it does not name, unless it says otherwise itself. ``after_token_id``: the text is free up
-    to this token, such as the end of a model's reasoning, and all of the above is about what comes behind it. With a
-    ``start_token_id`` it is free only if it begins with that token, white space aside: otherwise it is held from its
-    first token on. One of the ``call_token_ids`` ends free text too, and is itself the first token that is held.
+    ``whitespace_pattern`` is a regular expression for what may be between any two parts.
+    ``disable_additional_properties``: objects of the schema have no properties that it does not name, unless it says
+    otherwise itself. ``after_token_id``: the text is free up to this token, such as the end of a model's reasoning, and
+    all of the above is about what comes behind it. With a ``start_token_id`` it is free only if it begins with that
+    token, white space aside: otherwise it is held from its first token on. One of the ``call_token_ids`` ends free text
+    too, and is itself the first token that is held. Schemas whose numbers msgpack would change become text.
 
     Raises ValueError for a combination that means nothing.
     """
@@ -102,6 +104,9 @@ class StructuredOutputsParams(
             raise ValueError(f"disable_additional_properties has no meaning for structured_outputs.{given[0]}")
         if self.after_token_id is None and (self.start_token_id is not None or self.call_token_ids):
             raise ValueError("start_token_id and call_token_ids are about free text: give after_token_id too")
+        for name in ("json", "structural_tag"):
+            if not travels(value := getattr(self, name)):
+                msgspec.structs.force_setattr(self, name, dumps(value))
 
     @property
     def kind(self) -> str:

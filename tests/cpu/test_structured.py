@@ -14,6 +14,7 @@ from preheat import InvalidRequest, PreheatError, SamplingParams
 from preheat.core import Request
 from preheat.grammar import service
 from preheat.grammar.guidance import Guidance
+from preheat.grammar.json_source import INDENT
 from preheat.grammar.service import Grammars, open_grammars
 from preheat.grammar.state import State
 from preheat.schedule.sequence import Sequence
@@ -108,7 +109,7 @@ def test_white_space_is_bounded(llm):
         structured_outputs=held(json=closed({"a": {"const": 1}})).structured_outputs,
     )  # fmt: skip
     ((text, reason),) = texts(llm, [params])
-    assert reason == "stop" and max(map(len, re.findall(r"\s+", text))) == 24
+    assert reason == "stop" and max(map(len, re.findall(r"\s+", text))) == 1 + INDENT
 
 
 def test_ends(llm):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import pytest
 
 from preheat.core import Level, Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.grammar.guidance_source import WHITESPACE, grammar_source
+from preheat.grammar.derive import fits
+from preheat.grammar.guidance_source import grammar_source
+from preheat.grammar.json_rules import ROOT
+from preheat.grammar.json_source import json_rules
+from preheat.grammar.nodes import NOTHING, Alt, Node, Quoted, Ref, Repeat, Rules, Seq, Token, alt, repeat, seq
+from preheat.grammar.quote import quoted
 from preheat.plan.items import GrammarItem
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import Slots
@@ -53,6 +56,7 @@ def test_they_travel_and_say_what_they_are():
         ({"backend": "outlines"}, "outlines is not implemented"),
         ({"backend": "llama"}, "'llama' is not one of auto, guidance, xgrammar, none"),
         ({"backend": 3}, "Expected `str`"),
+        ({"disable_any_whitespace": True, "whitespace_pattern": " "}, "leaves no use for whitespace_pattern"),
         ({"reasoning_parser": "x"}, "unknown field `reasoning_parser`"),
     ],
 )
@@ -68,7 +72,13 @@ def test_the_servers_wishes_are_added():
     assert with_config(json_params, config) == StructuredOutputsParams(
         json={}, disable_any_whitespace=True, disable_additional_properties=True
     )
+    free = structured_config({"whitespace_pattern": "[ \\n]*"})
+    assert with_config(StructuredOutputsParams(json={}), free).whitespace_pattern == "[ \\n]*"
+    assert with_config(json_params, free) == json_params
+    compact = StructuredOutputsParams(json={}, disable_any_whitespace=True)
+    assert with_config(compact, free) == compact
     regex = StructuredOutputsParams(regex="a")
+    assert with_config(regex, free) == regex
     assert with_config(regex, config) == regex and with_config(json_params, structured_config(None)) == json_params
 
 
@@ -104,31 +114,52 @@ def test_a_file_that_cannot_be_used_says_where(tmp_path, text, why):
         read_preloads(str(tmp_path / "none"))
 
 
-def source(**asked) -> dict:
-    return json.loads(grammar_source(StructuredOutputsParams(**asked)))
+def names_of(**asked: object) -> set[str]:
+    """What may come first in an object of the schema."""
+    rules = json_rules(StructuredOutputsParams(**asked), asked["json"], "json")
+    return {name for name in ("a", "b") if _reads(rules, f'{{"{name}":1}}')}
 
 
-def schema_of(**asked) -> dict:
-    (grammar,) = source(**asked)["grammars"]
-    return grammar["json_schema"]
+def _reads(rules: Rules, value: str) -> bool:
+    """Whether ``value`` is of the rules: by taking each of them as what it stands for."""
+
+    def whole(node: Node, depth: int = 0) -> Node:
+        match node:
+            case Ref(name):
+                return whole(rules[name], depth + 1) if depth < 8 else NOTHING
+            case Token(inner):
+                return inner
+            case Quoted(inner):
+                return quoted(inner)
+            case Seq(parts):
+                return seq(*(whole(part, depth) for part in parts))
+            case Alt(parts):
+                return alt(*(whole(part, depth) for part in parts))
+            case Repeat(inner, least, most):
+                return repeat(whole(inner, depth), least, most)
+        return node
+
+    return fits(whole(rules[ROOT]), value)
 
 
 def test_white_space_is_bounded_unless_asked_otherwise():
-    assert schema_of(json={"type": "object"})["x-guidance"]["whitespace_pattern"] == WHITESPACE
-    assert schema_of(json_object=True)["x-guidance"]["whitespace_pattern"] == WHITESPACE
-    assert schema_of(json="{}", whitespace_pattern="\n?")["x-guidance"]["whitespace_pattern"] == "\n?"
-    assert schema_of(json={}, disable_any_whitespace=True)["x-guidance"]["whitespace_flexible"] is False
+    const = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    forms = {
+        '{"a":1}': (True, True, True), '{"a": 1}': (True, True, False), '{ "a": 1 }': (True, True, False),
+        '{\n  "a": 1\n}': (True, True, False), '{"a" : 1}': (False, True, False), '{"a":  1}': (False, True, False),
+    }  # fmt: skip
+    options = ({}, {"whitespace_pattern": "[ \n]*"}, {"disable_any_whitespace": True})
+    found = [json_rules(StructuredOutputsParams(json=const, **each), const, "json") for each in options]
+    for value, right in forms.items():
+        assert tuple(_reads(rules, value) for rules in found) == right, value
 
 
 def test_objects_are_closed_on_request():
-    inner = {"properties": {"properties": {"type": "string"}}}
-    schema = {"$defs": {"d": inner}, "anyOf": [inner, {"properties": {}, "additionalProperties": {"type": "null"}}],
-              "enum": [{"properties": 1}], "type": "object"}  # fmt: skip
-    found = schema_of(json=schema, disable_additional_properties=True)
-    closed = inner | {"additionalProperties": False}
-    assert found["$defs"]["d"] == found["anyOf"][0] == closed
-    assert found["anyOf"][1] == schema["anyOf"][1] and found["enum"] == schema["enum"]
-    assert "additionalProperties" not in found
+    schema = {"type": "object", "properties": {"a": {"const": 1}}}
+    assert names_of(json=schema) == {"a", "b"}
+    assert names_of(json=schema, disable_additional_properties=True) == {"a"}
+    own = schema | {"additionalProperties": {"const": 1}}
+    assert names_of(json=own, disable_additional_properties=True) == {"a", "b"}
 
 
 TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
@@ -142,6 +173,14 @@ ANY = {"type": "any_text"}
         ({"json": "[1]"}, "structured_outputs.json: it must be a JSON object"),
         ({"json": {"items": [{"x-guidance": {}}]}}, r"x-guidance at \$\.items\[0\]"),
         ({"choice": ["a"] * 10_001}, "it has 10,001 texts"),
+        ({"choice": []}, "it has no texts"),
+        ({"choice": ["a" * 140_000]}, "it has 140,000 characters, at most 131,072"),
+        ({"json": {"enum": ["b" * 70_000, "c" * 70_000]}}, "at most 131,072"),
+        ({"json": {"properties": {"a": {"type": []}}}}, r"type must be one of .* \(at \$\.properties\.a\.type\)"),
+        ({"json": {"$defs": {"a": {"minLength": -1}}}}, r"minLength must be .* \(at \$\.\$defs\.a\.minLength\)"),
+        ({"json": {"items": {"maxlength": 3}}}, r"maxlength is no keyword .* maxLength is \(at \$\.items\.maxlength\)"),
+        ({"json": {"type": "string", "pattern": "a(b"}}, r"unclosed group at position 1 .*\(at \$\.pattern\)"),
+        ({"json": '{"const": Infinity}'}, "Infinity is no number"),
         ({"grammar": " "}, "structured_outputs.grammar: it is empty"),
         ({"structural_tag": {"tags": []}}, "tags is not supported"),
         ({"structural_tag": {"format": {}}}, "format must be an object with a type"),

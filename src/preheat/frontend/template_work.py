@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import datetime
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -39,8 +40,17 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: object, **options: Any) -> str:
-    """Unlike Jinja's own filter, this one escapes no HTML: a model reads the result, not a browser."""
-    return json.dumps(value, **({"ensure_ascii": False} | options))
+    """Unlike Jinja's own filter, this one escapes no HTML: a model reads the result, not a browser. A number with more
+    digits than a float has becomes one.
+    """
+    usual: dict[str, Any] = {"ensure_ascii": False, "default": _as_float}
+    return json.dumps(value, **(usual | options))
+
+
+def _as_float(value: object) -> float:
+    if isinstance(value, Decimal):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 @lru_cache(maxsize=16)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from preheat.core import StructuredOutputsParams
-from preheat.grammar.guidance_source import grammar_source, where_unsupported
+from preheat.grammar.guidance_source import grammar_source
 from preheat.grammar.source import refused
 from preheat.grammar.state import Grammar, Row, add_ends
 from preheat.ops.sampling import words_of
@@ -37,11 +37,14 @@ class Guidance:
         """
         source = grammar_source(params)
         matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                raise refused(params.kind, "no text satisfies it")
         if matcher.is_error():
             lines = [line.strip() for line in str(matcher.get_error()).splitlines() if line.strip()]
-            message = " ".join(lines[:4])[:500]
-            at = where_unsupported(params, message)
-            raise refused(params.kind, f"it cannot be compiled: {message}{at and f' (at {at})'}")
+            raise refused(params.kind, f"it cannot be compiled: {' '.join(lines[:4])[:500]}")
         return Grammar(self, matcher)
 
     def is_special(self, token: int) -> bool:

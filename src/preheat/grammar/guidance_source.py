@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import re
 
 from preheat.core import StructuredOutputsParams
+from preheat.grammar.derive import TooComplex, check_counts
 from preheat.grammar.guidance_tags import Lark
-from preheat.grammar.source import MAX_SPACES, OPTIONS, check_sizes, choices_of, loaded, loaded_schema, objects, refused
+from preheat.grammar.json_source import json_rules
+from preheat.grammar.lark import LarkWriter
+from preheat.grammar.notation import check_lark
+from preheat.grammar.pattern import WHOLE, PatternError, parsed
+from preheat.grammar.source import Inexact, check_sizes, choices_of, refused
 from preheat.grammar.structural import PART, format_of
-
-WHITESPACE = rf"[ \t\n\r]{{0,{MAX_SPACES}}}"
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
@@ -19,6 +21,8 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         return _source(params)
     except RecursionError:
         raise refused(params.kind, "it is nested too deeply") from None
+    except Inexact as error:
+        raise refused(params.kind, f"llguidance cannot keep to {error}") from None
 
 
 def _source(params: StructuredOutputsParams) -> str:
@@ -27,28 +31,40 @@ def _source(params: StructuredOutputsParams) -> str:
     check_sizes(params)
     match params.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(json.dumps(_schema(params, params.json, "json")))
+            return LLMatcher.grammar_from_lark(_json(params, params.json, "json"))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(json.dumps(_schema(params, {"type": "object"}, "json_object")))
+            return LLMatcher.grammar_from_lark(_json(params, {"type": "object"}, "json_object"))
         case "regex":
+            _check_regex(params.regex or "")
             return LLMatcher.grammar_from_regex(params.regex or "")
         case "choice":
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices_of(params))}")
         case "grammar":
-            return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
+            lark = _lark(params.grammar or "")
+            check_lark(lark)
+            return LLMatcher.grammar_from_lark(lark)
         case _:
-            lark = Lark(lambda given: _schema(params, given, PART))
-            return LLMatcher.grammar_from_lark(lark.text(format_of(params)))
+            tags = Lark(lambda given, prefix: LarkWriter(prefix).rules(json_rules(params, given, PART)))
+            return LLMatcher.grammar_from_lark(tags.text(format_of(params)))
 
 
-def _schema(params: StructuredOutputsParams, given: object, part: str) -> dict[str, Any]:
-    """The JSON schema ``given`` with what ``params`` say about it, for llguidance."""
-    schema = loaded_schema(params, given, part)
-    if params.disable_any_whitespace:
-        options: dict[str, Any] = {"whitespace_flexible": False}
-    else:
-        options = {"whitespace_pattern": WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern}
-    return {**schema, OPTIONS: options}
+_RUST = re.compile(r"(\(\?)[a-zA-Z-]+(?=:)|\(\?[a-zA-Z-]+\)|(\\[pP])\{[^}]*\}")
+"""What Rust's syntax has besides."""
+
+
+def _check_regex(pattern: str) -> None:
+    """Refuse repetitions that cost too much; what else may be wrong llguidance says."""
+    try:
+        check_counts(parsed(_RUST.sub(lambda found: found[1] or (found[2] and "a") or "", pattern), WHOLE))
+    except PatternError:
+        return
+    except TooComplex as error:
+        raise refused("regex", str(error)) from None
+
+
+def _json(params: StructuredOutputsParams, given: object, part: str) -> str:
+    lines = LarkWriter().rules(json_rules(params, given, part))
+    return "\n".join(["%llguidance {}", *lines])
 
 
 def _lark(text: str) -> str:
@@ -61,18 +77,3 @@ def _lark(text: str) -> str:
         return str(any_to_lark(text))
     except Exception as error:  # of many kinds
         raise refused("grammar", f"it is neither Lark's notation nor EBNF: {error}") from None
-
-
-def where_unsupported(params: StructuredOutputsParams, message: str) -> str:
-    """Where in the schema the first keyword stands that llguidance's ``message`` names; "" if it names none."""
-    start = message.find("Unimplemented keys: ")
-    if start < 0 or params.kind != "json":
-        return ""
-    try:
-        keys, _ = json.JSONDecoder().raw_decode(message[start:].partition(": ")[2])
-    except ValueError:
-        return ""
-    for path, inner in objects(loaded(params.json, "json"), "$"):
-        if found := [key for key in keys if key in inner]:
-            return f"{path}.{found[0]}"
-    return ""

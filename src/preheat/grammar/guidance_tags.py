@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from preheat.grammar.json_rules import ROOT
 from preheat.grammar.source import literal, refused
 from preheat.grammar.structural import PART, Format
 
 
 class Lark:
-    """Writes a tree of formats in llguidance's notation, whose schemas ``schema`` completes."""
+    """Writes a tree of formats in llguidance's notation. ``schema`` makes the rules of a schema, whose names begin with
+    a prefix; the first one is that of a whole text.
+    """
 
-    def __init__(self, schema: Callable[[Any], Format]) -> None:
+    def __init__(self, schema: Callable[[Any, str], list[str]]) -> None:
         self._schema, self._rules = schema, list[str]()
 
     def text(self, tree: Format) -> str:
@@ -41,7 +43,9 @@ class Lark:
             case "const_string":
                 return literal(tree["value"])
             case "json_schema":
-                return f"%json {json.dumps(self._schema(tree['json_schema']))}"
+                prefix = f"json_{len(self._rules)}_"
+                self._rules += self._schema(tree["json_schema"], prefix)
+                return f"{prefix}{ROOT}"
             case "regex":
                 return "/" + str(tree["pattern"]).replace("/", r"\/").replace("\n", r"\n") + "/"
             case "sequence":

@@ -24,6 +24,7 @@ import numpy as np
 from preheat.core import GrammarStats, Request, Schedule, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.grammar.guidance import Guidance
+from preheat.grammar.source import refused
 from preheat.grammar.state import Grammar, Library, Row, State
 from preheat.grammar.xgrammar import XGrammar
 from preheat.schedule.slots import Slots
@@ -55,6 +56,10 @@ PATHS, PATH_TOKENS = 4, 64
 LIBRARIES: Mapping[str, Callable[[str, int, int], Library]] = MappingProxyType(
     {"llguidance": Guidance, "xgrammar": XGrammar}
 )
+
+PROBE_TOKENS, PROBES = 24, 2
+"""The paths that each grammar is tried on when it is compiled: one whose masks cost too much is noticed before it is
+used, where nobody waits for it."""
 
 Arrived = tuple[Request, State | PreheatError]
 
@@ -127,6 +132,10 @@ class Grammars:
         began = time.monotonic()
         with _no_panic():
             grammar = self.backend.compile(params)
+            try:
+                grammar.explore(PROBE_TOKENS, PROBES)
+            except ValueError as error:
+                raise refused(params.kind, str(error)) from None
         self.stats.compiled += 1
         self.stats.compile_seconds += time.monotonic() - began
         return grammar

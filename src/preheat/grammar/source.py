@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from preheat.core import StructuredOutputsParams
 from preheat.errors import InvalidRequest
-
-MAX_SPACES = 24
-"""White space between the parts of JSON, unless a request says otherwise: bounded, because a model may write nothing
-else for ever."""
 
 MAX_CHOICES = 10_000
 MAX_OBJECTS = 20_000
 """Objects in a schema. The library follows references by recursion, on a stack of `STACK` bytes (service.py)."""
 
 MAX_TEXT = 2**17
-"""Characters of a grammar or of a regular expression, for the same reason."""
+"""Characters of a grammar, of a regular expression, of all texts of a choice, or of all that a schema has its values
+say, for the same reason."""
 
 OPTIONS = "x-guidance"
-"""The key under which a schema carries options of llguidance. A request must not: it could switch off the refusal of
-keywords that are not implemented."""
+"""The key under which schemas carry options of llguidance elsewhere. Here they would be ignored."""
+
+
+class Inexact(ValueError):
+    """What a library cannot say exactly."""
 
 
 def check_sizes(params: StructuredOutputsParams) -> None:
     """Raises InvalidRequest for a text that is too long for a library to recurse through."""
-    for part in ("regex", "grammar"):
-        if (size := len(getattr(params, part) or "")) > MAX_TEXT:
-            raise refused(part, f"it has {size:,} characters, at most {MAX_TEXT:,} are allowed")
+    for part in ("regex", "grammar", "choice", "whitespace_pattern"):
+        check_size(part, sum(map(len, getattr(params, part) or "")))
+
+
+def check_size(part: str, size: int, what: str = "it has") -> None:
+    """Raises InvalidRequest for more characters than a library can recurse through."""
+    if size > MAX_TEXT:
+        raise refused(part, f"{what} {size:,} characters, at most {MAX_TEXT:,} are allowed")
 
 
 def refused(part: str, why: str) -> InvalidRequest:
@@ -54,12 +60,16 @@ def loaded(given: object, part: str) -> dict[str, Any]:
     """An object, or the text of one."""
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = json.loads(given, parse_float=Decimal, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise refused(part, f"it is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise refused(part, "it must be a JSON object")
     return given
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,8 +83,10 @@ def objects(value: object, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from objects(inner, f"{path}[{place}]")
 
 
-_HOLD_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_ARE_SCHEMAS = ("additionalProperties", "items", "additionalItems", "prefixItems", "anyOf", "oneOf", "allOf", "not")
+HOLD_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+LIST_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+ARE_SCHEMAS = ("additionalProperties", "items", "additionalItems")
+"""The keywords that hold schemas: by name, in a list, and one each."""
 
 
 def _closed(schema: Any) -> Any:
@@ -85,10 +97,10 @@ def _closed(schema: Any) -> Any:
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _HOLD_SCHEMAS and isinstance(value, dict):
+        if key in HOLD_SCHEMAS and isinstance(value, dict):
             found[key] = {name: _closed(inner) for name, inner in value.items()}
         else:
-            found[key] = _closed(value) if key in _ARE_SCHEMAS else value
+            found[key] = _closed(value) if key in (*LIST_SCHEMAS, *ARE_SCHEMAS) else value
     if "properties" in schema and not {"additionalProperties", "patternProperties"} & schema.keys():
         found["additionalProperties"] = False
     return found
@@ -97,6 +109,8 @@ def _closed(schema: Any) -> Any:
 def choices_of(params: StructuredOutputsParams) -> list[str]:
     """The texts of ``choice`` as literals, as a choice in Lark's notation and in EBNF."""
     texts = params.choice or []
+    if not texts:
+        raise refused("choice", "it has no texts")
     if len(texts) > MAX_CHOICES:
         raise refused("choice", f"it has {len(texts):,} texts, at most {MAX_CHOICES:,} are allowed")
     return [literal(each) for each in texts]

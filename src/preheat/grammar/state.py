@@ -86,8 +86,10 @@ class Grammar:
 
     def explore(self, tokens: int, walks: int) -> int:
         """Build the states on ``walks`` paths of at most ``tokens`` tokens through the grammar, the same at every call;
-        how many masks were computed.
+        how many masks were computed. Raises ValueError if the grammar cannot go on from one of them.
         """
+        if self._matcher is None:
+            return 0
         mask, count = np.zeros((1, self.backend.words), np.int32), 0
         for seed in range(walks):
             draw = np.random.default_rng(seed)
@@ -98,6 +100,8 @@ class Grammar:
                 count += 1
                 if not len(ids) or state.accept(int(draw.choice(ids))):
                     break
+            if state.error:
+                raise ValueError(state.error)
         return count
 
 

@@ -112,14 +112,14 @@ def _check_triggers(given: Format, at: str) -> None:
             raise refused(PART, f"{at}[{place}]: begin {tag['begin']!r} begins with none of the triggers")
 
 
-def with_schemas(tree: Format, schema: Callable[[Any], Format]) -> Format:
-    """``tree`` in which ``schema`` gives the fields of each format that has a schema."""
+def with_grammars(tree: Format, grammar: Callable[[Format], str]) -> Format:
+    """``tree`` in which each schema and regular expression is the grammar that ``grammar`` makes of its format."""
+    if tree["type"] in ("json_schema", "regex"):
+        return {"type": "grammar", "grammar": grammar(tree)}
     found = dict(tree)
     for key, value in tree.items():
-        if key == "json_schema":
-            found |= schema(value)
-        elif key == "content":
-            found[key] = with_schemas(value, schema)
+        if key == "content":
+            found[key] = with_grammars(value, grammar)
         elif key in ("elements", "tags"):
-            found[key] = [with_schemas(each, schema) for each in value]
+            found[key] = [with_grammars(each, grammar) for each in value]
     return found

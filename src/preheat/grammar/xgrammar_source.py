@@ -1,4 +1,4 @@
-"""What a request asks of its text, compiled by xgrammar. What that library would take and not keep to is refused."""
+"""What a request asks of its text, compiled by xgrammar."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import re
 from typing import Any
 
 from preheat.core import StructuredOutputsParams
-from preheat.grammar.source import MAX_SPACES, check_sizes, choices_of, loaded_schema, refused
-from preheat.grammar.structural import PART, Format, format_of, with_schemas
-from preheat.grammar.xgrammar_schema import exact, unkept
+from preheat.grammar.derive import TooComplex, is_empty
+from preheat.grammar.ebnf import EbnfWriter
+from preheat.grammar.json_rules import ROOT
+from preheat.grammar.json_source import json_rules
+from preheat.grammar.nodes import Rules, Token
+from preheat.grammar.notation import check_ebnf
+from preheat.grammar.pattern import WHOLE, PatternError, parsed
+from preheat.grammar.source import Inexact, check_sizes, choices_of, refused
+from preheat.grammar.structural import PART, Format, format_of, with_grammars
 
 
 def compiled(compiler: Any, params: StructuredOutputsParams) -> Any:
@@ -17,47 +23,60 @@ def compiled(compiler: Any, params: StructuredOutputsParams) -> Any:
     for what xgrammar refuses.
     """
     check_sizes(params)
-    if params.whitespace_pattern is not None:
-        raise refused("whitespace_pattern", "xgrammar has none: disable_any_whitespace, or backend guidance")
+    if params.kind == "structural_tag":
+        return compiler.compile_structural_tag(json.dumps({"type": PART, "format": _tags(params)}))
+    return compiler.compile_grammar(_source(params))
+
+
+def _source(params: StructuredOutputsParams) -> Any:
     match params.kind:
         case "json":
-            return _schema(compiler, params, loaded_schema(params, params.json, "json"))
+            return _written(json_rules(params, params.json, "json"), "json")
         case "json_object":
-            return _schema(compiler, params, {"type": "object"})
+            return _written(json_rules(params, {"type": "object"}, "json_object"), "json_object")
         case "regex":
-            if bad := unkept(params.regex or "", in_json=False):
-                raise refused("regex", f"xgrammar does not keep to {bad}")
-            return compiler.compile_regex(params.regex)
+            return _regex(params.regex or "", "regex")
         case "choice":
-            return compiler.compile_grammar(f"root ::= {' | '.join(choices_of(params))}")
-        case "grammar":
-            text = params.grammar or ""
-            return compiler.compile_grammar(text) if "::=" in text else compiler.compile_lark(text)
+            return f"root ::= {' | '.join(choices_of(params))}"
         case _:
-            return _structural_tag(compiler, params)
+            return _grammar(params.grammar or "")
 
 
-def _structural_tag(compiler: Any, params: StructuredOutputsParams) -> Any:
-    if params.disable_any_whitespace:
-        raise refused(PART, "xgrammar has no disable_any_whitespace in structural tags")
-
-    def fields(given: object) -> Format:
-        schema = exact(loaded_schema(params, given, PART), PART)
-        return {"json_schema": schema, "max_whitespace_cnt": MAX_SPACES}
-
-    tree = with_schemas(format_of(params), fields)
-    return compiler.compile_structural_tag(json.dumps({"type": PART, "format": tree}))
+def _written(rules: Rules, part: str) -> str:
+    try:
+        return EbnfWriter().text(rules, ROOT)
+    except (TooComplex, Inexact) as error:
+        raise refused(part, f"xgrammar cannot keep to it: {error}") from None
 
 
-def _schema(compiler: Any, params: StructuredOutputsParams, schema: dict[str, Any]) -> Any:
-    compact = params.disable_any_whitespace
-    return compiler.compile_json_schema(
-        json.dumps(exact(schema, params.kind)),
-        any_whitespace=not compact,
-        separators=(",", ":") if compact else None,
-        strict_mode=False,
-        max_whitespace_cnt=None if compact else MAX_SPACES,
-    )
+def _regex(pattern: str, part: str) -> str:
+    try:
+        node = parsed(pattern, WHOLE)
+        if is_empty(node):
+            raise refused(part, "no text satisfies it")
+    except PatternError as error:
+        raise refused(part, f"it is no regular expression that is supported: {error}") from None
+    return _written({ROOT: Token(node)}, part)
+
+
+def _grammar(text: str) -> Any:
+    import xgrammar
+
+    if not text.strip():
+        raise refused("grammar", "it is empty")
+    make = xgrammar.Grammar.from_ebnf if "::=" in text else xgrammar.Grammar.from_lark
+    grammar = make(text)
+    check_ebnf(str(grammar))
+    return grammar
+
+
+def _tags(params: StructuredOutputsParams) -> Format:
+    def grammar(given: Format) -> str:
+        if given["type"] == "regex":
+            return _regex(given["pattern"], PART)
+        return _written(json_rules(params, given["json_schema"], PART), PART)
+
+    return with_grammars(format_of(params), grammar)
 
 
 def plain_message(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -88,7 +89,9 @@ def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversatio
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
-    return Conversation(told, [_nested(tool) for tool in msgspec.to_builtins(body.tools or [])], variables)
+    return Conversation(
+        told, [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))], variables
+    )
 
 
 def _choice(body: ResponsesRequest, tools: list[dict[str, Any]] | None) -> ToolChoice:

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct, inspect
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import InvalidRequest
+from preheat.utils.exact_json import exact_number
 from preheat.utils.json_size import MOST_IDS, MOST_VALUES, check_size
 
 Body = TypeVar("Body", bound="ForModel")
@@ -321,12 +322,13 @@ def _decoded(data: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         if _UNKNOWN not in str(error):
             raise
-        known = _without_unknown_nulls(msgspec.json.decode(data), _described(kind))
+        known = _without_unknown_nulls(_ANYTHING.decode(data), _described(kind))
         body = msgspec.convert(known, kind, str_keys=True)
     return body
 
 
 _described = functools.cache(inspect.type_info)
+_ANYTHING = msgspec.json.Decoder(float_hook=exact_number)
 
 
 def _without_unknown_nulls(value: Any, kind: inspect.Type) -> Any:
@@ -351,7 +353,7 @@ def _without_unknown_nulls(value: Any, kind: inspect.Type) -> Any:
 
 @functools.cache
 def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(kind, float_hook=exact_number)
 
 
 def _invalid(message: str) -> InvalidRequest:

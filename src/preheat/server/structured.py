@@ -5,6 +5,7 @@ All of them become one :class:`~preheat.core.StructuredOutputsParams`.
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -59,13 +60,15 @@ def response_format(asked: ResponseFormat) -> StructuredOutputsParams | None:
                 raise InvalidRequest(f"{param} is missing: give it with its schema", param=param)
             return converted({"json": asked.json_schema.schema}, "response_format.json_schema.schema")
         case "structural_tag":
-            tag = {name: msgspec.to_builtins(getattr(asked, name)) for name in fields}
+            tag = {name: msgspec.to_builtins(getattr(asked, name), builtin_types=(Decimal,)) for name in fields}
             return converted({"structural_tag": {"type": asked.type, **tag}}, "response_format")
 
 
 def converted(values: dict[str, Any], param: str) -> StructuredOutputsParams:
     """``values`` as parameters. Raises InvalidRequest, naming ``param``."""
     try:
-        return msgspec.convert({k: v for k, v in values.items() if v is not None}, StructuredOutputsParams)
-    except msgspec.ValidationError as error:
+        return msgspec.convert(
+            {k: v for k, v in values.items() if v is not None}, StructuredOutputsParams, builtin_types=(Decimal,)
+        )
+    except (msgspec.ValidationError, ValueError) as error:
         raise InvalidRequest(f"{param}: {error}", param=param) from error

@@ -27,12 +27,14 @@ _OTHERS = ("outlines", "lm-format-enforcer")
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``backend`` serves all requests: ``guidance`` is llguidance, ``auto`` is that too, ``none`` refuses them. The
-    others are those of a request, for all requests.
+    others are those of a request: the two that disable hold for all requests, ``whitespace_pattern`` for those that
+    say nothing about white space.
     """
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
 
 
 def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfig:
@@ -48,6 +50,8 @@ def structured_config(given: Mapping[str, Any] | None) -> StructuredOutputsConfi
             "docs/structured-outputs.md",
             param=name,
         )
+    if config.disable_any_whitespace and config.whitespace_pattern is not None:
+        raise SettingsError(f"{name}: disable_any_whitespace leaves no use for whitespace_pattern", param=name)
     if config.backend not in BACKENDS:
         raise SettingsError(f"{name}: backend {config.backend!r} is not one of {', '.join(BACKENDS)}", param=name)
     return config
@@ -72,10 +76,12 @@ def library_version(settings: Any) -> str:
 
 def with_config(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> StructuredOutputsParams:
     """``params`` with what the server wishes for all requests."""
-    space = config.disable_any_whitespace and params.kind in ("json", "json_object", "structural_tag")
+    about_json = params.kind in ("json", "json_object", "structural_tag")
     closed = config.disable_additional_properties and params.kind in ("json", "structural_tag")
-    if space and not params.disable_any_whitespace:
+    if about_json and config.disable_any_whitespace:
         params = msgspec.structs.replace(params, disable_any_whitespace=True, whitespace_pattern=None)
+    elif about_json and not params.disable_any_whitespace and params.whitespace_pattern is None:
+        params = msgspec.structs.replace(params, whitespace_pattern=config.whitespace_pattern)
     return msgspec.structs.replace(params, disable_additional_properties=True) if closed else params
 
 

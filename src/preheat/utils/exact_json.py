@@ -1,0 +1,51 @@
+"""JSON whose numbers keep all their digits: a double has about 17, and msgpack's integers have 64 bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+_INTEGERS = range(-(2**63), 2**64)
+
+
+def exact_number(text: str) -> float | Decimal:
+    """The number that ``text`` says: a float, unless that would be another number."""
+    exact, near = Decimal(text), float(text)
+    return near if near - near == 0 and Decimal(repr(near)) == exact else exact
+
+
+def dumps(value: Any) -> str:
+    """The JSON of ``value``, with all digits. Raises ValueError for what is no JSON."""
+    return "".join(_parts(value))
+
+
+def _parts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield "{"
+        for place, (name, each) in enumerate(value.items()):
+            yield f"{', ' if place else ''}{json.dumps(str(name), ensure_ascii=False)}: "
+            yield from _parts(each)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "["
+        for place, each in enumerate(value):
+            yield ", " if place else ""
+            yield from _parts(each)
+        yield "]"
+    elif isinstance(value, Decimal):
+        if not value.is_finite():
+            raise ValueError(f"{value} is no number of JSON")
+        yield str(value)
+    else:
+        yield json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def travels(value: Any) -> bool:
+    """Whether msgpack keeps all numbers of ``value``."""
+    if isinstance(value, dict):
+        return all(map(travels, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(travels, value))
+    return not isinstance(value, Decimal) and (not isinstance(value, int) or value in _INTEGERS)
