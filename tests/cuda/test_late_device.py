@@ -23,6 +23,8 @@ from tests.tokenizers import byte_level
 
 LATE = 30_000_000
 """Cycles, about 15 ms: the host prepares dozens of steps meanwhile, if nothing holds it."""
+OPTIONS = {name: value for name, value in TIGHT.items() if name != "defrag_threshold"}
+"""Without compaction, for which the host waits."""
 POOLING = {"runner": "pooling", "pooler_config": {"pooling_type": "LAST"}}
 
 
@@ -80,7 +82,7 @@ def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["generating", "each step waited for", "pooling", "a draft model", "adapters"])
 def test_a_late_device_changes_no_bit(kind: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = kinds(model)[kind]
-    llm = LLM(str(model), **TIGHT | options)
+    llm = LLM(str(model), **OPTIONS | options)
     right = bits(llm, options, model)
     make_late(monkeypatch)
     assert bits(llm, options, model) == right
@@ -89,7 +91,7 @@ def test_a_late_device_changes_no_bit(kind: str, model: Path, monkeypatch: pytes
 def test_a_boot_on_a_late_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of many steps are captured and run with nothing to wait for in between."""
     one = DeviceGraphs._capture_one
-    llm = LLM(str(model), **TIGHT | POOLING)
+    llm = LLM(str(model), **OPTIONS | POOLING)
     right = bits(llm, POOLING, model)
 
     def late(self: DeviceGraphs, bucket: Any) -> Any:
@@ -97,7 +99,7 @@ def test_a_boot_on_a_late_device(model: Path, monkeypatch: pytest.MonkeyPatch) -
         return one(self, bucket)
 
     monkeypatch.setattr(DeviceGraphs, "_capture_one", late)
-    assert bits(LLM(str(model), **TIGHT | POOLING), POOLING, model) == right
+    assert bits(LLM(str(model), **OPTIONS | POOLING), POOLING, model) == right
 
 
 def test_copies_without_a_guard_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_copies_without_a_guard_are_noticed(model: Path, monkeypatch: pytest.Mon
 
     Steps of one prompt have the same rows and lengths, so what is read too late is wrong and does no harm.
     """
-    llm = LLM(str(model), **TIGHT | POOLING | {"enable_prefix_caching": False})
+    llm = LLM(str(model), **OPTIONS | POOLING | {"enable_prefix_caching": False})
     long = prompts_of([load()[0][3][:240]])
     right = llm.encode(long, use_tqdm=False)[0].outputs.data.tobytes()
     make_late(monkeypatch)
