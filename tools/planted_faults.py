@@ -43,7 +43,7 @@ from preheat.warmup.record import Record
 plan.KINDS = tuple(kind for kind in plan.KINDS if kind is not SamplerItem)
 size = Size(prompts=12, runs=2, outputs=16, longest=400)
 settings = Settings.load({"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_warmup": False,
-                          "log_level": "error", "on_cold": "off",
+                          "log_level": "error", "on_cold": "off", "block_size": 32,
                           "kv_cache_memory_bytes": 1 << 27, **json.loads(os.environ["PLANTED_OPTIONS"])})
 records = []
 

@@ -83,7 +83,13 @@ class Fuzz:
         model |= {"seed": seed, "dtype": dtype, "num_threads": threads, "kv_cache_memory_bytes": CACHE_BYTES}
         features = random_features(draw, folder, config)
         heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
-        shown = [config["architectures"][0], heads, f"window {config['sliding_window']}", dtype, f"{threads} threads"]
+        shown = [
+            config["architectures"][0],
+            heads,
+            f"window {config.get('sliding_window')}",
+            dtype,
+            f"{threads} threads",
+        ]
         shown += [*["int4"] * ("quantization_config" in config), *_shown(features.both, folder)]
         return replace(settings, **model, **features.both), features, shown
 

@@ -10,6 +10,10 @@ from typing import Any
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WITH_EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
+BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
+SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+"""Families whose configs say so of attention: a field that a family does not read is an error."""
+
 FAMILIES = (*DENSE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
@@ -47,13 +51,7 @@ def random_config(draw: random.Random) -> dict[str, Any]:
         "head_dim": dim,
         "vocab_size": draw.choice((256, _width(draw, 3_000, even, least=130))),
         "max_position_embeddings": POSITIONS,
-        "rope_theta": draw.choice((10_000.0, 1e6)),
         "tie_word_embeddings": draw.random() < 0.3,
-        "attention_bias": draw.random() < 0.3,
-        "mlp_bias": draw.random() < 0.2,
-        "use_sliding_window": family != "Qwen2MoeForCausalLM",
-        "sliding_window": draw.choice((None, None, draw.randrange(1, 64), draw.randrange(64, 600))),
-        "max_window_layers": draw.randint(0, layers),
         "torch_dtype": "float32",
     }
     config |= _of_its_own(draw, config, even)
@@ -64,27 +62,41 @@ def random_config(draw: random.Random) -> dict[str, Any]:
 
 def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict[str, Any]:
     """What a family's config has besides, or instead."""
-    (family,), dim = config["architectures"], config["head_dim"]
-    if family == WITH_WINDOWS:
-        window = draw.choice((draw.randrange(1, 64), draw.randrange(64, 600)))
-        return {"sliding_window": window, "sliding_window_pattern": draw.randint(2, 3), "query_pre_attn_scalar": dim}
+    (family,), dim, layers = config["architectures"], config["head_dim"], config["num_hidden_layers"]
     if family == WITH_ALIBI:
         heads = min(config["num_attention_heads"], WIDEST // dim)
         return {
-            "d_model": heads * dim, "hidden_size": heads * dim, "n_heads": heads,
-            "n_layers": config["num_hidden_layers"], "num_key_value_heads": heads, "max_seq_len": POSITIONS,
-            "no_bias": True, "attn_config": {"alibi": True},
-            "sliding_window": None, "expansion_ratio": 2, "tie_word_embeddings": True,
+            "d_model": heads * dim, "hidden_size": heads * dim, "n_heads": heads, "num_attention_heads": heads,
+            "num_key_value_heads": heads, "n_layers": layers, "max_seq_len": POSITIONS, "no_bias": True,
+            "attn_config": {"alibi": True}, "expansion_ratio": 2, "tie_word_embeddings": True,
         }  # fmt: skip
-    if family in WITH_EXPERTS:
-        count = draw.choice((4, 6, 8))
-        return {
-            "num_local_experts": count, "num_experts": count, "num_experts_per_tok": draw.randint(1, 3),
-            "moe_intermediate_size": _width(draw, 200, even), "norm_topk_prob": draw.random() < 0.7,
-            "shared_expert_intermediate_size": _width(draw, 200, even), "decoder_sparse_step": draw.randint(1, 2),
-            "mlp_only_layers": [],
-        }  # fmt: skip
-    return {}
+    found: dict[str, Any] = {"rope_theta": draw.choice((10_000.0, 1e6))}
+    if family in BIASED:
+        found["attention_bias"] = draw.random() < 0.3
+    if family == "LlamaForCausalLM":
+        found["mlp_bias"] = draw.random() < 0.2
+    narrow, wide = draw.randrange(1, 64), draw.randrange(64, 600)
+    if family == WITH_WINDOWS:
+        window = draw.choice((narrow, wide))
+        found |= {"sliding_window": window, "sliding_window_pattern": draw.randint(2, 3), "query_pre_attn_scalar": dim}
+    elif family in SOMETIMES_WINDOWS:
+        found["sliding_window"] = draw.choice((None, None, narrow, wide))
+    if family in SOMETIMES_WINDOWS and family.startswith("Qwen"):
+        found["use_sliding_window"] = True
+    if family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        found["max_window_layers"] = draw.randint(0, layers)
+    return found | (_experts(draw, even) if family in WITH_EXPERTS else {})
+
+
+def _experts(draw: random.Random, even: bool) -> dict[str, Any]:
+    """Fields of models with experts; each family reads its own."""
+    count = draw.choice((4, 6, 8))
+    return {
+        "num_local_experts": count, "num_experts": count, "num_experts_per_tok": draw.randint(1, 3),
+        "moe_intermediate_size": _width(draw, 200, even), "norm_topk_prob": draw.random() < 0.7,
+        "shared_expert_intermediate_size": _width(draw, 200, even), "decoder_sparse_step": draw.randint(1, 2),
+        "mlp_only_layers": [],
+    }  # fmt: skip
 
 
 def _width(draw: random.Random, most: int, even: bool, least: int = 33) -> int:
