@@ -394,4 +394,9 @@ FAULTS = (
         (Edit(_DECODE, "alibi.index_select(0, self._heads)", "alibi.roll(1).index_select(0, self._heads)"),),
         "tests/cpu/test_attention.py", engine="alibi",
     ),
+    Fault(
+        "attention multiplies hidden values by zero",
+        (Edit("backends/cpu/hidden.py", "    if mask is None or not _has_nan(*found):\n", "    if True:\n"),),
+        "tests/cpu/test_boot_rows.py::test_all_is_well",
+    ),
 )  # fmt: skip

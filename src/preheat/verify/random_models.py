@@ -85,16 +85,18 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
         found["use_sliding_window"] = True
     if family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         found["max_window_layers"] = draw.randint(0, layers)
-    return found | (_experts(draw, even) if family in WITH_EXPERTS else {})
+    return found | (_experts(draw, family, layers, even) if family in WITH_EXPERTS else {})
 
 
-def _experts(draw: random.Random, even: bool) -> dict[str, Any]:
-    """Fields of models with experts; each family reads its own."""
-    count = draw.choice((4, 6, 8))
-    return {
-        "num_local_experts": count, "num_experts": count, "num_experts_per_tok": draw.randint(1, 3),
-        "moe_intermediate_size": _width(draw, 200, even), "norm_topk_prob": draw.random() < 0.7,
-        "shared_expert_intermediate_size": _width(draw, 200, even), "decoder_sparse_step": draw.randint(1, 2),
+def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[str, Any]:
+    """The fields of a model with experts."""
+    count, chosen = draw.choice((4, 6, 8)), draw.randint(1, 3)
+    if family == "MixtralForCausalLM":
+        return {"num_local_experts": count, "num_experts_per_tok": chosen}
+    shared = {"shared_expert_intermediate_size": _width(draw, 200, even)} if family == "Qwen2MoeForCausalLM" else {}
+    return shared | {
+        "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": _width(draw, 200, even),
+        "norm_topk_prob": draw.random() < 0.7, "decoder_sparse_step": draw.randint(1, min(layers, 2)),
         "mlp_only_layers": [],
     }  # fmt: skip
 
