@@ -240,7 +240,7 @@ class Executor:
 
     @torch.inference_mode()
     def fill_values(self, layers: Sequence[int], block: int, place: int) -> None:
-        """Let these layers find great values, which show in every sum, for the token at ``place`` of a block."""
+        """Let these layers, on this rank, find great values, which show in every sum, for the token at ``place``."""
         great = min(torch.finfo(self.cache.data.dtype).max / 4, 1e30)
         for layer in layers:
             values = self.cache.layers[layer][block, 1, :, place]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from preheat.errors import CheckFailed
 from preheat.plan.items import NothingToRun
-from preheat.verify.check_runner import CheckRunner
+from preheat.verify.check_runner import ZEROS, CheckRunner
 from preheat.verify.names import BEHIND_WINDOW
 
 READ = 5
@@ -61,7 +61,7 @@ def _logits(
     tokens = np.arange(length, dtype=np.int32) % runner.vocab_size
     with runner.sequence(tokens) as slot:
         for block in slots.block_table[slot, : slots.num_blocks[slot]].tolist():
-            runner.executor.clear_block(block)
+            runner.executor.fill_block(block, ZEROS)
         if great is not None:
             runner.executor.fill_values([*layers], int(slots.block_table[slot, great // size]), great % size)
         slots.cached_len[slot] = length - lacking
