@@ -1,7 +1,8 @@
 """Who sees a fault: ``python -m tools.planted_faults`` plants each of :mod:`tools.faults` into a copy of the sources.
 
 For each it runs the check at boot, the paths of ``preheat verify`` and the nearest test, on a CPU, and writes the
-controls' table of docs/determinism.md. The status is 1 if a fault is seen by none of them. The dtype is float32, in
+controls' table of docs/determinism.md. The status is 1 if a fault is seen by none of them, or ``preheat verify`` sees
+fewer than nine in ten. The dtype is float32, in
 which the order of a sum shows in more results than in bfloat16.
 """
 
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.fault_engines import options
 from tools.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
@@ -39,10 +41,10 @@ from preheat.verify import drive, verification
 from preheat.warmup.record import Record
 
 plan.KINDS = tuple(kind for kind in plan.KINDS if kind is not SamplerItem)
-size = Size(prompts=10, runs=2, outputs=16, longest=400)
+size = Size(prompts=12, runs=2, outputs=16, longest=400)
 settings = Settings.load({"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_warmup": False,
-                          "log_level": "error", "kv_cache_memory_bytes": 1 << 27,
-                          **json.loads(os.environ["PLANTED_OPTIONS"])})
+                          "log_level": "error", "on_cold": "off", "block_size": 32,
+                          "kv_cache_memory_bytes": 1 << 27, **json.loads(os.environ["PLANTED_OPTIONS"])})
 records = []
 
 class Noting(drive.Engine):
@@ -65,8 +67,15 @@ print("FOUND " + json.dumps(found))
 """
 
 
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 24}
-"""The engine's options for faults of adapters."""
+BOOT = "its check at boot"
+"""Stands for a path of verify: its verdict says what the check at boot of its engine found."""
+
+NOTE = """\
+`preheat verify` boots an engine, so the check at boot is part of its verdict. In float32: rounding to bfloat16 hides
+most changes of an order."""
+
+LEAST = 0.9
+"""The share of faults that verify must see."""
 
 
 class Seen(NamedTuple):
@@ -75,6 +84,11 @@ class Seen(NamedTuple):
     boot: list[str]
     verify: list[str]
     test: bool
+
+    @property
+    def by_verify(self) -> list[str]:
+        """What of ``preheat verify`` saw it."""
+        return self.verify or [BOOT] * bool(self.boot)
 
 
 def plant(fault: Fault | None) -> Path:
@@ -95,13 +109,13 @@ def plant(fault: Fault | None) -> Path:
     return folder
 
 
-def look(fault: Fault | None, *, lora: bool) -> Seen:
-    """Run all three over ``fault``, on an engine that serves adapters if ``lora``."""
+def look(fault: Fault | None, engine: str) -> Seen:
+    """Run all three over ``fault``, on that ``engine``."""
     folder = plant(fault)
     try:
         environment = os.environ | {"PYTHONPATH": str(folder / "src"), "PREHEAT_CACHE_ROOT": str(folder / "cache")}
         environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-        environment["PLANTED_OPTIONS"] = json.dumps(LORA if lora else {})
+        environment["PLANTED_OPTIONS"] = json.dumps(options(engine, folder / "model"))
 
         def run(*command: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
@@ -122,17 +136,26 @@ def look(fault: Fault | None, *, lora: bool) -> Seen:
 
 def table(faults: list[Fault], seen: list[Seen]) -> str:
     """The table's text."""
-    lines = ["| Planted | Check at boot | `preheat verify` | Nearest test |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| Planted | Engine | Check at boot | `preheat verify` | Nearest test |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for fault, who in zip(faults, seen, strict=True):
         place = fault.test.replace("::", ", ").removeprefix("tests/")
         test = f"`{place}`" if who.test else f"no (`{place}`)"
-        lines.append(f"| {fault.name} | {_short(who.boot)} | {_short(who.verify)} | {test} |")
-    counts = [sum(bool(part) for part in column) for column in zip(*seen, strict=True)]
-    missed = [fault.name for fault, parts in zip(faults, seen, strict=True) if not any(parts)]
-    who = f"the check at boot sees {counts[0]}, `preheat verify` {counts[1]}, the nearest test {counts[2]}"
-    dtype = "In float32: rounding to bfloat16 hides most changes of an order."
-    lines += ["", f"Of {len(faults)} faults {who}; nobody: {'; '.join(missed) or 'none'}. {dtype}"]
+        found = f"{_short(who.boot)} | {_short(who.by_verify)} | {test}"
+        lines.append(f"| {fault.name} | {fault.engine} | {found} |")
+    boot, verify, test = (sum(map(bool, column)) for column in zip(*map(_who, seen), strict=True))
+    counts = f"the check at boot sees {boot}, `preheat verify` {verify}, the nearest test {test}"
+    lines += ["", f"Of {len(faults)} faults {counts}. {NOTE}"]
+    missed = [fault for fault, who in zip(faults, seen, strict=True) if not who.by_verify]
+    lines += ["", "`preheat verify` does not see:", ""] if missed else []
+    lines += [f"- {fault.name}: {fault.unseen or 'NO REASON IS KNOWN'}" for fault in missed]
     return "\n".join(lines) + "\n"
+
+
+def _who(seen: Seen) -> tuple[list[str], list[str], bool]:
+    return seen.boot, seen.by_verify, seen.test
 
 
 def _short(names: list[str]) -> str:
@@ -148,15 +171,15 @@ def main() -> int:
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only is None or args.only in fault.name]
 
-    def one(fault: Fault | None, lora: bool) -> Seen:
-        seen = look(fault, lora=lora)
-        print(f"{fault.name if fault else 'nothing planted'}: {seen}", flush=True)
+    def one(fault: Fault | None, engine: str) -> Seen:
+        seen = look(fault, engine)
+        print(f"{fault.name if fault else f'nothing planted ({engine})'}: {seen}", flush=True)
         return seen
 
-    kinds = sorted({fault.lora for fault in faults})
+    engines = sorted({fault.engine for fault in faults})
     with ThreadPoolExecutor(args.jobs) as pool:
-        controls = pool.map(one, [None] * len(kinds), kinds)
-        seen = [*pool.map(one, faults, [fault.lora for fault in faults])]
+        controls = [*pool.map(one, [None] * len(engines), engines)]
+        seen = [*pool.map(one, faults, [fault.engine for fault in faults])]
     if any(any(control) for control in controls):
         print("with nothing planted something is seen, too: the table would mean nothing")
         return 1
@@ -166,7 +189,8 @@ def main() -> int:
         page = PAGE.read_text()
         head, rest = page.split(BEGIN)
         PAGE.write_text(head + BEGIN + "\n" + text + "\n" + END + rest.split(END, 1)[1])
-    return 0 if all(any(who) for who in seen) else 1
+    enough = sum(bool(who.by_verify) for who in seen) >= LEAST * len(seen)
+    return 0 if enough and all(any(who) for who in seen) else 1
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def _boot(
     opening = _open_grammars(settings, idle=backend.facts.asynchronous)
     model, draft, adapters, others_free = _load(settings, backend, share, steps)
     pools = model.spec.head is None
-    checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools)
+    windows = {each for each in model.spec.layer_windows if each is not None}
+    checks = partial(check_names, settings, mode=mode, facts=backend.facts, pools=pools, windows=windows)
     fitting = Fitting(settings, backend, model, mode, checks, share.on_a_node, others_free, share.build)
     fitted = fitting.fit(steps)
     comparable = settings.batch_invariant and mode != "compile"  # the profiling run does not compile regions

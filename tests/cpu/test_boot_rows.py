@@ -16,7 +16,7 @@ from preheat.execution import logit_stages
 from preheat.grammar import guidance, service
 from preheat.limits import Limits
 from preheat.ops import sampler, sampling
-from preheat.schedule import slots
+from preheat.schedule import prefix, slots
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport
@@ -119,6 +119,47 @@ def test_poison_that_reaches_others_is_seen(check, plant, error, monkeypatch):
     check.run("decode")
     with pytest.raises(error, match="poisoned"):
         check.run("poisoned")
+
+
+def no_last_token(patch):
+    right = prefix.chained
+    patch.setattr(prefix, "chained", lambda *args: right(*args[:-1], args[-1] - 1))
+
+
+def no_block_before(patch):
+    right = prefix.chained
+    patch.setattr(prefix, "chained", lambda parent, *more: right(b"", *more))
+
+
+def no_salt(patch):
+    patch.setattr(prefix, "chain_root", lambda request: b"")
+
+
+def no_images(patch):
+    patch.setattr(prefix, "_images", lambda *args: b"")
+
+
+def no_adapter(patch):
+    patch.setattr(prefix.PrefixCache, "_root", lambda self, sequence: prefix.chain_root(sequence.request))
+
+
+def no_room(patch):
+    """The last token is found, too: there is nothing left to sample from."""
+    right = prefix.PrefixCache.lookup
+
+    def lookup(self, sequence):
+        sequence.tokens = np.append(sequence.tokens, 0)
+        return right(self, sequence)
+
+    patch.setattr(prefix.PrefixCache, "lookup", lookup)
+
+
+@pytest.mark.parametrize("plant", [no_last_token, no_block_before, no_salt, no_images, no_adapter, no_room])
+def test_blocks_that_are_not_a_prompts_own_are_seen(check, plant, monkeypatch):
+    check.run("prefix hit")
+    plant(monkeypatch)
+    with pytest.raises(CheckFailed, match=r"prefix hit: a prompt with .* finds \d blocks, where \d are its own"):
+        check.run("prefix hit")
 
 
 def wrong_position(patch):
@@ -246,7 +287,7 @@ def test_the_contract_is_that_of_the_tests(vocab):
     for row in draws.ROWS:
         token, sure = draws.contract(row, ids)
         expected = answer(Row(
-            logits.numpy(), draws._named(row.params, ids), [ids[row.prompt]], draws._output(row, ids),
+            logits.numpy(), draws._request(row, ids).params, [ids[row.prompt]], draws._output(row, ids),
             [ids[place] for place in row.stops], row.seed, row.choice,
         ))  # fmt: skip
         clear += sure

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
+from pathlib import Path
 
 from preheat.cli import main
 from preheat.model.families import read_spec
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.fuzz import Fuzz
-from preheat.verify.random_models import HEAD_RATIOS, random_config
+from preheat.verify.random_engines import random_features
+from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, random_config
 from tests.cpu.planted import split_by_batch
 
 SECONDS = 50
@@ -26,9 +29,9 @@ def test_random_requests_in_random_models_have_the_bits_that_they_have_alone():
 def test_a_planted_kernel_is_found_and_its_seed_finds_it_again(monkeypatch, capsys):
     split_by_batch(monkeypatch)
     flags = ["verify", "--device", "cpu", "--log-level", "warning"]
-    assert main([*flags, "--fuzz", "0", "--random-models", "--fuzz-seed", "3"]) == 1
+    assert main([*flags, "--fuzz", "0", "--random-models", "--fuzz-seed", "4"]) == 1
     out = capsys.readouterr().out
-    (again,) = re.findall(r"seed 3 again: preheat (.*), and the other flags", out)
+    (again,) = re.findall(r"seed 4 again: preheat (.*), and the other flags", out)
     assert main([*again.split(), *flags[1:]]) == 1
     assert capsys.readouterr().out == out
 
@@ -39,7 +42,23 @@ def test_its_flags_belong_together(capsys):
 
 
 def test_random_models_are_models():
-    configs = [random_config(random.Random(seed)) for seed in range(400)]
+    configs = [random_config(random.Random(seed)) for seed in range(600)]
     specs = [read_spec(config) for config in configs]
     assert {spec.layers[0].attention.num_heads // spec.num_kv_heads for spec in specs} == set(HEAD_RATIOS)
     assert {window for spec in specs for window in spec.layer_windows} > {None}
+    assert {config["architectures"][0] for config in configs} == set(FAMILIES)
+    assert {"quantization_config" in config for config in configs} == {True, False}
+
+
+def test_what_an_engine_does_besides_is_drawn(tmp_path):
+    both, loaded, drafting = Counter[str](), Counter[str](), Counter[str]()
+    for seed in range(400):
+        draw = random.Random(seed)
+        features = random_features(draw, tmp_path, random_config(draw))
+        both.update(features.both.keys())
+        loaded.update(features.loaded.keys())
+        drafts = features.loaded.get("speculative_config", {})
+        drafting.update([f"{drafts.get('method')} {Path(drafts.get('model', '')).name}"])
+    assert set(both) == {"quantization", "kv_cache_dtype", "enable_lora", "max_loras", "max_lora_rank", "tp_invariant"}
+    assert set(loaded) == {"speculative_config", "kv_offloading_size", "tensor_parallel_size"}
+    assert set(drafting) == {"None ", "ngram ", "draft_model draft", "draft_model model"}

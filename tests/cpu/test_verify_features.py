@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from preheat.backends.cpu.decode_attention import DecodeAttention
 from preheat.backends.cpu.sampler import CpuSampler
 from preheat.core import Request
 from preheat.execution import logit_stages
@@ -106,6 +107,16 @@ def another_rows_logprobs(patch):
     patch.setattr(CpuSampler, "read", read)
 
 
+def far_back(patch):
+    """Rows that decode see more of what they merge from three KV splits on."""
+    right = DecodeAttention._merge
+
+    def merge(self, *parts):
+        return right(self, *parts) * (1 + 2**-5 * (len(self._unseen) > 2))
+
+    patch.setattr(DecodeAttention, "_merge", merge)
+
+
 def told_of_others(patch):
     """Given tokens that are those of another row of the step."""
     right = SamplingInput.told_of
@@ -118,6 +129,7 @@ PLANTED = {
     "grammars": ban_by_rows,
     "grammars, few blocks": lambda patch: None,  # sees the same
     "penalties, long prompts": last_tokens_only,
+    "long answers as prompts": far_back,
     "cache salts": no_salt,
     "min_tokens": no_bans,
     "penalties, few blocks": resumed_without_output,

@@ -239,6 +239,14 @@ class Executor:
             cache.data[:, block].view(torch.uint8).fill_(byte)
 
     @torch.inference_mode()
+    def fill_values(self, layers: Sequence[int], block: int, place: int) -> None:
+        """Let these layers, on this rank, find great values, which show in every sum, for the token at ``place``."""
+        great = min(torch.finfo(self.cache.data.dtype).max / 4, 1e30)
+        for layer in layers:
+            values = self.cache.layers[layer][block, 1, :, place]
+            values.copy_(torch.full(values.shape, great))
+
+    @torch.inference_mode()
     def compile(self, programs: Iterable[Program | None], threads: int) -> None:
         """Build the kernels of ``programs``, many at a time."""
         building = self.backend.compiling(threads)

@@ -33,7 +33,7 @@ class AdapterPaths:
     @classmethod
     def of(cls, engine: Engine, outputs: int) -> AdapterPaths:
         """Prompts that fit the limits of ``engine``, each continued by ``outputs`` tokens."""
-        names = _names(engine)
+        names = names_of(engine)
         if not names:
             return cls([])
         draw, longest = random.Random(6), max(min(LONGEST, engine.ready.max_model_len - outputs), 1)
@@ -66,14 +66,14 @@ class AdapterPaths:
         """The same with small steps and few blocks."""
         if not self.prompts:
             return
-        _names(engine)
+        names_of(engine)
         before = engine.stats.preemptions
         seen = engine.run(self.prompts)
         note = f"{engine.stats.preemptions - before:,} preemptions"
         yield compare("adapters, chunks, few blocks", self._first, [seen], note)
 
 
-def _names(engine: Engine) -> list[str]:
+def names_of(engine: Engine) -> list[str]:
     """The adapters that ``engine`` serves; random ones from now on if there are none."""
     adapters, seats = engine.loop.adapters, engine.loop.executor.adapters
     if isinstance(adapters, str) or seats is None:

@@ -26,10 +26,12 @@ from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.draws import check_drafted_draws, check_draws
 from preheat.verify.grammar import GrammarCheck
 from preheat.verify.image_check import ImageCheck
+from preheat.verify.key_check import check_keys
 from preheat.verify.logprob_check import check_logprobs
 from preheat.verify.names import context_lengths, long_context
 from preheat.verify.paths import PATHS, large_steps
 from preheat.verify.pool_check import check_pooled
+from preheat.verify.window_check import check_windows
 from preheat.warmup.record import Record
 
 DIGEST_BYTES = 16
@@ -105,6 +107,8 @@ class BootCheck:
         self._record.proof.compared += self._of_its_own.get(name, partial(self._run_path, name))() or 0
         if name == "drafts":
             check_drafted_draws(self._runner)
+        if name == "prefix hit":
+            check_keys(self._runner.slots.block_size)
 
     @cached_property
     def _of_its_own(self) -> dict[str, Callable[[], int | None]]:
@@ -114,6 +118,7 @@ class BootCheck:
             "sampler": partial(check_draws, self._runner),
             "logprobs": partial(check_logprobs, self._runner),
             "grammar": self._check_grammars,
+            "windows": partial(check_windows, self._runner),
             "pooled": lambda: sum(check_pooled(self._runner, tokens) for tokens in self._contexts),
         }
         for name, check in ((IMAGES, self._images), (EMBEDS, self._images), (ADAPTERS, self._adapters)):

@@ -21,7 +21,6 @@ from preheat.plan.buckets import Bucket
 from preheat.plan.items import SWAP_SIZES, NothingToRun
 from preheat.plan.plan import Plan
 from preheat.schedule.blocks import BlockPool
-from preheat.schedule.defrag import padded_size
 from preheat.schedule.images import EncoderCache
 from preheat.schedule.slots import Slots
 from preheat.warmup.dummy_batch import GREEDY
@@ -253,17 +252,25 @@ class CheckRunner:
         self.slots.cached_len[schedule.slots] += schedule.extend
         return logits
 
-    def move(self, slot: int) -> None:
-        """Swap the blocks of ``slot`` with free ones, as compaction does."""
+    def swap_sizes(self, slot: int) -> list[int]:
+        """The least size of a swap that moves the blocks of ``slot``, and those that other free blocks fill up."""
+        count = int(self.slots.num_blocks[slot])
+        sizes = [size for size in SWAP_SIZES if size >= count]
+        return [size for size in sizes if size == sizes[0] or 2 * size - count <= self.pool.num_free]
+
+    def move(self, slot: int, size: int) -> None:
+        """Swap the blocks of ``slot`` with free ones, as compaction does: the last pairs of ``size``, behind as many of
+        other free blocks as there are.
+        """
         slots, count = self.slots, int(self.slots.num_blocks[slot])
-        here, there = slots.block_table[slot, :count].copy(), self._allocate(count)
-        left = there
+        others = max(min(size - count, (self.pool.num_free - count) // 2), 0)
+        free = self._allocate(count + 2 * others)
+        here, there, left = slots.block_table[slot, :count].tolist(), free[:count], free
         try:
-            pairs = np.stack([here, np.array(there, np.int32)], axis=1)
-            for at in range(0, count, SWAP_SIZES[-1]):
-                part = pairs[at : at + SWAP_SIZES[-1]]
-                self.executor.swap(Swaps(part, padded_size(len(part))))
+            own = np.array([here, there], np.int32).T
+            pairs = np.concatenate([np.array(free[count:], np.int32).reshape(-1, 2), own])
+            self.executor.swap(Swaps(pairs, size))
             slots.set_blocks(slot, slice(count), there)
-            left = here.tolist()
+            left = [*here, *free[count:]]
         finally:
             self.pool.release(left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -48,6 +48,13 @@ class PathResult(msgspec.Struct):
         """In percent; never rounded up to 100."""
         hundredths = self.identical * 10_000 // max(self.prompts, 1)
         return f"{hundredths / 100:.2f} %"
+
+    def with_wrong(self, wrong: Sequence[Divergence]) -> Self:
+        """The same, with what is ``wrong`` in all runs if these agree."""
+        if wrong and self.first is None:
+            self.identical -= len({each.prompt for each in wrong})
+            self.first = wrong[0]
+        return self
 
 
 class Verdict(msgspec.Struct):

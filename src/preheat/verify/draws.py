@@ -1,12 +1,9 @@
-"""The sampler's check at boot: from logits that are known, the draws of the contract and no others.
-
-The contract is said here once more, for one row at a time, in plain Python and float64
-(:mod:`preheat.ops.sampler`, :mod:`preheat.ops.philox`).
+"""The sampler's check at boot: from logits that are known, the draws of the contract (:mod:`preheat.verify.rule`) and
+no others.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +15,13 @@ from preheat.errors import CheckFailed
 from preheat.execution.logit_stages import sampling_input
 from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import CheckRunner
+from preheat.verify.rule import drawn
 
 LOGITS = (3.0, 2.5, 2.5, 1.0, 0.0, -0.5, 2.0, 1.5)
 """Of the tokens that can be drawn. Every dtype holds them."""
 
 IMPOSSIBLE = -128.0
 """All other logits: further behind than noise ever reaches."""
-
-CLEAR = 1e-3
-"""Rows whose best two are closer than this are left out: rounding may decide."""
-
-_MASK = 0xFFFFFFFF
 
 
 class DrawRow(NamedTuple):
@@ -60,6 +53,9 @@ ROWS = (
     DrawRow(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=0),
     DrawRow(SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=0.25), position=4),
     DrawRow(SamplingParams(temperature=0.0, min_tokens=4), position=2, stops=(0, 1)),
+    DrawRow(SamplingParams(temperature=0.0, min_tokens=4), position=3, stops=(0, 1)),
+    DrawRow(SamplingParams(temperature=0.0, frequency_penalty=0.6, logit_bias={1: 1.5}), position=4),
+    DrawRow(SamplingParams(seed=31, temperature=2.0, top_k=3), position=1),
     DrawRow(SamplingParams(temperature=0.0, logit_bias={4: 4.0})),
 )
 
@@ -139,12 +135,8 @@ def taken_slots(runner: CheckRunner, rows: list[DrawRow], ids: list[int], number
     taken: list[int] = []
     try:
         for place, row in enumerate(rows, number):
-            known = [ids[row.prompt], *_output(row, ids)]
-            request = Request(
-                OWN_ID - place, known[:1], _named(row.params, ids), row.seed, 1, choice=row.choice,
-                stop_ids=[ids[place] for place in row.stops],
-            )  # fmt: skip
-            taken.append(runner.take(request, np.array(known, np.int32)))
+            request = _request(row, ids, OWN_ID - place)
+            taken.append(runner.take(request, np.array([*request.prompt, *_output(row, ids)], np.int32)))
     except BaseException:
         for slot in taken:
             runner.slots.give_back(slot)
@@ -165,61 +157,21 @@ def _drawn(runner: CheckRunner, rows: list[DrawRow], ids: list[int], line: torch
             runner.slots.give_back(slot)
 
 
+def _request(row: DrawRow, ids: list[int], id: int = OWN_ID) -> Request:
+    """The row's request, with token ids for places."""
+    bias = row.params.logit_bias
+    named = {ids[place]: change for place, change in bias.items()} if bias else None
+    return Request(
+        id, [ids[row.prompt]], replace(row.params, logit_bias=named), row.seed, 1, choice=row.choice,
+        stop_ids=[ids[place] for place in row.stops],
+    )  # fmt: skip
+
+
 def _output(row: DrawRow, ids: list[int]) -> list[int]:
     """What the row has generated: the best token first, then the second one again and again."""
     return [ids[min(number, 1)] for number in range(row.position)]
 
 
-def _named(params: SamplingParams, ids: list[int]) -> SamplingParams:
-    """``params`` with token ids for places."""
-    bias = params.logit_bias
-    return replace(params, logit_bias={ids[place]: change for place, change in bias.items()}) if bias else params
-
-
 def contract(row: DrawRow, ids: list[int]) -> tuple[int, bool]:
     """The token that the contract has for a row, and whether nothing comes close to it."""
-    params, logits = row.params, _edited(row, ids)
-    order = sorted((place for place in range(len(ids)) if logits[place] > -math.inf), key=lambda i: (-logits[i], i))
-    if params.temperature == 0:
-        return ids[order[0]], True
-    weight = {place: math.exp((logits[place] - logits[order[0]]) / params.temperature) for place in order}
-    kept = [place for place in order if weight[place] >= params.min_p]
-    kept = kept[: params.top_k] if params.top_k > 0 else kept
-    total, before, nucleus = math.fsum(weight[place] for place in kept), 0.0, list[int]()
-    for place in kept:
-        if not nucleus or before < params.top_p * total:
-            nucleus.append(place)
-        before += weight[place]
-    score = {
-        place: logits[place] / params.temperature + gumbel(row.seed, row.position, row.choice, ids[place])
-        for place in nucleus
-    }
-    first, *others = sorted(nucleus, key=lambda place: (-score[place], place))
-    return ids[first], not others or score[first] - score[others[0]] > CLEAR
-
-
-def _edited(row: DrawRow, ids: list[int]) -> list[float]:
-    """The logits of the tokens that can be drawn after penalties, bias and bans."""
-    params, logits, output = row.params, list(LOGITS), _output(row, ids)
-    for place, token in enumerate(ids):
-        if token in (ids[row.prompt], *output):
-            value = logits[place]
-            logits[place] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-        if token in output:
-            logits[place] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-        logits[place] += (params.logit_bias or {}).get(place, 0.0)
-        if place in row.stops and row.position < params.min_tokens:
-            logits[place] = -math.inf
-    return logits
-
-
-def gumbel(seed: int, position: int, choice: int, token: int) -> float:
-    """The noise of one token: Philox4x32-10 on Python integers, then Gumbel's distribution."""
-    c0, c1, c2, c3 = token // 4, position, choice, 0
-    k0, k1 = seed & _MASK, seed >> 32
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    bits = (c0, c1, c2, c3)[token % 4]
-    return -math.log(-math.log(((bits >> 9) + 0.5) * 2.0**-23))
+    return drawn(np.array(LOGITS), np.array(ids), _request(row, ids), _output(row, ids))

@@ -6,23 +6,36 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.core import Delta, Ready, Stats, TokenLogprobs
+from preheat.core import Cancel, Delta, FromEngine, Ready, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import EngineSide, Loop
 from preheat.errors import PreheatError
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import Choice, RequestState
+from preheat.frontend.tokenizer import ModelFiles, NoTokenizer
+from preheat.model.files import find_model
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
+from preheat.verify.check_runner import CheckRunner
 from preheat.verify.compare import Seen
 from preheat.verify.prompts import Prompt
 
 Boot = Callable[[Settings, EngineSide], Loop]
+
+OWN_IDS = 1 << 40
+"""The ids of requests that no frontend made begin here: a frontend counts from one."""
+
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 Pace = Callable[[int], int]
 """How many more requests arrive before the next step, given the number that are running."""
@@ -58,14 +71,30 @@ class Engine:
     """A booted loop with a logit watcher; ``answers`` are those of the last run, in the order of its prompts."""
 
     def __init__(self, boot: Boot, settings: Settings) -> None:
-        self._transport = InlineTransport()
+        self._transport, self._settings = InlineTransport(), settings
         self.loop = boot(settings, self._transport)
         self.ready = next(message for message in self._transport.receive() if isinstance(message, Ready))
         self._watcher = LogitWatcher(self.loop.executor)
         self.vocab_size = self.loop.executor.decoder.spec.vocab_size
         self.pools = self.loop.executor.decoder.spec.head is None
         self.answers: list[Answer] = []
-        self._ids = 0
+        self._ids, self._seen = OWN_IDS, dict[int, Seen]()
+
+    @cached_property
+    def frontend(self) -> Frontend:
+        """A frontend of this engine that handles token ids. What it sends crosses as it does between two processes."""
+        folder = find_model(self._settings, with_weights=False)
+        tokenizer = NoTokenizer(folder, ModelFiles(folder, self._settings.hf_overrides))
+        frontend = Frontend(
+            tokenizer, lambda message: self._transport.send(_TO_ENGINE.decode(msgspec.msgpack.encode(message)))
+        )
+        frontend.ready = msgspec.structs.replace(self.ready, blocked_reason="")  # a failed check is looked into, too
+        return frontend
+
+    @property
+    def keeps_ties(self) -> bool:
+        """Whether top_k keeps all that equal its last token."""
+        return self._settings.handle_topk_duplicates
 
     @property
     def stats(self) -> Stats:
@@ -79,23 +108,19 @@ class Engine:
 
     def run(self, prompts: Sequence[Prompt], pace: Pace = at_once) -> list[Seen]:
         """Run ``prompts``; what was seen of each. Raises PreheatError if the engine fails a request."""
-        first = self._ids + 1
-        self._ids += len(prompts)
-        waiting = deque(prompt.request(first + number) for number, prompt in enumerate(prompts))
-        running = 0
-        deltas: list[Delta] = []
+        first = self._take_ids(len(prompts))
+        ids = range(first, first + len(prompts))
+        waiting = deque(prompt.request(id) for id, prompt in zip(ids, prompts, strict=True))
+        deltas, running = list[Delta](), 0
         while waiting or running:
             for _ in range(min(pace(running), len(waiting))):
                 self._transport.send(waiting.popleft())
                 running += 1
-            self.loop.take(0)
-            self.loop.step()
-            for message in self._transport.receive():
-                if isinstance(message, Delta):
-                    deltas.append(message)
-                    running -= _num_finished(message)
+            for delta in self._advance():
+                deltas.append(delta)
+                running -= _num_finished(delta, ids)
         self.loop.scheduler.check()
-        self.answers = _answers(deltas, range(first, first + len(prompts)))
+        self.answers = _answers(deltas, ids)
         seen = self._watcher.take(first)
         if self.pools:
             return [Seen([answer.pooled], [float(np.frombuffer(answer.pooled, "f4").max())]) for answer in self.answers]
@@ -103,9 +128,77 @@ class Engine:
         counts = enumerate((len(answer.tokens) for answer in self.answers), first)
         return [Seen(seen[id].bits[:count], seen[id].levels[:count]) for id, count in counts]
 
+    def run_behind(self, others: Sequence[Prompt], prompts: Sequence[Prompt], steps: int) -> list[Seen]:
+        """Run ``prompts`` behind ``others``, all of which are cancelled at once after so many ``steps``, as where their
+        clients leave; what was seen of ``prompts``.
+        """
+        first, left = self._take_ids(len(others)), steps
+        for id, prompt in enumerate(others, first):
+            self._transport.send(prompt.request(id))
+
+        def cancelling(running: int) -> int:
+            nonlocal left
+            if left == 0:
+                for id in range(first, first + len(others)):
+                    self._transport.send(Cancel(id))
+            left -= 1
+            return at_once(running)
+
+        if prompts:
+            return self.run(prompts, cancelling)
+        for _ in range(steps + 1):
+            cancelling(0)
+            self._advance()
+        self.loop.finish()
+        self._watcher.take(0)
+        return []
+
+    def serve(self, prompts: Sequence[Prompt]) -> list[RequestState]:
+        """Answer ``prompts`` all at once, as clients are: through the frontend."""
+        states = [
+            self.frontend.prepare(prompt.tokens, prompt.params, cache_salt=prompt.salt, lora_name=prompt.lora_name)
+            for prompt in prompts
+        ]
+        self.frontend.start(states)
+        while self.frontend.busy:
+            for delta in self._advance():
+                self.frontend.handle(_FROM_ENGINE.decode(msgspec.msgpack.encode(delta)))
+        self.loop.scheduler.check()
+        if failed := next((state.error for state in states if state.error is not None), None):
+            raise PreheatError(f"the engine failed a request: {failed.message}")
+        self._seen = self._watcher.take(0)
+        return states
+
+    def seen_of(self, choice: Choice) -> Seen:
+        """What was seen of a choice that was served last."""
+        seen, count = self._seen[choice.id], len(choice.token_ids)
+        return Seen(seen.bits[:count], seen.levels[:count])
+
+    def _take_ids(self, count: int) -> int:
+        """The first of ``count`` new ids."""
+        self._ids += count
+        return self._ids - count
+
+    def _advance(self) -> list[Delta]:
+        """Take what has arrived and run a step; what changed."""
+        self.loop.take(0)
+        self.loop.step()
+        return [message for message in self._transport.receive() if isinstance(message, Delta)]
+
+    @contextmanager
+    def unwatched(self) -> Iterator[CheckRunner]:
+        """What runs test sequences on the blocks that are free, while nobody looks at logits."""
+        self.loop.executor.watch_logits(None)
+        try:
+            yield CheckRunner(self.loop.scheduler.pool, self.loop.packer, self.loop.executor)
+        finally:
+            self.loop.executor.watch_logits(self._watcher.look)
+
     @contextmanager
     def keeping_logits(self) -> Iterator[dict[int, list[Tensor]]]:
-        """The logits of the next run, fp32 [vocab] on the host at each position, by the prompt's number."""
+        """The logits of the next run, fp32 [vocab] on the host at each position, by the prompt's number; or of what is
+        served next, by the choice's id.
+        """
         kept: dict[int, list[Tensor]] = {}
         self._watcher.kept = kept
         try:
@@ -114,8 +207,8 @@ class Engine:
             self._watcher.kept = None
 
 
-def _answers(deltas: Sequence[Delta], ids: Iterable[int]) -> list[Answer]:
-    found = {id: Answer([], [], 0, []) for id in ids}
+def _answers(deltas: Sequence[Delta], ids: range) -> list[Answer]:
+    found: dict[int, Answer] = defaultdict(lambda: Answer([], [], 0, []))
     for delta in deltas:
         for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             found[id].tokens.append(token)
@@ -127,14 +220,15 @@ def _answers(deltas: Sequence[Delta], ids: Iterable[int]) -> list[Answer]:
             found[id] = found[id]._replace(cached=cached)
         for id, pooled in delta.pooled.items():
             found[id] = found[id]._replace(pooled=pooled)
-    return list(found.values())
+    return [found[id] for id in ids]
 
 
-def _num_finished(delta: Delta) -> int:
+def _num_finished(delta: Delta, ids: range) -> int:
+    """How many of the requests ``ids`` have ended. Raises PreheatError for one that failed."""
     for finish in delta.finished.values():
         if finish.reason == "error":
             raise PreheatError(f"the engine failed a request: {finish.error and finish.error.message}")
-    return len(delta.finished)
+    return sum(id in ids for id in delta.finished)
 
 
 class LogitWatcher:
@@ -145,9 +239,10 @@ class LogitWatcher:
         self._seen: list[tuple[np.ndarray, np.ndarray, Tensor, Tensor]] = []
         self._copies: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
         self.kept: dict[int, list[Tensor]] | None = None
-        executor.watch_logits(self._look)
+        executor.watch_logits(self.look)
 
-    def _look(self, logits: Tensor, batch: InputBatch) -> None:
+    def look(self, logits: Tensor, batch: InputBatch) -> None:
+        """See :data:`preheat.execution.executor.LogitWatch`."""
         rows, positions = batch.schedule.sampled()
         digests = self._backend.row_digests(logits)
         self._seen.append((batch.schedule.ids[rows], positions, digests, logits.amax(1)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from preheat.core import SamplingParams
 from preheat.verify.beam_path import beam_search
+from preheat.verify.cache_paths import answers_as_prompts
 from preheat.verify.compare import Divergence, PathResult, Seen, compare
 from preheat.verify.drive import Answer, Engine, in_groups
 from preheat.verify.masked import MaskedPrompts
@@ -48,7 +49,7 @@ class Features:
 
     def as_asked(self, engine: Engine) -> Iterator[PathResult]:
         """The paths of the engine as asked; the first run of the short prompts, which others are compared with."""
-        yield self._long_penalties(engine)
+        yield from self._long_penalties(engine)
         yield self._salts(engine)
         self._short = self._short_prompts(engine)
         self._first = engine.run(self._short, in_groups([1] * len(self._short)))
@@ -57,7 +58,7 @@ class Features:
         yield self._given_logprobs(engine)
         yield beam_search(engine, min(CHUNKED, self.longest))
         if not isinstance(engine.loop.grammars, str):
-            self._masked = MaskedPrompts.of(engine, min(self.outputs, SHORT), min(SHORT, self.longest))
+            self._masked = MaskedPrompts.of(engine, min(self.outputs, SHORT), min(2 * SHORT, self.longest))
             yield self._masked.beside_others(engine)
 
     def tight(self, engine: Engine) -> Iterator[PathResult]:
@@ -83,8 +84,10 @@ class Features:
     def _prompt(self, tokens: list[int], params: SamplingParams, salt: str = "") -> Prompt:
         return Prompt(tokens, replace(params, seed=len(tokens), max_tokens=self.outputs, ignore_eos=True), salt)
 
-    def _long_penalties(self, engine: Engine) -> PathResult:
-        """Greedy draws, which are the best of the penalised logits; what the model likes stands at the beginning."""
+    def _long_penalties(self, engine: Engine) -> Iterator[PathResult]:
+        """Greedy draws, which are the best of the penalised logits; what the model likes stands at the beginning. Then
+        the answers as prompts, whose last tokens are far behind the first ones.
+        """
         plain = SamplingParams(temperature=0.0)
         tokens = self._draw(engine, 3, LONG)
         engine.run([self._prompt(each, plain) for each in tokens])
@@ -105,7 +108,8 @@ class Features:
             for place, gap in [_not_best(prompt, answer.tokens, logits[number])]
             if place >= 0
         ]
-        return result if result.first else _of(result, wrong)
+        yield result.with_wrong(wrong)
+        yield answers_as_prompts("long answers as prompts", engine, prompts, first)
 
     def _salts(self, engine: Engine) -> PathResult:
         """One prompt under several salts: only an equal salt finds it in the prefix cache, all answers are equal."""
@@ -116,7 +120,7 @@ class Features:
         cached = [answer.cached for answer in engine.answers]
         result = compare("cache salts", [seen[0]] * len(salts), [seen], f"{cached[2]:,} tokens from an equal salt")
         wrong = [Divergence(1, number, 0, float(count)) for number, count in enumerate(cached) if count and number != 2]
-        return result if result.first else _of(result, wrong)
+        return result.with_wrong(wrong)
 
     def _short_prompts(self, engine: Engine) -> list[Prompt]:
         """With penalties, greedy and at random; two of them with prompt logprobs, two with min_tokens, whose stop ids
@@ -146,7 +150,7 @@ class Features:
             early = [place for place, token in enumerate(answer.tokens[:least]) if token in stops]
             if early or len(answer.tokens) < least:
                 wrong.append(Divergence(1, number, early[0] if early else len(answer.tokens), 0.0))
-        return result if result.first else _of(result, wrong)
+        return result.with_wrong(wrong)
 
     def _given_logprobs(self, engine: Engine) -> PathResult:
         """Of ``logprob_token_ids``, each request's own and one with none: alone, then together."""
@@ -166,7 +170,7 @@ class Features:
             if number and [token for token, _ in entry.top] != params[number].logprob_token_ids
         ]
         result = compare("logprobs of given tokens", found[0], [found[1]], f"{5 * 3} of one")
-        return result if result.first else _of(result, wrong)
+        return result.with_wrong(wrong)
 
     def _prompt_logprobs(self, engine: Engine) -> PathResult:
         """Of the last run of ``engine``, whose steps are smaller than the prompts: one entry a token but the first."""
@@ -182,15 +186,7 @@ class Features:
             for number, (prompt, seen) in enumerate(zip(prompts, chunked, strict=True))
             if len(seen.bits) != len(prompt.tokens)
         ]
-        return result if result.first else _of(result, wrong)
-
-
-def _of(result: PathResult, wrong: Sequence[Divergence]) -> PathResult:
-    """``result``, whose runs agree, with what is ``wrong`` in all of them."""
-    if wrong:
-        result.identical -= len({each.prompt for each in wrong})
-        result.first = wrong[0]
-    return result
+        return result.with_wrong(wrong)
 
 
 def _not_best(prompt: Prompt, output: Sequence[int], logits: Sequence[Tensor]) -> tuple[int, float]:

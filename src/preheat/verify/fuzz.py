@@ -5,18 +5,22 @@ A round is drawn from its seed alone: with ``--random-models`` the model, then l
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from preheat.settings import Settings
+from preheat.utils.speculation import WITHOUT
+from preheat.verify.adapter_paths import names_of
 from preheat.verify.compare import PathResult, compare
 from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
 from preheat.verify.prompts import Prompt, as_pooled, with_settings
+from preheat.verify.random_engines import Features, random_features
 from preheat.verify.random_models import write_model
 
 OUTPUTS = 20
@@ -48,41 +52,64 @@ class Fuzz:
     def round(self, seed: int) -> PathResult:
         """The round of ``seed``. Raises PreheatError if an engine fails."""
         draw = random.Random(seed)
+        gc.collect()  # the engines of the round before, and their processes
         with tempfile.TemporaryDirectory() as folder:
-            settings, note = self._model(Path(folder), draw, seed)
-            alone = Engine(self.boot, replace(settings, enable_prefix_caching=False))
+            settings, features, note = self._model(Path(folder), draw, seed)
+            plain = replace(settings, **WITHOUT, enable_prefix_caching=False, kv_offloading_size=None)
+            alone = Engine(self.boot, plain)
             longest = max(min(draw.choice(LENGTHS), alone.ready.max_model_len - OUTPUTS), 1)
-            prompts = random_prompts(draw, alone.vocab_size, longest)
+            prompts = random_prompts(draw, alone.vocab_size, longest, names_of(alone))
             prompts = as_pooled(prompts) if alone.pools else prompts
             expected = alone.run(prompts, in_groups([1] * len(prompts)))
-            load = random_limits(draw, longest + OUTPUTS)
+            del alone
+            load = random_limits(draw, longest + OUTPUTS) | (features.loaded if features else {})
+            load["enable_prefix_caching"] |= bool(load.get("kv_offloading_size"))
             engine = Engine(self.boot, replace(settings, **load))
+            names_of(engine)
             runs = [engine.run(prompts, draw.choice((at_once, trickling(draw)))) for _ in range(2)]
-        return compare(f"seed {seed}", expected, runs, ", ".join([*note, *(f"{k}={v}" for k, v in load.items())]))
+        return compare(f"seed {seed}", expected, runs, ", ".join([*note, *_shown(load, Path(folder))]))
 
-    def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, list[str]]:
-        """The settings of a round but for its limits, and what was drawn of the model."""
+    def _model(self, folder: Path, draw: random.Random, seed: int) -> tuple[Settings, Features | None, list[str]]:
+        """The settings of a round but for its limits, what the engine under load does besides, and what was drawn of
+        the model. An engine whose model is given does what it is asked.
+        """
         settings = replace(self.settings, skip_warmup=True, boot_check="off", require_invariance=False, on_cold="off")
         if not self.random_models:
-            return settings, []
-        config = write_model(folder, draw)
+            return settings, None, []
+        config = write_model(folder / "model", draw)
         dtype = draw.choice(("float32", "bfloat16")) if settings.dtype == "auto" else settings.dtype
         threads = settings.num_threads or draw.choice((1, 2))
-        model: dict[str, Any] = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+        model: dict[str, Any] = {"model": str(folder / "model"), "load_format": "dummy", "skip_tokenizer_init": True}
         model |= {"seed": seed, "dtype": dtype, "num_threads": threads, "kv_cache_memory_bytes": CACHE_BYTES}
+        features = random_features(draw, folder, config)
         heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
-        shown = [config["architectures"][0], heads, f"window {config['sliding_window']}", dtype, f"{threads} threads"]
-        return replace(settings, **model), shown
+        shown = [
+            config["architectures"][0],
+            heads,
+            f"window {config.get('sliding_window')}",
+            dtype,
+            f"{threads} threads",
+        ]
+        shown += [*["int4"] * ("quantization_config" in config), *_shown(features.both, folder)]
+        return replace(settings, **model, **features.both), features, shown
 
 
-def random_prompts(draw: random.Random, vocab_size: int, longest: int) -> list[Prompt]:
-    """5 to 25 prompts of up to ``longest`` tokens, some of which begin like an earlier one."""
+def _shown(options: dict[str, Any], folder: Path) -> list[str]:
+    """``options`` as text. Files are named within ``folder``, which another run has elsewhere."""
+    return [f"{name}={value}".replace(f"{folder}/", "") for name, value in options.items()]
+
+
+def random_prompts(draw: random.Random, vocab_size: int, longest: int, names: Sequence[str] = ()) -> list[Prompt]:
+    """5 to 25 prompts of up to ``longest`` tokens, some of which begin like an earlier one; each with one of the
+    adapters ``names`` or, as often, with none.
+    """
     found: list[list[int]] = []
     for _ in range(draw.choice((5, 12, 25))):
         length = 1 + int((longest - 1) * draw.random() ** 1.5)
         shared = draw.choice(found)[: draw.randrange(length)] if found and draw.random() < 0.3 else []
         found.append([*shared, *(draw.randrange(vocab_size) for _ in range(length - len(shared)))])
-    return with_settings(found, OUTPUTS)
+    prompts = with_settings(found, OUTPUTS)
+    return [replace(each, lora_name=draw.choice(("", draw.choice(names)))) for each in prompts] if names else prompts
 
 
 def random_limits(draw: random.Random, length: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from preheat.backends.base import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
@@ -10,22 +12,31 @@ from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.structured import preloads_of
 
+BEHIND_WINDOW = 8
+"""How many tokens a sequence must be longer than a window, so that the window is checked."""
+
 BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 """Tokens around the image of a checked context."""
 
 
 def check_names(
-    settings: Settings, limits: Limits, *, mode: Mode, facts: Facts, pools: bool = False
+    settings: Settings,
+    limits: Limits,
+    *,
+    mode: Mode,
+    facts: Facts,
+    pools: bool = False,
+    windows: Collection[int] = (),
 ) -> tuple[str, ...]:
     """The checks of a boot, in order; none with ``boot_check`` off. Without invariance paths may differ, so only
-    repeated runs of the same path are compared, and whether logits are finite.
+    repeated runs of the same path are compared, and whether logits are finite. ``windows`` are the model's.
     """
     if settings.boot_check == "off":
         return ()
     if not settings.batch_invariant:
         return ("finite", "later run")
     longest, neighbours = context_lengths(limits, facts)[0], limits.max_num_seqs > 1
-    compacts = policy_of(settings).compacts
+    compacts, most = policy_of(settings).compacts, (limits.num_blocks - 1) * limits.block_size
     possible = {
         "finite": True,
         "later run": True,
@@ -50,6 +61,8 @@ def check_names(
         "adapters": settings.enable_lora,
         "grammar": not pools and bool(preloads_of(settings)),
         "compaction": compacts and longest > 1 and limits.num_blocks > 2,
+        "windows": not pools
+        and any(window + BEHIND_WINDOW <= min(limits.max_model_len - 1, most) for window in windows),
         "eager": mode != "eager",
     }
     return tuple(name for name, can_run in possible.items() if can_run)

@@ -237,10 +237,12 @@ def full_step(runner: CheckRunner, tokens: np.ndarray) -> Ways:
 
 
 def compaction(runner: CheckRunner, tokens: np.ndarray) -> Ways:
-    """The last token, after the blocks were swapped with others."""
+    """The last token, again and again, after the blocks were moved in swaps of every size that free blocks fill up."""
     with _all_but(runner, tokens, 1) as slot:
-        runner.move(slot)
-        yield runner.step(slot)
+        for size in runner.swap_sizes(slot):
+            runner.move(slot, size)
+            yield runner.step(slot)
+            runner.slots.cached_len[slot] -= 1
 
 
 def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:

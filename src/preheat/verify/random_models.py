@@ -7,46 +7,116 @@ import random
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WITH_EXPERTS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
+BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
+SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+"""Families whose configs say so of attention: a field that a family does not read is an error."""
+
+FAMILIES = (*DENSE, *WITH_EXPERTS, WITH_WINDOWS, WITH_ALIBI)
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 POSITIONS = 1_024
 WIDEST = 4_096
 """Numbers in all query heads of a token at most, so that a round takes seconds."""
 
+EVEN = 32
+"""What sizes are multiples of where ranks share a model, or where groups of its weights have a scale."""
+
+INT4: dict[str, Any] = {
+    "quant_method": "awq", "bits": 4, "group_size": EVEN, "zero_point": True, "version": "gemm",
+    "modules_to_not_convert": ["mlp.gate", "block_sparse_moe.gate", "shared_expert_gate"],
+}  # fmt: skip
+
 
 def random_config(draw: random.Random) -> dict[str, Any]:
-    """The ``config.json`` of a model whose sizes are drawn: head ratios, head sizes, widths that nothing divides,
-    biases, norms, sliding windows.
+    """The ``config.json`` of a model whose family and sizes are drawn: head ratios, head sizes, widths that nothing
+    divides, biases, norms, sliding windows, experts. Some have weights of four bits.
     """
-    family = draw.choice(FAMILIES)
-    ratio, dim = draw.choice(HEAD_RATIOS), draw.choice(HEAD_DIMS)
+    family, even = draw.choice(FAMILIES), draw.random() < 0.3
+    ratio, dim = draw.choice(HEAD_RATIOS), draw.choice((32, 64, 128) if even else HEAD_DIMS)
     kv_heads = draw.choice([heads for heads in (1, 2, 3, 4) if heads * ratio * dim <= WIDEST])
-    layers = draw.randint(1, 3)
-    return {
+    if even:
+        ratio, kv_heads = draw.choice((1, 2, 4)), draw.choice((2, 4))
+    layers, inner = draw.randint(1, 3), _width(draw, 700, even)
+    config: dict[str, Any] = {
         "architectures": [family],
         "model_type": family.removesuffix("ForCausalLM").lower(),
-        "hidden_size": draw.choice((64, 96, draw.randrange(33, 400))),
-        "intermediate_size": draw.choice((128, draw.randrange(33, 700))),
+        "hidden_size": draw.choice((64, 96, _width(draw, 400, even))),
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": kv_heads * ratio,
         "num_key_value_heads": kv_heads,
         "head_dim": dim,
-        "vocab_size": draw.choice((256, draw.randrange(130, 3_000))),
+        "vocab_size": draw.choice((256, _width(draw, 3_000, even, least=130))),
         "max_position_embeddings": POSITIONS,
-        "rope_theta": draw.choice((10_000.0, 1e6)),
         "tie_word_embeddings": draw.random() < 0.3,
-        "attention_bias": draw.random() < 0.3,
-        "mlp_bias": draw.random() < 0.2,
-        "use_sliding_window": True,
-        "sliding_window": draw.choice((None, None, draw.randrange(1, 64), draw.randrange(64, 600))),
-        "max_window_layers": draw.randint(0, layers),
         "torch_dtype": "float32",
     }
+    config |= _of_its_own(draw, config, even)
+    if even and family in (*DENSE, *WITH_EXPERTS) and draw.random() < 0.5:
+        config["quantization_config"] = INT4
+    return config
+
+
+def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict[str, Any]:
+    """What a family's config has besides, or instead."""
+    (family,), dim, layers = config["architectures"], config["head_dim"], config["num_hidden_layers"]
+    if family == WITH_ALIBI:
+        heads = min(config["num_attention_heads"], WIDEST // dim)
+        return {
+            "d_model": heads * dim, "hidden_size": heads * dim, "n_heads": heads, "num_attention_heads": heads,
+            "num_key_value_heads": heads, "n_layers": layers, "max_seq_len": POSITIONS, "no_bias": True,
+            "attn_config": {"alibi": True}, "expansion_ratio": 2, "tie_word_embeddings": True,
+        }  # fmt: skip
+    found: dict[str, Any] = {"rope_theta": draw.choice((10_000.0, 1e6))}
+    if family in BIASED:
+        found["attention_bias"] = draw.random() < 0.3
+    if family == "LlamaForCausalLM":
+        found["mlp_bias"] = draw.random() < 0.2
+    narrow, wide = draw.randrange(1, 64), draw.randrange(64, 600)
+    if family == WITH_WINDOWS:
+        window = draw.choice((narrow, wide))
+        found |= {"sliding_window": window, "sliding_window_pattern": draw.randint(2, 3), "query_pre_attn_scalar": dim}
+    elif family in SOMETIMES_WINDOWS:
+        found["sliding_window"] = draw.choice((None, None, narrow, wide))
+    if family in SOMETIMES_WINDOWS and family.startswith("Qwen"):
+        found["use_sliding_window"] = True
+    if family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        found["max_window_layers"] = draw.randint(0, layers)
+    return found | (_experts(draw, family, layers, even) if family in WITH_EXPERTS else {})
+
+
+def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[str, Any]:
+    """The fields of a model with experts."""
+    count, chosen = draw.choice((4, 6, 8)), draw.randint(1, 3)
+    if family == "MixtralForCausalLM":
+        return {"num_local_experts": count, "num_experts_per_tok": chosen}
+    shared = {"shared_expert_intermediate_size": _width(draw, 200, even)} if family == "Qwen2MoeForCausalLM" else {}
+    return shared | {
+        "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": _width(draw, 200, even),
+        "norm_topk_prob": draw.random() < 0.7, "decoder_sparse_step": draw.randint(1, min(layers, 2)),
+        "mlp_only_layers": [],
+    }  # fmt: skip
+
+
+def _width(draw: random.Random, most: int, even: bool, least: int = 33) -> int:
+    """A size below ``most``: a multiple of :data:`EVEN` if ``even``."""
+    return EVEN * draw.randrange(-(-least // EVEN), most // EVEN) if even else draw.randrange(least, most)
 
 
 def write_model(folder: Path, draw: random.Random) -> dict[str, Any]:
     """Write a random config into ``folder``, for ``--load-format dummy``; returns it."""
     config = random_config(draw)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return config
+
+
+def write_draft(folder: Path, target: dict[str, Any], draw: random.Random) -> None:
+    """Write the config of a model that drafts for ``target``: it knows the same tokens."""
+    config = random_config(draw) | {"vocab_size": target["vocab_size"]}
+    config.pop("quantization_config", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))

@@ -13,15 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from preheat.errors import CheckFailed
+from preheat.plan.items import NothingToRun
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
-from preheat.verify.adapter_paths import AdapterPaths
+from preheat.verify.adapter_paths import AdapterPaths, names_of
 from preheat.verify.boot import SIMULATED
-from preheat.verify.compare import PathResult, Seen, Verdict, compare
+from preheat.verify.cache_paths import answers_as_prompts, given_up, moved, nearly_equal
+from preheat.verify.compare import Divergence, PathResult, Seen, Verdict, compare
 from preheat.verify.drive import Boot, Engine, in_groups, trickling
 from preheat.verify.features import Features
 from preheat.verify.image_paths import ImagePaths
 from preheat.verify.prompts import Prompt, Size, as_pooled
+from preheat.verify.served_path import served
+from preheat.verify.window_check import check_windows
 from preheat.warmup.record import Proof, Record
 
 DIGEST_BYTES = 16
@@ -95,12 +100,29 @@ class Verification:
         yield compare(f"batches of 1 to {max(sizes)}", first, [engine.run(prompts, in_groups(sizes))])
         if engine.pools:
             return
+        yield answers_as_prompts("answers as prompts", engine, prompts, first)
+        yield served(engine, self.size.outputs)
+        yield from self._windows(engine)
         self.features = Features(self.size.outputs, max(len(prompt.tokens) for prompt in prompts))
         yield from self.features.as_asked(engine)
         self.images = ImagePaths.of(engine, self.size.outputs)
         yield from self.images.as_asked(engine)
         self.adapters = AdapterPaths.of(engine, self.size.outputs)
         yield from self.adapters.as_asked(engine)
+        more = nearly_equal(engine, names_of(engine)), given_up(engine), moved(engine)
+        yield from (found for found in more if found is not None)
+
+    def _windows(self, engine: Engine) -> Iterator[PathResult]:
+        """The model's sliding windows, if it has some that a sequence can be longer than."""
+        try:
+            with engine.unwatched() as runner:
+                count = check_windows(runner)
+        except NothingToRun:
+            return
+        except CheckFailed as error:
+            yield PathResult("windows", 1, 1, 0, Divergence(1, 0, 0, float("inf")), str(error))
+        else:
+            yield PathResult("windows", count, 1, count)
 
     def _offloaded(self, engine: Engine) -> PathResult:
         """What was evicted meanwhile comes back from the host."""

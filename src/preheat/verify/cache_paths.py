@@ -1,0 +1,164 @@
+"""The paths of ``preheat verify`` for what is kept in blocks: prompts that are nearly the same, prompts that were given
+up, many blocks that move at once, and answers that are read as prompts.
+
+How many tokens a prompt finds in the prefix cache is compared with the rule itself, too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from preheat.core import SamplingParams
+from preheat.frontend.request_state import RequestState
+from preheat.verify.compare import Divergence, PathResult, Seen, compare
+from preheat.verify.drive import Engine
+from preheat.verify.paths import PATHS
+from preheat.verify.prompts import Prompt
+
+OUTPUTS = 4
+"""Tokens of an answer."""
+
+ONE_TOKEN = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
+
+
+def nearly_equal(engine: Engine, names: Sequence[str]) -> PathResult | None:
+    """Prompts that differ in one token of a block, in where they end, in their salt or in their adapter, one of
+    ``names``, each served alone behind those before it. None where nothing is kept, or where no prompt has two blocks.
+    """
+    limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
+    if not engine.loop.scheduler.prefix.enabled or limits.max_model_len < 3 * size + 2 * OUTPUTS:
+        return None
+    base, vocab = _tokens(engine, 2 * size + 5, 21), engine.vocab_size
+    asked = [_prompt(base), _prompt(base[: 2 * size])]
+    asked += [_prompt(_with_another(base, at, vocab)) for at in (2 * size - 1, size - 1, size, 0)]
+    asked += [_prompt(base, salt) for salt in ("one", "two", "one")]
+    asked += [_prompt(base, name=name) for name in names[:2]]
+    grown = [_prompt(_tokens(engine, 3 * size - OUTPUTS + more, 30 + more)) for more in range(3)]
+    said = [_said(state) for prompt in grown for state in engine.serve([prompt])]
+    later = [_prompt([*prompt.tokens, *tokens, *base[:5]]) for prompt, tokens in zip(grown, said, strict=True)]
+    asked += grown + [prompt for prompt in later if len(prompt.tokens) + OUTPUTS <= limits.max_model_len]
+    return _compared(engine, asked)
+
+
+def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
+    """Each of ``asked`` alone in an empty cache, then all, one behind the other."""
+    first, found, states = list[Seen](), list[Seen](), list[RequestState]()
+    for prompt in asked:
+        engine.forget_prefixes()
+        first += engine.run([prompt])
+    engine.forget_prefixes()
+    for prompt in asked:
+        states += engine.serve([prompt])
+        found += [engine.seen_of(choice) for choice in states[-1].choices]
+    right = _rightly_cached(engine, asked, states)
+    total = sum(state.cached_tokens for state in states)
+    result = compare("nearly equal prompts", first, [found], f"{total:,} tokens from the prefix cache")
+    exact = engine.ready.num_blocks > sum(len(each.tokens) for each in asked) // engine.ready.block_size + len(asked)
+    wrong = [
+        Divergence(1, number, most, float(state.cached_tokens - most))
+        for number, (state, most) in enumerate(zip(states, right, strict=True))
+        if state.cached_tokens > most or (exact and state.cached_tokens < most)
+    ]
+    return result.with_wrong(wrong)
+
+
+def _rightly_cached(engine: Engine, asked: Sequence[Prompt], states: Sequence[RequestState]) -> list[int]:
+    """How many tokens of each prompt were computed before in full blocks, behind the same tokens, for the same salt and
+    with the same adapter.
+    """
+    size, known, found = engine.loop.scheduler.limits.block_size, set[tuple[str, str, bytes]](), list[int]()
+    digests = {} if isinstance(engine.loop.adapters, str) else engine.loop.adapters.digests
+    for prompt, state in zip(asked, states, strict=True):
+        computed = [*prompt.tokens, *_said(state)][:-1]  # what was drawn last was never read
+        keys = [
+            (prompt.salt, digests.get(prompt.lora_name, ""), repr(computed[:end]).encode())
+            for end in range(size, len(computed) + 1, size)
+        ]
+        usable = (len(prompt.tokens) - 1) // size
+        found.append(size * next((at for at, key in enumerate(keys[:usable]) if key not in known), usable))
+        known |= set(keys)
+    return found
+
+
+def given_up(engine: Engine) -> PathResult | None:
+    """Prompts whose clients leave when the first chunk ends beside a block's end, then the same prompts again. None
+    where nothing is kept.
+    """
+    limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
+    step, longest = limits.max_num_batched_tokens, limits.max_model_len - OUTPUTS
+    if not engine.loop.scheduler.prefix.enabled or longest < 3 * size or step < 2 * size:
+        return None
+    first, again, hits = list[Seen](), list[Seen](), engine.stats.prefix_hits
+    for end in (size - 1, size, size + 1):
+        prompt = Prompt(_tokens(engine, 3 * size, 100 + end), ONE_TOKEN)
+        others = [_prompt(_tokens(engine, each, each)) for each in _cut(step - end, longest)]
+        engine.forget_prefixes()
+        engine.run_behind([*others, prompt], [], 1)
+        again += engine.run([prompt])
+        engine.forget_prefixes()
+        first += engine.run([prompt])
+    note = f"{engine.stats.prefix_hits - hits:,} tokens from the prefix cache"
+    return compare("prompts given up", first, [again], note)
+
+
+def _cut(count: int, longest: int) -> list[int]:
+    """``count`` tokens as prompts of ``longest`` at most."""
+    return [min(longest, count - at) for at in range(0, count, longest)]
+
+
+def moved(engine: Engine) -> PathResult | None:
+    """A context in blocks that were the last pairs of swaps of all sizes that free blocks fill up. None where blocks do
+    not move.
+    """
+    if not engine.loop.packer.plan.policy.compacts:
+        return None
+    with engine.unwatched() as runner:
+        limits = runner.plan.limits
+        most = min(
+            limits.max_model_len - 1, limits.max_num_batched_tokens, runner.pool.num_free // 3 * limits.block_size
+        )
+        tokens = np.array(_tokens(engine, max(min(most, 2 * limits.block_size), 1), 200), np.int32)
+        first = [_seen(logits) for logits in PATHS["later run"](runner, tokens)]
+        found = [[_seen(logits)] for logits in PATHS["compaction"](runner, tokens)]
+    return compare("blocks moved at once", first, found, f"{len(found)} sizes of a swap")
+
+
+def _seen(logits: Tensor) -> Seen:
+    return Seen([logits.numpy().tobytes()], [float(logits.max())])
+
+
+def answers_as_prompts(path: str, engine: Engine, prompts: Sequence[Prompt], first: Sequence[Seen]) -> PathResult:
+    """Each prompt and all but the last token of its answer as one prompt. ``first`` and the answers are of the last run
+    of ``engine``: what decoding saw at its last position, reading sees.
+    """
+    longer = [
+        replace(prompt, tokens=[*prompt.tokens, *answer.tokens[:-1]], params=ONE_TOKEN)
+        for prompt, answer in zip(prompts, engine.answers, strict=True)
+    ]
+    engine.forget_prefixes()
+    last = [Seen(seen.bits[-1:], seen.levels[-1:]) for seen in first]
+    return compare(path, last, [engine.run(longer)], f"{sum(len(each.tokens) for each in longer):,} tokens")
+
+
+def _tokens(engine: Engine, count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(engine.vocab_size) for _ in range(count)]
+
+
+def _with_another(tokens: Sequence[int], at: int, vocab_size: int) -> list[int]:
+    """``tokens`` with another one at ``at``."""
+    return [*tokens[:at], (tokens[at] + 1) % vocab_size, *tokens[at + 1 :]]
+
+
+def _prompt(tokens: Sequence[int], salt: str = "", *, name: str = "", outputs: int = OUTPUTS) -> Prompt:
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=outputs, ignore_eos=True)
+    return Prompt(list(tokens), params, salt, lora_name=name)
+
+
+def _said(state: RequestState) -> list[int]:
+    return state.choices[0].token_ids

@@ -1,0 +1,61 @@
+"""What an engine of ``preheat verify --fuzz`` does besides plain decoding: adapters, drafts, rounded weights and cache,
+ranks, blocks on the host. No torch here.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from preheat.verify.random_models import EVEN, write_draft
+
+HOST_GIB = 0.02
+
+
+class Features(NamedTuple):
+    """Settings of both engines of a round, on whose numbers bits may depend; and those of the engine under load alone,
+    which must change no bit.
+    """
+
+    both: dict[str, Any]
+    loaded: dict[str, Any]
+
+
+def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> Features:
+    """Drawn for the model of ``config``, or for one that is not known; a model that drafts goes into ``folder``."""
+    both, loaded = dict[str, Any](), dict[str, Any]()
+    if config is not None and "quantization_config" not in config and draw.random() < 0.15:
+        both["quantization"] = "fp8"
+    if draw.random() < 0.2:
+        both["kv_cache_dtype"] = draw.choice(("fp8", "fp8_e5m2"))
+    adapted = draw.random() < 0.25
+    if adapted:
+        both |= {"enable_lora": True, "max_loras": draw.randint(1, 3), "max_lora_rank": draw.choice((4, 16, 24, 70))}
+    if config is not None and not both and _divides(config) and draw.random() < 0.4:
+        both["tp_invariant"] = True
+        loaded["tensor_parallel_size"] = 2
+        return Features(both, loaded)
+    if draw.random() < 0.25:
+        loaded["speculative_config"] = _drafts(draw, folder, config)
+    if draw.random() < 0.2:
+        loaded["kv_offloading_size"] = HOST_GIB
+    return Features(both, loaded)
+
+
+def _drafts(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
+    """By n-grams, by a model of its own, or by the target itself, which is always right."""
+    count = {"num_speculative_tokens": draw.randint(1, 5)}
+    if config is None or (by := draw.choice(("ngram", "own", "target"))) == "ngram":
+        return {"method": "ngram", "prompt_lookup_min": 1, **count}
+    if by == "own":
+        write_draft(folder / "draft", config, draw)
+    return {"method": "draft_model", "model": str(folder / ("draft" if by == "own" else "model")), **count}
+
+
+def _divides(config: dict[str, Any]) -> bool:
+    """Whether two ranks can share the model."""
+    names = ("intermediate_size", "vocab_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    heads = config["num_attention_heads"] % 4 == config["num_key_value_heads"] % 2 == 0
+    plain = "attn_config" not in config and "quantization_config" not in config
+    return heads and plain and all(config.get(name, 0) % EVEN == 0 for name in names)

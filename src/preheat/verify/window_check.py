@@ -1,0 +1,72 @@
+"""The check of sliding windows: what a layer with a window has in its cache for a token behind it changes no bit, and
+what it has for the last token within it does. The cache is written to, so a window may be as long as a sequence: the
+tokens before the last ones need not be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.errors import CheckFailed
+from preheat.plan.items import NothingToRun
+from preheat.verify.check_runner import ZEROS, CheckRunner
+from preheat.verify.names import BEHIND_WINDOW
+
+READ = 5
+"""Tokens that are read in one step, where they do not decode."""
+
+
+def check_windows(runner: CheckRunner) -> int:
+    """Check each window of the model that a sequence can be longer than; how many results were compared. Raises
+    CheckFailed for a window that is not as long as it should be, NothingToRun if no sequence is that long.
+    """
+    layers, count = runner.executor.decoder.spec.layer_windows, 0
+    room = runner.pool.num_free * runner.slots.block_size
+    for window in sorted({each for each in layers if each is not None}):
+        if window + BEHIND_WINDOW <= min(runner.slots.max_model_len - 1, room):
+            with_it = [index for index, each in enumerate(layers) if each == window]
+            _check(runner, window, with_it, is_last=with_it == [len(layers) - 1])
+            count += 1
+    if not count:
+        raise NothingToRun("no sequence is longer than a window")
+    return count
+
+
+def _check(runner: CheckRunner, window: int, layers: list[int], *, is_last: bool) -> None:
+    """Look from the last token alone, then from the first of several that are read in one step. What that one sees
+    within a last layer reaches nothing, if ``is_last``.
+    """
+    last = window + BEHIND_WINDOW - 1
+    for lacking, seen in ((1, True), (READ, not is_last)):
+        behind = last + 1 - lacking - window
+        how = "decodes" if lacking == 1 else f"is the first of {lacking} that are read"
+        plain = _logits(runner, last + 1, lacking)
+        if not _same(plain, _logits(runner, last + 1, lacking, behind, layers)):
+            raise CheckFailed(f"windows: a token that {how} sees more than its window of {window} tokens")
+        if seen and _same(plain, _logits(runner, last + 1, lacking, behind + 1, layers)):
+            raise CheckFailed(f"windows: a token that {how} sees less than its window of {window} tokens")
+
+
+def _logits(
+    runner: CheckRunner, length: int, lacking: int, great: int | None = None, layers: Collection[int] = ()
+) -> Tensor:
+    """The logits after ``length`` tokens of which all but ``lacking`` have zeros in the cache, but for great values in
+    ``layers`` at the position ``great``.
+    """
+    slots, size = runner.slots, runner.slots.block_size
+    tokens = np.arange(length, dtype=np.int32) % runner.vocab_size
+    with runner.sequence(tokens) as slot:
+        for block in slots.block_table[slot, : slots.num_blocks[slot]].tolist():
+            runner.executor.fill_block(block, ZEROS)
+        if great is not None:
+            runner.executor.fill_values([*layers], int(slots.block_table[slot, great // size]), great % size)
+        slots.cached_len[slot] = length - lacking
+        return runner.step(slot)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
