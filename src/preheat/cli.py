@@ -107,8 +107,10 @@ def _drop_output() -> None:
 def _values(words: Sequence[str]) -> dict[str, Any]:
     """The command's function (``run``) and its arguments, by name. Raises SettingsError for words with no meaning."""
     parser, commands = _parser()
-    actions = commands.get(words[0] if words else "", parser)._actions
-    if any(action.dest == "config" for action in actions):
+    command = commands.get(words[0] if words else "", parser)
+    actions = command._actions
+    if any(action.dest == "config" for action in actions):  # it takes settings
+        add_flags_of_vllm(command)
         words = plain_words(words, _switches(actions))
     args, unknown = parser.parse_known_args(words)
     if unknown:
@@ -200,7 +202,6 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--json", action="store_true", help="print each result as a JSON object, one per line")
     _add_sampling_flags(generate)
     add_flags(generate, GENERATE_OPTIONS)
-    add_flags_of_vllm(generate)
 
 
 def _add_verify(commands: Any) -> None:
@@ -232,7 +233,6 @@ def _add_run_batch(commands: Any) -> None:
         "--resume", action="store_true", help="keep the answers of a run that did not end, and ask for the others"
     )
     add_flags(batch, OPTIONS.values())
-    add_flags_of_vllm(batch)
 
 
 def _add_without_model(commands: Any) -> None:
@@ -256,7 +256,6 @@ def _command(
     parser.set_defaults(run=run)
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="same as --model")
     add_flags(parser, options)
-    add_flags_of_vllm(parser)
     return parser
 
 
