@@ -30,11 +30,13 @@ from preheat.plan.modes import with_defaults
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.transport import InlineTransport
+from preheat.utils.command_words import dashed, plain_words
 from preheat.utils.completion import SHELLS, script
 from preheat.utils.files import TABLE_BYTES, read_given, same_file, shown, why_unread
-from preheat.utils.foreign_flags import instead_of
+from preheat.utils.given import instead_of
 from preheat.utils.log import one_line, printable, set_up_logging, without_controls
 from preheat.utils.options import Option, add_flags
+from preheat.utils.vllm_flags import add_flags_of_vllm
 from preheat.verify import command as verify_command
 from preheat.verify.command import Asked
 
@@ -67,7 +69,7 @@ TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_d
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a usage error."""
-    words = [_dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    words = [dashed(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     try:
         if words[:1] == ["bench"]:
             return _bench(words[1:])
@@ -105,14 +107,24 @@ def _drop_output() -> None:
 def _values(words: Sequence[str]) -> dict[str, Any]:
     """The command's function (``run``) and its arguments, by name. Raises SettingsError for words with no meaning."""
     parser, commands = _parser()
+    command = commands.get(words[0] if words else "", parser)
+    actions = command._actions
+    if any(action.dest == "config" for action in actions):  # it takes settings
+        add_flags_of_vllm(command)
+        words = plain_words(words, _switches(actions))
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        known = [flag for action in commands.get(words[0], parser)._actions for flag in action.option_strings]
-        raise SettingsError(_unknown(unknown[0], known))
+        shown = [action for action in actions if action.help != argparse.SUPPRESS]
+        raise SettingsError(_unknown(unknown[0], [flag for action in shown for flag in action.option_strings]))
     values = vars(args)
     if values.get("model_argument", "") is None and "model" not in values:
         _refuse_swallowed(words, values)
     return values
+
+
+def _switches(actions: Iterable[argparse.Action]) -> set[str]:
+    """The flags that take no value, of those that have a negation."""
+    return {action.option_strings[0] for action in actions if isinstance(action, argparse.BooleanOptionalAction)}
 
 
 def _unknown(word: str, known: Iterable[str]) -> str:
@@ -347,12 +359,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _dashed(arg: str) -> str:
-    """``arg`` with dashes in the flag's name, which may be written with underscores."""
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
-
-
 def _load(values: dict[str, Any]) -> Settings:
     """The settings of a command that takes the model as its argument."""
     model = values.pop("model_argument")
@@ -428,7 +434,7 @@ def _warm(values: dict[str, Any]) -> int:
     from preheat.warmup.record import Record
     from preheat.warmup.report import describe
 
-    transport = InlineTransport(ProgressBar().show)
+    transport = InlineTransport(ProgressBar(settings.use_tqdm_on_load).show)
     boot_engine(settings, transport)
     json_text = next(message.record for message in transport.receive() if isinstance(message, Ready))
     record = Record.from_json(json_text)

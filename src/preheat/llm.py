@@ -350,7 +350,7 @@ class LLM(OfflineClient):
 
     def __init__(self, model: str = BUNDLED, **options: Any) -> None:
         self.settings = Settings.load({"model": model, **options})
-        transport = InlineTransport(ProgressBar().show)
+        transport = InlineTransport(ProgressBar(self.settings.use_tqdm_on_load).show)
         frontend = boot_front(self.settings, transport.send)  # first: what is wrong with it shows without torch
         self.loop = boot_engine(self.settings, transport)
         super().__init__(frontend, self.loop, transport)

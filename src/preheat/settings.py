@@ -18,7 +18,7 @@ from preheat.utils.adapters import check_lora
 from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing_policy
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.files import read_given, shown, why_unread
-from preheat.utils.foreign_flags import instead_of
+from preheat.utils.given import given_options
 from preheat.utils.kv_events import kv_events_config
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
@@ -70,6 +70,13 @@ class Settings:
     tokenizer: str | None = _model(None, "Directory or id of the tokenizer, where it is not the model's.")
     skip_tokenizer_init: bool = _model(False, "No tokenizer: prompts are token ids, and nothing is turned into text.")
     revision: str | None = _model(None, "Branch, tag or commit of a Hub model.")
+    hf_token: str | None = _model(
+        None, "Token for models of the Hub that are not public, in place of `HF_TOKEN`.", secret=True
+    )
+    use_tqdm_on_load: bool = _model(True, "Show how far a start is, on a terminal.")
+    language_model_only: bool = _model(
+        False, "Load no encoder of images, and refuse them; nothing else for a model that sees none."
+    )
     download_dir: str | None = _model(
         None, "Folder for models of the Hub.", default_text="the Hugging Face library's, see `HF_HOME`"
     )
@@ -93,12 +100,25 @@ class Settings:
         choices=("auto", "bfloat16", "float32", "float16", "half", "float"),
     )
     max_model_len: int | None = _model(
-        None, "Most tokens of prompt and output together.", low=1, default_text="the model's length"
+        None,
+        "Most tokens of prompt and output together; `auto` or -1 is the default.",
+        low=1,
+        default_text="the model's length",
+        unset=("auto", "-1"),
     )
     enable_prompt_embeds: bool = _model(
         False, "Take embeddings in place of a prompt's tokens, as `prompt_embeds`: see docs/prompt-embeds.md."
     )
     chat_template: str | None = _model(None, "A Jinja file, or the template itself, in place of the model's.")
+    chat_template_content_format: str = _model(
+        "auto",
+        "What a chat template gets of a message: one text (`string`) or a list of parts (`openai`); `auto` is the list "
+        "where the model sees images and its template looks into lists.",
+        choices=("auto", "string", "openai"),
+    )
+    exclude_tools_when_tool_choice_none: bool = _model(
+        False, "With `tool_choice` none the chat template gets no tools."
+    )
     default_chat_template_kwargs: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
         "Variables of the chat template, as a JSON object: for each conversation, unless it sets them itself "
@@ -244,11 +264,34 @@ class Settings:
         (), "Keys that clients may use; none: no key is asked for.", env="VLLM_API_KEY", secret=True, one_word=True
     )
     allowed_origins: tuple[str, ...] = _server(("*",), "Origins from which browsers may call.")
+    allowed_methods: tuple[str, ...] = _server(("*",), "Methods with which browsers may call from another origin.")
+    allowed_headers: tuple[str, ...] = _server(("*",), "Headers that browsers may send from another origin.")
+    allow_credentials: bool = _server(
+        False, "Let browsers send cookies and the like from another origin, which `allowed_origins` should then name."
+    )
     ssl_keyfile: str | None = _server(None, "Private key, to serve over TLS.")
     ssl_certfile: str | None = _server(None, "Certificate, to serve over TLS.")
     ssl_ca_certs: str | None = _server(None, "Authorities whose client certificates are asked for.")
+    ssl_cert_reqs: int | None = _server(
+        None,
+        "Whether clients need a certificate, as in Python's `ssl`: 0 no, 1 those who bring one, 2 all.",
+        low=0,
+        high=2,
+        default_text="2 with `ssl_ca_certs`, else 0",
+    )
+    ssl_ciphers: str | None = _server(None, "Ciphers of TLS before 1.3, as OpenSSL lists them.")
+    disable_fastapi_docs: bool = _server(False, "Do not serve `/openapi.json`, which describes the endpoints.")
+    response_role: str = _server("assistant", "Role of the messages in answers to chats.")
+    enable_force_include_usage: bool = _server(
+        False, "End each stream with its usage, as if `stream_options.include_usage` were true."
+    )
+    return_tokens_as_token_ids: bool = _server(
+        False, "Show tokens in logprobs as `token_id:5`, for clients that need to tell tokens of equal text apart."
+    )
     enable_responses_store: bool = _server(
-        False, "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again."
+        False,
+        "Keep the last answers of `/v1/responses` in memory, for `previous_response_id` and to be read again.",
+        env="VLLM_ENABLE_RESPONSES_API_STORE",
     )
     max_queued_requests: int = _server(20_000, "Most sequences waiting for the engine; beyond that, status 429.", low=1)
     max_concurrent_requests: int = _server(4096, "Most HTTP requests served at once; beyond that, status 429.", low=1)
@@ -308,7 +351,7 @@ class Settings:
     )
     weights_root: str | None = _server(None, "Folder below which `/update_weights` may read new weights.")
 
-    config: str | None = _general(None, "A YAML file of options; flags and environment win over it.")
+    config: str | None = _general(None, "A file of options in YAML or JSON; flags and environment win over it.")
     log_level: str = _general(
         "info",
         "Least severity that is logged.",
@@ -462,8 +505,9 @@ class Settings:
     )
     distributed_executor_backend: str = _spread(
         "mp",
-        "What runs the ranks beside the engine: processes of its own, or actors of Ray, on its node or on several.",
-        choices=("mp", "ray"),
+        "What runs the ranks beside the engine: processes of its own, or actors of Ray, on its node or on several. "
+        "`uni`: there are none.",
+        choices=("mp", "ray", "uni"),
     )
 
     data_parallel_size: int = _spread(
@@ -586,6 +630,12 @@ class Settings:
                 "tensor_parallel_size or pipeline_parallel_size",
                 param="distributed_executor_backend",
             )
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size * self.pipeline_parallel_size > 1:
+            raise SettingsError(
+                "distributed_executor_backend uni runs one rank: leave it out, or set tensor_parallel_size and "
+                "pipeline_parallel_size to 1",
+                param="distributed_executor_backend",
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise SettingsError("ssl_keyfile and ssl_certfile belong together: give both or none")
         if self.skip_warmup and self.on_cold == "raise":
@@ -653,8 +703,7 @@ class Settings:
         """
         env = os.environ if env is None else env
         values = read_environment(OPTIONS, env)
-        for name, value in (args or {}).items():
-            values[name] = _known(name, "option").convert(value, name)
+        values |= given_options(args or {}, OPTIONS)
         path = config_file or values.get("config")
         if path is not None:
             values = {"config": path, **_from_file(path), **values}
@@ -730,14 +779,8 @@ OPTIONS: dict[str, Option] = registry(Settings)
 """Every option by name."""
 
 
-def _known(name: str, what: str) -> Option:
-    if name not in OPTIONS:
-        raise SettingsError(f"unknown {what} {name!r}{instead_of(name, OPTIONS)}", param=name)
-    return OPTIONS[name]
-
-
 def _from_file(path: str) -> dict[str, Any]:
-    """The options in a YAML file: one mapping, names with dashes or underscores."""
+    """The options in a YAML or JSON file: one mapping, names with dashes or underscores."""
     import yaml
 
     try:
@@ -746,10 +789,7 @@ def _from_file(path: str) -> dict[str, Any]:
         raise SettingsError(f"cannot read the config file {shown(path)}: {why_unread(error)}", param="config") from None
     if not isinstance(content, dict | None):
         raise SettingsError(f"{path} must hold one mapping of option names to values", param="config")
-    values: dict[str, Any] = {}
-    for key, value in (content or {}).items():
-        opt = _known(str(key).replace("-", "_"), f"option in {path}:")
-        if opt.name == "config":
-            raise SettingsError(f"{path}: a config file cannot name another one", param="config")
-        values[opt.name] = opt.convert(value, f"{path}: {key}")
+    values = given_options({str(key): value for key, value in (content or {}).items()}, OPTIONS, path)
+    if "config" in values:
+        raise SettingsError(f"{path}: a config file cannot name another one", param="config")
     return values

@@ -26,7 +26,7 @@ from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics, explain
 from preheat.model.config import resolve_dtype
-from preheat.model.families import read_spec
+from preheat.model.families import read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme, check_backend
@@ -72,7 +72,13 @@ def boot_front(
         tokenizer = NoTokenizer(folder, files) if settings.skip_tokenizer_init else Tokenizer(tokens, files)
         images = _images(settings, folder)
         image_token = tokenizer.token_text(images.token_id) if images else None
-        template = ChatTemplate(tokenizer, settings.chat_template, image_token, settings.default_chat_template_kwargs)
+        template = ChatTemplate(
+            tokenizer,
+            settings.chat_template,
+            image_token,
+            settings.default_chat_template_kwargs,
+            settings.chat_template_content_format,
+        )
         template.check()
         return Frontend(
             tokenizer,
@@ -107,6 +113,8 @@ def _traces(settings: Settings) -> RequestTraces | None:
 
 def _images(settings: Settings, folder: Path) -> Images | None:
     """What reads the images of requests, if the model sees any: Pillow is imported for no other."""
+    if settings.language_model_only:
+        return None
     config = read_config(folder, settings.hf_overrides)
     spec = read_spec(config) if "vision_config" in config or "text_config" in config else None
     if spec is None or spec.vision is None:
@@ -191,7 +199,7 @@ def _spec(settings: Settings) -> ModelSpec:
     cannot be divided.
     """
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
-    spec = read_spec(config, settings.quantization)
+    spec = spec_of(config, settings)
     spec = stage_of(spec, 0, settings.pipeline_parallel_size)
     return shard(spec, 0, settings.tensor_parallel_size) if sums_leaves(settings) else spec
 

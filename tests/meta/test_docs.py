@@ -13,8 +13,9 @@ from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.model.families import FAMILIES
 from preheat.model.quantization import METHODS
 from preheat.settings import OPTIONS
+from preheat.utils.vllm_flags import FOREIGN, SHORT
 from tests.meta.source import PACKAGE, ROOT
-from tools import gen_models_doc, gen_quantization_doc
+from tools import gen_models_doc, gen_quantization_doc, gen_vllm_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -74,6 +75,19 @@ def test_options_in_prose_exist():
     for path in DOCS:
         found = set(re.findall(r"\bPREHEAT_[A-Z_]+\b", path.read_text())) - {"PREHEAT_"}
         assert {name for name in found if not name.endswith("_")} - names == set(), path.name
+
+
+def test_flags_of_vllm_are_documented_as_they_are():
+    assert gen_vllm_doc.DOC.read_text() == gen_vllm_doc.render(), "run: python -m tools.gen_vllm_doc"
+
+
+def test_flags_of_vllm_in_prose_have_an_answer():
+    """What the page for those who come from vLLM names is known to the parser, as an option or in the table."""
+    known = {opt.flag for opt in OPTIONS.values()} | {row.flag for row in FOREIGN.values()} | SHORT.keys()
+    text = (ROOT / "docs" / "from-vllm.md").read_text()
+    named = re.findall(r"`(--?[a-z][a-z0-9-]*)", re.sub(r"`-(address|backend)`|`preheat [^`]*`", "", text))
+    assert len(named) > 100
+    assert {flag for flag in named if flag not in known} <= {"--object", "--flag", "--switch"}
 
 
 def test_stations_of_a_request_exist():

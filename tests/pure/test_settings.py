@@ -144,7 +144,7 @@ def test_determinism_iterations_never_fail_to_parse(text):
     ("args", "message"),
     [
         ({"max_num_seq": 1}, "did you mean max_num_seqs"),
-        ({"tensor_paralel_size": 1}, "it is spelled --tensor-parallel-size"),
+        ({"tensor_paralel_size": 1}, "write --tensor-parallel-size"),
         ({"port": "many"}, "port: 'many' is not a whole number"),
         ({"port": 70000}, "between 0 and 65535"),
         ({"port": True}, "port: True is not a whole number"),

@@ -12,10 +12,11 @@ _WIDTH = 72  # shorter than a log line, which overwrites the bar
 
 
 class ProgressBar:
-    """Shows the engine's messages. Nothing is drawn unless standard error is a terminal."""
+    """Shows the engine's messages, unless ``shown`` is false or standard error is no terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool = True) -> None:
         self._bar: Any = None
+        self._disable = None if shown else True  # None: where there is no terminal
 
     def show(self, message: FromEngine) -> None:
         """Draw a Progress message; remove the bar once the engine is ready or dead."""
@@ -31,8 +32,8 @@ class ProgressBar:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc="Warming up", total=progress.total, leave=False, disable=None, file=_LineStart(sys.stderr),
-                ncols=_WIDTH, bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
+                desc="Warming up", total=progress.total, leave=False, disable=self._disable,
+                file=_LineStart(sys.stderr), ncols=_WIDTH, bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
         left = "" if progress.eta_s is None else time_left(progress.eta_s)
         self._bar.set_postfix_str(left, refresh=False)

@@ -62,7 +62,8 @@ def _shows_parts(source: str, image_token: str, special_tokens: tuple[tuple[str,
 class ChatTemplate:
     """The tokenizer's chat templates, or ``override``: the path of a file, or the template itself. ``image_token`` is
     the text that stands for an image; None: the model sees none. ``defaults`` are variables of every conversation; what
-    a request sets goes before them.
+    a request sets goes before them. ``content_format`` is what templates get of each message: one text (string), a list
+    of parts (openai), or what they look into (auto).
 
     Where the checkpoint has a template ``tool_use``, conversations with tools get it, as with transformers. Raises
     ModelError for a template that cannot be read, SettingsError for defaults that cannot be set.
@@ -74,7 +75,9 @@ class ChatTemplate:
         override: str | None = None,
         image_token: str | None = None,
         defaults: Mapping[str, Any] | None = None,
+        content_format: str = "auto",
     ) -> None:
+        self._content_format = content_format
         self._tokenizer, self._image_token, self._defaults = tokenizer, image_token, dict(defaults or {})
         if clash := _RESERVED & self._defaults.keys():
             raise SettingsError(
@@ -116,6 +119,8 @@ class ChatTemplate:
 
     def _takes_parts(self, source: str) -> bool:
         """Whether ``source`` looks into contents that are lists, so that it decides itself where images are."""
+        if self._content_format != "auto":
+            return self._content_format == "openai"
         if self._image_token is None:
             return False
         return _shows_parts(source, self._image_token, tuple(sorted(self._tokenizer.special_tokens.items())))

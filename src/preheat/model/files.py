@@ -34,15 +34,19 @@ _NOT_NEEDED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 def find_model(settings: Settings, *, with_weights: bool = True) -> Path:
     """The directory of the settings' model; see :func:`find_checkpoint`."""
     return find_checkpoint(
-        settings.model, settings.revision, with_weights=with_weights, download_dir=settings.download_dir
-    )
+        settings.model, settings.revision, with_weights=with_weights, download_dir=settings.download_dir,
+        token=settings.hf_token,
+    )  # fmt: skip
 
 
 def find_tokenizer(settings: Settings) -> Path:
     """The directory of the settings' tokenizer, which is the model's unless they name another."""
     if settings.tokenizer is None:
         return find_model(settings, with_weights=False)
-    return find_checkpoint(settings.tokenizer, with_weights=False, download_dir=settings.download_dir, what="tokenizer")
+    return find_checkpoint(
+        settings.tokenizer, with_weights=False, download_dir=settings.download_dir, token=settings.hf_token,
+        what="tokenizer",
+    )  # fmt: skip
 
 
 def find_checkpoint(
@@ -51,13 +55,14 @@ def find_checkpoint(
     *,
     with_weights: bool = True,
     download_dir: str | None = None,
+    token: str | None = None,
     what: str = "model",
 ) -> Path:
     """The directory of ``model``: "bundled", a local directory, or a Hub id, which is downloaded unless it is cached.
 
-    ``revision`` is a branch, tag or commit of a Hub repository; HF_TOKEN gives access to gated ones. Without
-    ``with_weights`` only configuration and tokenizer are fetched. ``download_dir`` replaces the Hub's own cache folder.
-    ``what`` is the option that named it: a model has a config.json. Raises ModelError if there is no such model.
+    ``revision`` is a branch, tag or commit of a Hub repository; ``token``, or HF_TOKEN, gives access to gated ones.
+    Without ``with_weights`` only configuration and tokenizer are fetched. ``download_dir`` replaces the Hub's own cache
+    folder. ``what`` is the option that named it: a model has a config.json. Raises ModelError if there is none.
     """
     if model == BUNDLED:
         return BUNDLED_PATH
@@ -67,7 +72,7 @@ def find_checkpoint(
             raise ModelError(
                 f"{what} {files.shown(model)!r} is neither a directory nor an organisation/name on the Hub", param=what
             )
-        path = _download(model, revision, with_weights, download_dir, what)
+        path = _download(model, revision, with_weights=with_weights, folder=download_dir, token=token, what=what)
     if what == "model" and not os.path.lexists(path / "config.json"):
         raise ModelError(f"model {model!r}: {path} holds no config.json", param=what)
     return path
@@ -149,14 +154,21 @@ def _weight_map(directory: Path, below: str | Path | None) -> dict[str, str] | N
     return found
 
 
-def _download(model: str, revision: str | None, with_weights: bool, folder: str | None, what: str) -> Path:
+def _download(
+    model: str, revision: str | None, *, with_weights: bool, folder: str | None, token: str | None, what: str
+) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = _SMALL_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, cache_dir=folder, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
+                model,
+                revision=revision,
+                cache_dir=folder,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_NEEDED,
             )
         )
     except Exception as error:  # the Hub's client raises errors of many libraries

@@ -22,7 +22,7 @@ from preheat.backends.names import HOST
 from preheat.errors import ModelError, SettingsError
 from preheat.model.adapters import AdapterSeats, make_seats
 from preheat.model.config import resolve_dtype
-from preheat.model.families import read_spec
+from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
@@ -98,7 +98,7 @@ def load_model(
     """
     folder = find_model(settings, with_weights=settings.load_format != "dummy")
     config = read_config(folder, settings.hf_overrides)
-    spec = read_spec(config, settings.quantization)
+    spec = spec_of(config, settings)
     if (pooling := pooling_of(settings, folder, config)) is not None:
         _check_pools(settings, spec, backend)
         spec = without_head(spec, pooling.max_length)

@@ -112,7 +112,7 @@ class ChatMessage(Struct):
     """``reasoning`` and ``reasoning_content`` are the same; clients look for either."""
 
     content: str | None
-    role: Literal["assistant"] = "assistant"
+    role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -154,7 +154,7 @@ class ToolCallDelta(Struct):
 
 
 class ChatDelta(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET

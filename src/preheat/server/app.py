@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -78,7 +79,7 @@ def run_server(
     listener = listen(settings)
     if settings.uds is None:
         settings = dataclasses.replace(settings, port=listener.getsockname()[1])
-    bar = ProgressBar()
+    bar = ProgressBar(settings.use_tqdm_on_load)
 
     def on_message(message: FromEngine) -> None:
         bar.show(message)
@@ -107,18 +108,23 @@ def build_app(service: Service) -> ASGIApp:
     """The routes, wrapped in CORS headers, request ids, the access log, API keys and a limit on concurrency."""
     operations = openapi.served(adapters=service.loads_adapters)
     routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
-    routes.append(Route("/openapi.json", _openapi))
     settings = service.settings
+    if not settings.disable_fastapi_docs:
+        routes.append(Route("/openapi.json", _openapi))
     app = Starlette(routes=routes, exception_handlers=HANDLERS)  # type: ignore[arg-type]
     app.state.service = service
     limited = AuthMiddleware(ConcurrencyLimit(app, settings.max_concurrent_requests), settings.api_key)
     paths = {op.endpoint: op.path for op in operations}
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
-    origins, every = settings.allowed_origins, ["*"]
     return EndQuietly(
         CORSMiddleware(
-            named, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=["X-Request-Id"]
+            named,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["X-Request-Id"],
         )
     )
 
@@ -127,6 +133,13 @@ async def _openapi(request: Request) -> Response:
     service: Service = request.app.state.service
     document = openapi.document(service.settings.root_path.rstrip("/"), adapters=service.loads_adapters)
     return Response(document, media_type="application/json")
+
+
+def tls(settings: Settings) -> dict[str, Any]:
+    """What uvicorn should ask of TLS beyond its defaults."""
+    asked = settings.ssl_cert_reqs
+    wanted: dict[str, Any] = {"ssl_cert_reqs": (2 if settings.ssl_ca_certs else 0) if asked is None else asked}
+    return wanted if settings.ssl_ciphers is None else {**wanted, "ssl_ciphers": settings.ssl_ciphers}
 
 
 async def _serve(
@@ -148,7 +161,7 @@ async def _serve(
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
             ssl_ca_certs=settings.ssl_ca_certs,
-            ssl_cert_reqs=2 if settings.ssl_ca_certs else 0,
+            **tls(settings),
         )
     )
     loop = asyncio.get_running_loop()

@@ -87,6 +87,7 @@ class _ChatWriter(CompletionsWriter):
         self._plain, self._answer_format = form.plain, form
         self._parsers: dict[int, AnswerParser] = {}
         self._calling: set[int] = set()  # choices that have called a tool
+        self._role = self._service.settings.response_role
         self._with_reasoning = body.include_reasoning is not False
 
     def whole(self) -> ChatCompletion:
@@ -108,7 +109,7 @@ class _ChatWriter(CompletionsWriter):
         return self._opening(choice) + event if delta.first else event
 
     def _opening(self, choice: Choice) -> bytes:
-        role = ChatChunkChoice(choice.index, ChatDelta("assistant", ""))
+        role = ChatChunkChoice(choice.index, ChatDelta(self._role, ""))
         fields: dict[str, Any] = {**self._event_fields, "choices": [role]}
         if self._continuous:
             fields["usage"] = self.usage_of(choice, 0)
@@ -121,6 +122,7 @@ class _ChatWriter(CompletionsWriter):
     def _choice(self, choice: Choice) -> ChatChoice:
         delta = choice.take_delta()
         message = ChatMessage(delta.text) if self._plain else self._message(choice, delta)
+        message.role = self._role
         return ChatChoice(choice.index, message, *self._details(choice, delta))
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
@@ -170,7 +172,9 @@ class _ChatWriter(CompletionsWriter):
 
     def _details(self, choice: Choice, delta: OutputDelta) -> tuple[Any, ...]:
         """Logprobs, finish reason, stop reason, token ids."""
-        logprobs = None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs)
+        logprobs = (
+            None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs, self._shows_ids)
+        )
         ids = delta.token_ids if self._return_token_ids else UNSET
         return logprobs, self._finish_reason(choice), choice.stop_reason, ids
 

@@ -20,7 +20,7 @@ from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
-from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
+from preheat.server.params import completion_logprobs, names_of_tokens, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import CompletionRequest
 from preheat.server.stream import CompletionsWriter
 
@@ -193,7 +193,8 @@ class _CompletionWriter(CompletionsWriter):
         offset = self._offsets.get(index, 0)
         if before is not None:
             offset = sum(map(len, before.tokens))
-        logprobs = completion_logprobs(state.tokenizer, delta.token_ids, delta.logprobs or (), offset)
+        named = names_of_tokens(state.tokenizer, self._shows_ids)
+        logprobs = completion_logprobs(named, delta.token_ids, delta.logprobs or (), offset)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         return logprobs if before is None else before + logprobs
 
@@ -202,9 +203,10 @@ class _CompletionWriter(CompletionsWriter):
         key = id(state)
         if key not in self._prompts:
             shows = self._echo and state.prompt_logprobs
+            named = names_of_tokens(state.tokenizer, self._shows_ids)
             self._prompts[key] = _Prompt(
                 state.prompt_text if self._echo else "",
-                completion_logprobs(state.tokenizer, state.prompt_ids, state.prompt_logprobs, 0) if shows else None,
+                completion_logprobs(named, state.prompt_ids, state.prompt_logprobs, 0) if shows else None,
                 prompt_logprobs_of(state) if self._prompt_logprobs else [],
             )
         return self._prompts[key]

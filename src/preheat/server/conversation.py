@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,8 @@ async def prepared_talk(
     cap_length: bool = True,
 ) -> tuple[RequestState, AnswerFormat]:
     """The checked request for a conversation, and how its answers are read."""
+    if choice.mode == "none" and request.app.state.service.settings.exclude_tools_when_tool_choice_none:
+        talk = replace(talk, tools=None)
     prompt, sources = await rendered(request, frontend, talk)
     frontend.input.check_length(prompt, params)
     size = max(body_size(request), len(prompt))

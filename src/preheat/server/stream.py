@@ -155,7 +155,10 @@ class CompletionsWriter(Writer):
         self._event_fields = {**self._fields, "object": self.event_object}
         options = body.stream_options or StreamOptions()
         self._continuous = bool(options.continuous_usage_stats)
-        self._usage = self._continuous if options.include_usage is None else options.include_usage
+        settings = self._service.settings
+        asked = self._continuous if options.include_usage is None else options.include_usage
+        self._usage = asked or settings.enable_force_include_usage
+        self._shows_ids = settings.return_tokens_as_token_ids
         self._head = b'data: %b,"choices":[' % encode(self._event_fields)[:-1]  # the same in each event
         self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 

@@ -7,24 +7,19 @@ theirs for something that is not here is warned about, once, and has no effect.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.utils.options import Option, parse_bool
-from preheat.utils.text import did_you_mean
+from preheat.utils.text import misspelled
+from preheat.utils.vllm_variables import why_unused
 
 logger = logging.getLogger(__name__)
 
 EXPONENTIAL = "VLLM_EXPONENTIAL_BUCKETING"
 STRATEGY = "bucketing_strategy"
-NOT_HERE = {
-    "VLLM_PROMPT_CTX_BUCKET_": "the cached context of a prompt is no part of a program",
-    "VLLM_PROMPT_BUCKETING_STRATEGY": "both phases follow VLLM_BUCKETING_STRATEGY",
-    "VLLM_DECODE_BUCKETING_STRATEGY": "both phases follow VLLM_BUCKETING_STRATEGY",
-}
-"""Known variables without an effect, by how they begin, with the reason."""
 NOWHERE = {"defrag_with_graphs": "blocks are swapped without graphs"}
 """Options that no platform can switch on, with the reason."""
 
@@ -53,14 +48,17 @@ def read_environment(options: Mapping[str, Option], env: Mapping[str, str]) -> d
         values[STRATEGY] = _exponential(env[EXPONENTIAL], values.get(STRATEGY), options[STRATEGY].env_names[0] in env)
     for name in sorted(env):
         if name.startswith(("VLLM_", "PREHEAT_")) and name not in known:
-            reason = next((text for start, text in NOT_HERE.items() if name.startswith(start)), None)
-            hint = did_you_mean(name, known)
-            warn(
-                f"{name} without effect: {reason}"
-                if reason
-                else f"Unknown environment variable {name} is ignored{hint}"
-            )
+            _tell_unused(name, known)
     return values
+
+
+def _tell_unused(name: str, known: Iterable[str]) -> None:
+    """Warn of a variable that sets nothing, unless it asks for what is always so."""
+    reason = why_unused(name)
+    if reason is None:
+        warn(f"Unknown environment variable {name} is ignored{misspelled(name, known)}")
+    elif reason:
+        warn(f"{name} without effect: {reason}")
 
 
 def without_unused(values: Mapping[str, Any], args: Mapping[str, object], env: Mapping[str, str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -13,6 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from preheat.errors import SettingsError
@@ -31,7 +33,7 @@ class Option:
     ``later`` is the reason why values other than the default are rejected: the feature is not implemented. A mapping
     gives the reasons for single values. ``env`` is vLLM's variable, ``later_env`` what its later versions call it. A
     list's flag takes several words, or with ``one_word`` one: it is repeated for more, so that the word behind it is
-    never taken for another.
+    never taken for another. ``unset`` are values that other engines write for the default.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     default_text: str | None = None
     one_word: bool = False
+    unset: tuple[Any, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -60,10 +63,12 @@ class Option:
 
     def convert(self, value: object, source: str) -> Any:
         """``value`` in the option's type, parsed if it is text, and checked. Errors name its ``source``."""
-        if isinstance(value, str):
+        if isinstance(value, list | tuple) and tuple in self.kinds:
+            value = _words(value)
+        elif isinstance(value, str | int) and str(value).lower() in self.unset:
+            value = self.default
+        elif isinstance(value, str):
             value = self._from_text(value, source)
-        elif isinstance(value, list | tuple) and tuple in self.kinds:
-            value = tuple(map(_word, value))
         elif type(value) is int and float in self.kinds and int not in self.kinds:
             value = float(value)
         self.check(value, source)
@@ -163,6 +168,18 @@ def _parse_list(text: str) -> tuple[str, ...]:
     return tuple(word for item in items if (word := _word(item).strip()))
 
 
+def _words(items: Iterable[object]) -> tuple[str, ...]:
+    """The words of a list, of which each may be a JSON list itself, as vLLM takes them: ``["GET", "POST"]``."""
+    return tuple(word for item in items for word in _listed(item))
+
+
+def _listed(item: object) -> tuple[str, ...]:
+    if isinstance(item, str) and item.startswith("[") and item.endswith("]"):
+        with contextlib.suppress(ValueError):
+            return _parse_list(item)
+    return (_word(item),)
+
+
 def _word(item: object) -> str:
     """An item of a list as its flag takes it: an object as JSON."""
     return json.dumps(item) if isinstance(item, dict) else str(item)
@@ -176,9 +193,28 @@ def _parse_object(text: str) -> dict[str, Any]:
     return value
 
 
+def parse_count(text: str) -> int:
+    """Parse a whole number, of which vLLM writes many short: ``8k`` is 8,000, ``8K`` 8,192, ``1.5m`` 1,500,000.
+
+    Raises ValueError for anything else, and for a fraction of a power of two.
+    """
+    scale = _SCALES.get(text[-1:])
+    if scale is None:
+        return int(text)
+    number = Fraction(text[:-1]) * scale
+    if number.denominator != 1 or ("/" in text) or (text[-1].isupper() and "." in text):
+        raise ValueError(text)
+    return int(number)
+
+
+_SCALES = {letter: 1000**power for power, letter in enumerate("kmgt", 1)} | {
+    letter: 1024**power for power, letter in enumerate("KMGT", 1)
+}
+
+
 _PARSERS: dict[type, Callable[[str], Any]] = {
     bool: parse_bool,
-    int: int,
+    int: parse_count,
     float: float,
     tuple: _parse_list,
     dict: _parse_object,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 _NAMES_SHOWN = 8
 _TEXT_SHOWN = 200
+_TYPO = 2
 
 
 def plain_number(value: float) -> str:
@@ -38,6 +39,24 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     close = sorted((known for known in names if words and _abbreviates(words, _words(known))), key=len)
     close = close or difflib.get_close_matches(str(name), names, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def misspelled(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` with the known name that a typo of one or two letters made ``name``; else empty."""
+    nearest = min(((_edits(name, each), each) for each in known), default=(_TYPO + 1, ""))
+    return f"; did you mean {nearest[1]}?" if nearest[0] <= min(_TYPO, len(name) // 4) else ""
+
+
+def _edits(name: str, other: str) -> int:
+    """How many letters to add, drop or replace to make ``other`` of ``name``; more than a typo needs if many."""
+    if abs(len(name) - len(other)) > _TYPO:
+        return _TYPO + 1
+    row = list(range(len(other) + 1))
+    for place, letter in enumerate(name, 1):
+        before, row[0] = row[0], place
+        for at, there in enumerate(other, 1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (letter != there))
+    return row[-1]
 
 
 def _words(name: str) -> list[str]:

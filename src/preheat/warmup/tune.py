@@ -11,7 +11,7 @@ import math
 from preheat.backends.base import ExpertsSize, TuneRequest
 from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
-from preheat.model.families import read_spec
+from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
 from preheat.model.specs import MoeSpec
 from preheat.plan.modes import step_limits
@@ -28,7 +28,7 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
     backend, folder = pick_backend(settings.device), cache_root(settings)
     backend.prepare(settings, folder)
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
-    spec = read_spec(config, settings.quantization)
+    spec = spec_of(config, settings)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     *layers, head = (linear for _, linear in spec.linears())
     sequences, tokens = step_limits(settings, backend.facts)

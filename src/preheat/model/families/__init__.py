@@ -6,6 +6,7 @@ A new family is a file here and a line in :data:`FAMILIES`. No torch here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +15,7 @@ from preheat.model.config import Config
 from preheat.model.families import bigcode, gemma, llama, llava, moe, mpt, phi, qwen
 from preheat.model.quantization import quantized
 from preheat.model.specs import ModelSpec, base_model
+from preheat.settings import Settings
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "GPTBigCodeForCausalLM": bigcode.gpt_bigcode,
@@ -67,6 +69,12 @@ def read_spec(values: Mapping[str, Any], quantization: str | None = None) -> Mod
     found = ", ".join(names) if names else f"none named (model_type {values.get('model_type')!r})"
     near = f"; the nearest that is supported: {nearest(names[0])}" if names else ""
     raise ModelError(f"architecture {found} is not supported{near}; supported are {', '.join(FAMILIES)}")
+
+
+def spec_of(values: Mapping[str, Any], settings: Settings) -> ModelSpec:
+    """The spec of what is loaded by these settings: as :func:`read_spec`, without an encoder that nobody uses."""
+    spec = read_spec(values, settings.quantization)
+    return replace(spec, vision=None) if settings.language_model_only else spec
 
 
 def nearest(name: str) -> str:

@@ -1,0 +1,89 @@
+"""What is given by name, in a file of options, as flags or as keywords: our options, and the flags of vLLM.
+
+A name may have dashes or underscores, begin with ``no-`` where it is a yes or no, and go on with the key of a JSON
+object behind a dot. What a flag of vLLM does that is no option here is in :mod:`preheat.utils.vllm_flags`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from preheat.errors import SettingsError
+from preheat.utils.environment import warn
+from preheat.utils.options import Option
+from preheat.utils.text import misspelled
+from preheat.utils.vllm_flags import FOREIGN, INSTEAD, Foreign, refuse
+
+
+def given_options(given: Mapping[str, object], options: Mapping[str, Option], where: str = "") -> dict[str, Any]:
+    """The values that ``given`` sets, by the names of ``options``. ``where`` is the file that they are written in.
+
+    Raises SettingsError for a name that nobody knows, and for a value that cannot be used.
+    """
+    found: dict[str, Any] = {}
+    for written, value in given.items():
+        for path, asked in _meant(written.replace("-", "_"), value, options, where):
+            name, *keys = path.split(".")
+            source = f"{where}: {written}" if where else written
+            more = options[name].convert(nested(keys, asked) if keys else asked, source)
+            before = found.get(name)
+            found[name] = {**before, **more} if isinstance(before, dict) and isinstance(more, dict) else more
+    return found
+
+
+def nested(keys: Iterable[str], value: object) -> dict[str, Any]:
+    """The object that has ``value`` at the end of ``keys``."""
+    first, *rest = keys
+    return {first: nested(rest, value) if rest else read_json(value)}
+
+
+def read_json(value: object) -> object:
+    """``value``, read as JSON where it is text that can be."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _meant(name: str, value: object, options: Mapping[str, Option], where: str) -> Iterator[tuple[str, object]]:
+    """The options, or keys of their objects, that ``name`` sets, with the values that they get."""
+    head, dot, _ = name.partition(".")
+    row = FOREIGN.get(head)
+    if head in options:
+        yield name, value
+    elif row is not None and dot:
+        raise refuse(row, value) if row.verdict == "refused" else _unknown(name, options, where)
+    elif row is not None:
+        yield from _of_vllm(row, value)
+    elif name.startswith("no_") and _is_switch(name.removeprefix("no_"), options):
+        yield from _meant(name.removeprefix("no_"), value in (False, "false"), options, where)
+    else:
+        raise _unknown(name, options, where)
+
+
+def _of_vllm(row: Foreign, value: object) -> Iterator[tuple[str, object]]:
+    if row.verdict == "sets":
+        yield row.says, value
+    elif not row.takes(value):
+        raise refuse(row, value)
+    elif row.verdict == "unused" and value is not False:
+        warn(f"{row.flag} without effect: {row.says}")
+
+
+def _is_switch(name: str, options: Mapping[str, Option]) -> bool:
+    return bool in options[name].kinds if name in options else name in FOREIGN and FOREIGN[name].switch
+
+
+def _unknown(name: str, options: Mapping[str, Option], where: str) -> SettingsError:
+    at = f"option in {where}:" if where else "option"
+    return SettingsError(f"unknown {at} {name!r}{instead_of(name, options)}", param=name)
+
+
+def instead_of(name: str, known: Iterable[str]) -> str:
+    """A hint for ``name``, which nobody knows: what it is called here, or the known one that is a typo away."""
+    flag = "--" + name.lstrip("-").replace("_", "-") if not name.startswith("-") or name.startswith("--") else name
+    return f": write {INSTEAD[flag]}" if flag in INSTEAD else misspelled(name, known)
