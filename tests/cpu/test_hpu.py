@@ -272,7 +272,7 @@ def evenly(low: int, high: int, samples: int) -> list[int]:
 def multiplications(llm: LLM, bucket: Bucket) -> Counter[str]:
     """Of the gathering form of a forward program, counted in its graphs, by operation."""
     forwards = llm.loop.executor.forwards._graphs.items()
-    modules = [module for (part, form), module in forwards if part.bucket == bucket and form == GATHERED]
+    modules = [module for (part, form), module in forwards if part.program.size == bucket and form == GATHERED]
     assert modules, bucket
     return sum((graph._program.multiplications for module in modules for graph in module.hpu_graphs), Counter())
 

@@ -255,3 +255,16 @@ def test_a_row_without_a_new_version_is_missed() -> None:
     steps.scheduler.slots.table_version[:] = version
     batch = steps.packer.pack(schedule)
     assert steps.sent(schedule, batch) != steps.expected(schedule, batch)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_step_has_adapters_only_where_the_plan_serves_some(served):
+    """A draft model's plan has none, though its rows are those of the target, which may have some."""
+    steps = Steps()
+    steps.scheduler.add(request(0, [1, 2, 3]))
+    schedule = steps.scheduler.schedule()
+    steps.scheduler.slots.adapter[schedule.slots] = 0
+    plan = make_plan(steps.limits, PlanOptions(enable_lora=served))
+    batch = Packer(steps.scheduler.slots, plan, steps.new_buffers()).pack(schedule)
+    assert {batch.forward_program, batch.sampler_program} <= {item.program for item in plan.items}
+    assert (batch.adapters is not None) == batch.forward_program.adapted == batch.sampler_program.adapted == served

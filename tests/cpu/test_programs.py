@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from preheat.backends.cpu.backend import Calls
 from preheat.backends.cuda.graph import CudaGraphs
-from preheat.core import Level
-from preheat.plan.items import SamplerItem, SamplerProgram
-from preheat.plan.options import PlanOptions
 
 
 class PaperGraph:
@@ -87,13 +82,3 @@ def test_without_graphs_a_program_is_called():
     assert [programs.run(7), programs.run(8, eager=True)] == [14, 16]
     programs.forget(7)
     assert ran == [7, 8]
-
-
-def test_every_item_of_the_sampler_names_a_program():
-    """Of the level that its setting asks for, at each number of rows."""
-    plan = SimpleNamespace(sampler_sizes=(1, 4), options=PlanOptions())
-    found = {item.program for item in SamplerItem.of_plan(plan)}
-    assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
-    assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
-    assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)
-    assert SamplerItem(4, "min_tokens", False).program == SamplerProgram(4, Level.FULL)

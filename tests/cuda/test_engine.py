@@ -84,7 +84,7 @@ def in_step(model: str) -> LLM:
 def eager(model: str) -> LLM:
     """Operation by operation, in steps of prompts and steps of decoding; so what a test plants is run."""
     llm = LLM(model, **EAGER)
-    programs = [item.program for item in llm.loop.packer.plan.items]
+    programs = [item.program for item in llm.loop.packer.plan.items if item.program]
     llm.loop.executor.compile(programs, os.cpu_count() or 1)  # side by side, which is quicker
     return llm
 

@@ -16,6 +16,7 @@ from preheat.model.loader import load_weights
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
+from preheat.plan.programs import Program
 from preheat.schedule.scheduler import Scheduler
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -64,7 +65,7 @@ def test_parts_have_the_bits_of_the_whole(made, shape, layers):
 @pytest.mark.parametrize(("layers", "parts"), [(None, [3]), (1, [1, 1, 1]), (2, [2, 1]), (99, [3])])
 def test_layers_are_divided(made, layers, parts):
     _, executor, _ = engine(made, config_hidden_layers=layers)
-    assert [len(part.layers) for part in executor._parts_of(Bucket.decode(2))] == parts
+    assert [len(part.layers) for part in executor._parts_of(Program("forward", Bucket.decode(2)))] == parts
 
 
 def test_parts_hand_on_the_residual_stream_too(made, monkeypatch):
@@ -150,10 +151,12 @@ def graphs(monkeypatch):
 
 def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
     shape = Bucket.decode(2)
+    program, other = Program("forward", shape), Program("forward", Bucket.decode(1))
     packer, executor, feed = engine(made, config_hidden_layers=1)
-    assert not executor.is_captured(shape)
-    executor.capture(shape)
-    assert executor.is_captured(shape) and not executor.is_captured(Bucket.decode(1))
+    assert not executor.is_captured(program)
+    executor.capture(program)
+    assert executor.is_captured(program) and not executor.is_captured(other)
+    assert not executor.is_captured(program._replace(adapted=True))
     with feed.work(rows_of(made[0].dispatcher.example(shape), LIMITS)) as schedule:
         batch = packer.pack(schedule)
         executor.forward(batch)
@@ -163,7 +166,7 @@ def test_a_shape_is_captured_in_parts_and_replays_them_all(made, graphs):
 
 def test_a_shape_is_captured_whole_or_not_at_all(made, graphs, monkeypatch):
     """Memory runs out at the second part."""
-    shape, (_, executor, _) = Bucket.decode(2), engine(made, config_hidden_layers=1)
+    program, (_, executor, _) = Program("forward", Bucket.decode(2)), engine(made, config_hidden_layers=1)
     capture = CudaGraphs.capture
 
     def short(self, key):
@@ -173,6 +176,6 @@ def test_a_shape_is_captured_whole_or_not_at_all(made, graphs, monkeypatch):
 
     monkeypatch.setattr(CudaGraphs, "capture", short)
     with pytest.raises(torch.OutOfMemoryError):
-        executor.capture(shape)
+        executor.capture(program)
     assert graphs.begun == 1
-    assert not any(part in executor.forwards for part in executor._parts_of(shape))
+    assert not any(part in executor.forwards for part in executor._parts_of(program))

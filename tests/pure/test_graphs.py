@@ -284,13 +284,13 @@ def test_what_the_sampler_took_before_counts_against_the_pool(early):
     entries[items[0].name].bytes = early
     free[0] -= early
 
-    def capture_sampling(program):
+    def capture_program(program):
         if not captured:
             free[0] -= 4 * MIB - early
         captured.append(program)
 
     executor = SimpleNamespace(
-        is_captured=lambda shape: True, capture_sampling=capture_sampling, sampler=SimpleNamespace(forget=lambda: None)
+        is_captured=lambda shape: True, capture=capture_program, sampler=SimpleNamespace(forget=lambda: None)
     )
     steps = SimpleNamespace(plan=plan, executor=executor)
     DeviceGraphs(steps, record, SETTINGS, split, lambda: free[0]).capture()

@@ -163,5 +163,5 @@ def test_a_model_without_images_takes_none():
 
 def test_every_number_of_images_is_a_sum_of_programs():
     for count in range(40):
-        assert sum(program.images for program in encoder_programs(count)) == count
-    assert [program.images for program in encoder_programs(7)] == [4, 2, 1]
+        assert sum(program.size for program in encoder_programs(count)) == count
+    assert [program.size for program in encoder_programs(7)] == [4, 2, 1]

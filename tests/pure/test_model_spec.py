@@ -36,8 +36,10 @@ from preheat.model.specs import (
     ModelSpec,
     NormSpec,
     RopeSpec,
+    layer_kind,
     leaves,
 )
+from preheat.ops.kinds import Scheme
 from preheat.settings import Settings
 
 BASE: dict[str, Any] = {
@@ -132,6 +134,41 @@ def test_biases_and_norms_by_family():
     assert biases(qwen3) == [False] * 4
     assert (qwen2.attention.qk_norm is None, qwen3.attention.qk_norm is None) == (True, False)
     assert qwen3.attention.head_dim == 128
+
+
+QUANTIZED = Scheme(code="int4", scales="group", group=32)
+OTHER_VALUES = {
+    "window": lambda layer: replace(layer, attention=replace(layer.attention, window=7)),
+    "no rope": lambda layer: replace(layer, attention=replace(layer.attention, rope=None)),
+    "head size": lambda layer: replace(
+        layer, attention=replace(layer.attention, kv=replace(layer.kv, head_dim=2 * layer.kv.head_dim))
+    ),
+    "cache": lambda layer: replace(
+        layer, attention=replace(layer.attention, kv=replace(layer.kv, dtype="fp8_e4m3"))
+    ),
+    "one quantized linear": lambda layer: replace(
+        layer, mlp=replace(layer.mlp, down=replace(layer.mlp.down, scheme=QUANTIZED))
+    ),
+    "stored in another format": lambda layer: replace(
+        layer, attention=replace(layer.attention, o=replace(layer.attention.o, format="awq"))
+    ),
+    "width": lambda layer: replace(layer, mlp=replace(layer.mlp, down=replace(layer.mlp.down, inputs=64))),
+    "norm": lambda layer: replace(layer, post_norm=replace(layer.post_norm, kind="layer")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHER_VALUES.values(), ids=OTHER_VALUES)
+def test_layers_whose_kernels_may_differ_are_of_different_kinds(change):
+    layer = spec_of().layers[0]
+    assert layer_kind(change(layer)) != layer_kind(layer)
+    assert hash(layer_kind(change(layer))) is not None
+
+
+def test_names_and_the_scales_of_a_cache_make_no_kind():
+    first, *others = spec_of(num_hidden_layers=4).layers
+    assert all(other != first for other in others)
+    scaled = replace(first, attention=replace(first.attention, kv=replace(first.kv, scales=(0.5, 2.0))))
+    assert {layer_kind(layer) for layer in (first, scaled, *others)} == {layer_kind(first)}
 
 
 def test_what_differs_between_layers_is_not_taken_for_one_value():

@@ -16,7 +16,7 @@ from preheat.plan.items import Item, SamplerItem, SwapItem
 from preheat.plan.modes import with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import KINDS, make_plan
-from preheat.plan.programs import SamplerProgram, SwapProgram
+from preheat.plan.programs import Program
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
 from preheat.settings import Settings
 from preheat.warmup.record import Record
@@ -87,7 +87,7 @@ def test_a_sampler_on_the_host_runs_each_setting_once_and_each_program():
     assert {(item.setting, item.batch_changed) for item in items if item.rows == 1} == {
         (name, changed) for name in SAMPLER_SETTINGS for changed in (True, False)
     }
-    assert [item.program for item in items if item.rows == 4] == [SamplerProgram(4, level) for level in Level]
+    assert [item.program for item in items if item.rows == 4] == [Program("sampler", 4, level) for level in Level]
     assert {item.program for item in items} == {item.program for item in sampler_items(0, 1, 4)}
     assert len(items) == len({item.name for item in items}) == 2 * len(SAMPLER_SETTINGS) + 2 * len(Level)
 
@@ -113,11 +113,11 @@ def test_the_plan_of_a_cpu_has_few_items():
 def test_every_item_of_the_sampler_names_a_program():
     """Of the level that its setting asks for, at each number of rows."""
     found = {item.program for item in sampler_items(1, 4)}
-    assert found == {SamplerProgram(rows, level) for rows in (1, 4) for level in Level}
-    assert SamplerItem(4, "logprobs", False).program == SamplerProgram(4, Level.GREEDY)
-    assert SamplerItem(4, "min_p", True).program == SamplerProgram(4, Level.FILTERED)
-    assert SamplerItem(4, "min_tokens", False).program == SamplerProgram(4, Level.FULL)
-    assert str(SamplerProgram(4, Level.FULL)) == "(sampler, 4, full)"
+    assert found == {Program("sampler", rows, level) for rows in (1, 4) for level in Level}
+    assert SamplerItem(4, "logprobs", False).program == Program("sampler", 4, Level.GREEDY)
+    assert SamplerItem(4, "min_p", True).program == Program("sampler", 4, Level.FILTERED)
+    assert SamplerItem(4, "min_tokens", False).program == Program("sampler", 4, Level.FULL)
+    assert str(Program("sampler", 4, Level.FULL)) == "(sampler, 4, full)"
 
 
 def test_levels():
@@ -203,7 +203,7 @@ class EchoItem(Item):
 
     @property
     def program(self):
-        return SwapProgram(-self.times)
+        return Program("swap", -self.times)
 
     def cost(self, costs):
         return Cost(0.25, 7)
@@ -242,4 +242,51 @@ def test_a_kind_of_item_is_one_class_and_one_line(monkeypatch):
     assert EchoItem.run_kind(echoes, lambda item: item.run(warm), warm) == 2
     assert warm.heard == [1, 2, 2]
     assert plan.programs == len({item.program for item in plan.items if item.program})
-    assert SwapProgram(-2) in {item.program for item in plan.items}
+    assert Program("swap", -2) in {item.program for item in plan.items}
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (Program("forward", Bucket.mixed(8, 2)), "(mixed, 8, 2)"),
+        (Program("forward", Bucket.decode(4, longest=64), adapted=True), "(lora, decode, 4, 64)"),
+        (Program("forward", Bucket.verify(4, 3), draft=True), "(draft, verify, 4, 3)"),
+        (Program("sampler", 4, Level.GREEDY, adapted=True), "(lora, sampler, 4, greedy)"),
+        (Program("sampler", 4, Level.FILTERED, draft=True), "(draft, sampler, 4, filtered)"),
+        (Program("head", 4, adapted=True), "(lora, head, 4)"),
+        (Program("encoder", 4), "(encoder, 4)"),
+        (Program("swap", 4), "(swap, 4)"),
+        (Program("offload", "store"), "(offload, store)"),
+    ],
+    ids=str,
+)
+def test_a_program_has_the_name_that_stored_records_have_for_it(program, name):
+    assert str(program) == name
+
+
+def plan_of_everything():
+    limits = Limits(
+        max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64, max_num_prefill_seqs=None, block_size=16,
+        num_blocks=99, image_tokens=10, num_speculative_tokens=3,
+    )  # fmt: skip
+    options = PlanOptions(enable_lora=True, draft_model=True, kv_offloading_size=1.0, verify_widths=(2, 4))
+    return make_plan(limits, options)
+
+
+def test_programs_of_different_kinds_are_different_keys():
+    """A step with adapters is no step of the draft model, and four images are not four pairs of blocks."""
+    programs = {item.program for item in plan_of_everything().items if item.program}
+    assert len(programs) == len(set(map(str, programs)))
+    assert {program.kind for program in programs} == {"forward", "sampler", "encoder", "swap", "offload"}
+    assert {(program.adapted, program.draft) for program in programs} == {(False, False), (True, False), (False, True)}
+    keys = {Program("swap", 4), Program("encoder", 4), Program("head", 4), Program("sampler", 4, Level.GREEDY)}
+    assert (
+        len(keys | {each._replace(adapted=True) for each in keys} | {each._replace(draft=True) for each in keys}) == 12
+    )
+
+
+def test_the_record_finds_a_forward_program_by_its_name():
+    """Capturing writes into the entry of the same name, with adapters and without."""
+    items = [item for item in plan_of_everything().items if item.program and item.program.kind == "forward"]
+    assert len(items) > 3
+    assert all(item.name == str(item.program) for item in items)

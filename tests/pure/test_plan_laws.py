@@ -14,6 +14,7 @@ from preheat.plan.dispatcher import Dispatcher, WarnOnce, build_phase
 from preheat.plan.items import ForwardItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
+from preheat.plan.programs import Program
 from preheat.plan.regions import DecodeByBlocks, MixedRegion, PromptRegion
 
 STRATEGIES = ("auto", "linear", "exponential", "padding_aware")
@@ -106,7 +107,7 @@ def test_cover_every_need_within_the_limits_gets_a_shape_within_the_budgets(at, 
             shape = plan.fit(need)
             assert shape.holds(need)
             assert within_budgets(shape, at)
-            assert shape in {item.program for item in plan.items}
+            assert Program("forward", shape) in {item.program for item in plan.items}
 
 
 @settings(max_examples=100, deadline=None)
@@ -169,7 +170,7 @@ def test_account_every_candidate_is_an_item_or_dropped_with_a_reason(at, how):
     items = {item.bucket for item in plan.items if isinstance(item, ForwardItem)}
     assert not dropped & items
     wanted = {shape for phase in plan.phases for shape in (*phase.buckets, *(shape for shape, _ in phase.over))}
-    assert wanted == (dropped | items) - {item.program for item in plan.items if item.fallback}
+    assert wanted == (dropped | items) - {item.bucket for item in plan.items if item.fallback}
     assert all(entry.reason for entry in plan.dropped)
 
 

@@ -56,7 +56,7 @@ def test_the_default_plan_of_an_8b_model_pads_little():
     assert plan.padding["decode"].mean <= 0.10
     assert plan.padding["mixed"].mean <= 0.10
     assert plan.programs < 250
-    assert plan.items[0].program == Bucket.mixed(8192, 256)
+    assert plan.items[0].bucket == Bucket.mixed(8192, 256)
 
 
 def test_padding_is_what_it_says():
@@ -98,7 +98,7 @@ def test_items_come_in_stages_and_kinds_in_order():
     assert kinds == ["mixed", "decode", "sampler", "swap", "determinism", "check"]
     assert [item.pairs for item in plan.items if isinstance(item, SwapItem)] == [8, 16, 32, 64, 128, 256, 512]
     assert [item.stage for item in plan.items if item.kind in ("determinism", "check")] == ["last"] * 4
-    assert plan.items[0].program == max(plan.dispatcher.buckets, key=lambda bucket: bucket.tokens)
+    assert plan.items[0].bucket == max(plan.dispatcher.buckets, key=lambda bucket: bucket.tokens)
 
 
 def test_swaps_belong_to_unified_and_determinism_to_invariance():

@@ -10,6 +10,7 @@ from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.candidates import candidates
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
+from preheat.plan.programs import Program
 
 # The logged example: 4 sequences of up to 2,048 tokens, blocks of 128.
 LIMITS = Limits(
@@ -65,7 +66,7 @@ def test_the_story_of_three_sequences():
 def test_warm_up_runs_the_largest_first_as_logged():
     plan = make_plan(LIMITS, LOGGED)
     for phase in ("prompt", "decode"):
-        shapes = [item.program for item in plan.items if item.kind == phase]
+        shapes = [item.bucket for item in plan.items if item.kind == phase]
         text = [lines.running(phase, s, i, len(shapes), 59517685432) for i, s in enumerate(shapes, 1)]
         if phase == "prompt":
             assert text[:3] == [
@@ -164,7 +165,7 @@ def test_beyond_the_ladders_a_named_fallback_is_planned():
     plan = make_plan(LIMITS, LOGGED)
     shape = plan.fit(StepSize("prompt", 3, 3600, 1200))
     assert shape == Bucket.mixed(8192, 4)
-    assert [item.fallback for item in plan.items if item.program == shape] == [True]
+    assert [item.fallback for item in plan.items if item.program == Program("forward", shape)] == [True]
     low = PlanOptions(decode_bs_bucket_max=2)
     assert make_plan(LIMITS, low).fit(StepSize("decode", 3, 3)) == Bucket.decode(4)
 
@@ -252,9 +253,10 @@ def test_equal_rows_are_one_program_where_contexts_are_no_part_of_it():
     decode = plan.dispatcher.phases["decode"]
     assert decode.buckets == padded.dispatcher.phases["decode"].buckets
     assert len(decode.buckets) == 248
-    assert {plan.program_of(bucket) for bucket in decode.buckets} == {Bucket.decode(rows) for rows in (1, 2, 4, 8, 16)}
+    programs = {plan.program_of(Program("forward", bucket)) for bucket in decode.buckets}
+    assert programs == {Program("forward", Bucket.decode(rows)) for rows in (1, 2, 4, 8, 16)}
     assert padded.programs - plan.programs == len(decode.buckets) - 5
-    assert {plan.program_of(item.program) for item in plan.items if item.kind == "prompt"} == set(
+    assert {plan.program_of(item.program).size for item in plan.items if item.kind == "prompt"} == set(
         plan.dispatcher.phases["prompt"].buckets
     )
     paid = [plan.fit(StepSize("decode", rows, rows, blocks=rows)).rows / rows - 1 for rows in range(1, 17)]

@@ -18,9 +18,8 @@ from preheat.model.decoder import Decoder
 from preheat.model.formats_inc import inner
 from preheat.model.loader import LoadedModel
 from preheat.model.vision import VisionTower
-from preheat.plan.buckets import Bucket
+from preheat.plan.items import EncoderItem, ForwardItem
 from preheat.plan.plan import Plan
-from preheat.plan.programs import EncoderProgram
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 
@@ -30,7 +29,7 @@ Build = Callable[..., tuple[Packer, Executor]]
 
 def linear_rows(plan: Plan) -> tuple[list[int], list[int]]:
     """The numbers of rows of a plan's linear layers, and of its head."""
-    rows = sorted({item.program.tokens for item in plan.items if isinstance(item.program, Bucket)})
+    rows = sorted({item.bucket.tokens for item in plan.items if isinstance(item, ForwardItem)})
     return rows, [size for size in plan.sampler_sizes if size]
 
 
@@ -48,7 +47,7 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
     spec, weights = model.spec.vision, model.weights.vision
     if spec is None or weights is None:
         return
-    images = [item.program.images for item in plan.items if isinstance(item.program, EncoderProgram)]
+    images = [item.images for item in plan.items if isinstance(item, EncoderItem)]
     yield weights.patches, [count * spec.num_patches for count in images]
     for _, linear in weights.layer_linears():
         yield linear, [count * spec.num_positions for count in images]

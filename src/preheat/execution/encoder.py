@@ -19,7 +19,7 @@ from torch import Tensor
 from preheat.backends.base import HOST_COPIES, Backend
 from preheat.core import PIECE, Image
 from preheat.limits import Limits
-from preheat.plan.programs import EncoderProgram, encoder_programs
+from preheat.plan.programs import Program, encoder_programs
 
 RAW_BYTES = 4
 """Most bytes of a number as it was sent."""
@@ -70,7 +70,7 @@ class Encoder:
         self.tower, places, device = tower, limits.max_images, backend.device
         self.embeddings = torch.zeros(places * limits.image_tokens, hidden_size, dtype=dtype, device=device)
         self._kept = self.embeddings.view(places, -1)
-        largest = encoder_programs(places)[0].images
+        largest = encoder_programs(places)[0].size
         self._pixels = torch.zeros(largest, *tower.shape, dtype=tower.dtype, device=device)
         self._places = torch.zeros(largest, dtype=torch.int64, device=device)
         pixels, numbers = self._pixels.new_zeros(places, *tower.shape), self._places.new_zeros(places)
@@ -86,13 +86,13 @@ class Encoder:
             places[row] = place
         first = 0
         for program in encoder_programs(len(images)):
-            count = program.images
+            count = program.size
             self._pixels[:count].copy_(pixels[first : first + count], non_blocking=True)
             self._places[:count].copy_(places[first : first + count], non_blocking=True)
             self.programs.run(program)
             first += count
 
-    def compile(self, program: EncoderProgram) -> None:
+    def compile(self, program: Program[int]) -> None:
         """Launch the kernels of ``program`` where they are built and not run."""
         self._encode(program)
 
@@ -103,8 +103,8 @@ class Encoder:
         numbers = raw.view(getattr(torch, image.dtype))
         row[: len(numbers)].copy_(numbers)
 
-    def _encode(self, program: EncoderProgram) -> None:
-        count = program.images
+    def _encode(self, program: Program[int]) -> None:
+        count = program.size
         encoded = self.tower(self._pixels[:count])
         self._kept.index_copy_(0, self._places[:count], encoded.view(count, -1))
 

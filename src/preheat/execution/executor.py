@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, AttentionLayer, Backend, GraphDriver, SampledRows, Sampler, StepInputs
+from preheat.backends.base import AdapterStep, AttentionLayer, Backend, SampledRows, Sampler, StepInputs
 from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
 from preheat.execution.features import Features
-from preheat.execution.graphs import Part
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
 from preheat.model.adapters import AdapterSeats
 from preheat.model.decoder import Attended, Decoder, Tap
+from preheat.model.specs import layer_kind
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
-from preheat.plan.programs import AdaptedProgram, EncoderProgram, ForwardProgram, Program, SamplerProgram
+from preheat.plan.programs import Part, Program
 from preheat.schedule.adapters import Loads
 from preheat.schedule.defrag import pad_pairs
 
@@ -89,8 +89,8 @@ class Executor:
         self._layers = layers = range(len(spec.layers))
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
-        kinds = [(layer.attention.window, type(layer.mlp)) for layer in spec.layers]
-        self._kinds = sorted(kinds.index(kind) for kind in set(kinds))
+        kinds = [layer_kind(layer) for layer in spec.layers]
+        self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.o.inputs, dtype=decoder.dtype, device=device)
         self._states = Attended(self._attended, self._residual)  # where the last step's tokens stand
         self.other_caches: list[BlockCache] = []  # of the same blocks: a draft model's
@@ -98,8 +98,7 @@ class Executor:
         self._watch: LogitWatch | None = None
         self.forwards = backend.programs(self._forward_part, self.attention)
         self.samples = backend.programs(self._sample)
-        # For prompt logprobs; never captured.
-        self._heads: GraphDriver[tuple[int, bool], Tensor] = backend.programs(lambda program: self._head(*program))
+        self._heads = backend.programs(self._head)  # for prompt logprobs; never captured
 
     @property
     def states(self) -> Attended:
@@ -247,25 +246,23 @@ class Executor:
             values.copy_(torch.full(values.shape, great))
 
     @torch.inference_mode()
-    def compile(self, programs: Iterable[Program | None], threads: int) -> None:
+    def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
         """Build the kernels of ``programs``, many at a time."""
         building = self.backend.compiling(threads)
         if building is None:
             return
         with building:
             for program in dict.fromkeys(programs):
-                own, adapted = _own(program)
-                if isinstance(own, Bucket):
-                    self._use("tokens", adapted)
-                    self._forward(own, self._kinds)
-                elif (
-                    isinstance(own, SamplerProgram)
-                    and own.rows
-                    and isinstance(program, SamplerProgram | AdaptedProgram)
-                ):
-                    self._sample(program)
-                elif isinstance(program, EncoderProgram) and self.encoder is not None:
-                    self.encoder.compile(program)
+                match program:
+                    case Program(draft=True):
+                        continue  # the draft model's executor builds them
+                    case Program("forward", bucket):
+                        self._use("tokens", program.adapted)
+                        self._forward(bucket, self._kinds)
+                    case Program("sampler", rows) if rows:
+                        self._sample(program)
+                    case Program("encoder") if self.encoder is not None:
+                        self.encoder.compile(program)
             self.sampler.compile(self._logits)
 
     @torch.inference_mode()
@@ -273,20 +270,29 @@ class Executor:
         """Run one layer of each kind of a step, and draw: all that its programs launch or call has then run."""
         self._send(batch)
         for layer in self._kinds:
-            part = Part(batch.bucket, range(layer, layer + 1), batch.adapters is not None)
-            self.forwards.run(part, eager=True)
+            self.forwards.run(Part(batch.forward_program, range(layer, layer + 1)), eager=True)
         if self.features is not None:
             self.features.store(len(self.buffers.inputs(batch.bucket).tokens))
         self._states = Attended(self._attended, self._residual)
         self._draw(batch).result()
 
-    def is_captured(self, program: ForwardProgram) -> bool:
+    def is_captured(self, program: Program[Bucket]) -> bool:
         """Whether graphs run ``program``."""
         return all(part in self.forwards for part in self._parts_of(program))
 
     @torch.inference_mode()
-    def capture(self, program: ForwardProgram) -> None:
-        """Make graphs of ``program``, whose layers have run before: of all parts or of none."""
+    def capture(self, program: Program[Any]) -> None:
+        """Make graphs of ``program``, whose kernels have run before, if there are none."""
+        match program.kind:
+            case "forward":
+                self._capture_forward(program)
+            case "sampler" if program not in self.samples:
+                self._capture_sampler(program)
+            case "encoder" if self.encoder is not None and program not in self.encoder.programs:
+                self.encoder.programs.capture(program)
+
+    def _capture_forward(self, program: Program[Bucket]) -> None:
+        """Make graphs of all parts or of none."""
         parts = self._parts_of(program)
         try:
             for part in parts:
@@ -296,22 +302,14 @@ class Executor:
                 self.forwards.forget(part)
             raise
 
-    @torch.inference_mode()
-    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
-        """Make a graph of ``program``, if there is none, and run it on padding."""
-        if program not in self.samples:
-            self.samples.capture(program)
-            self.buffers.clear()
-            self.sampler.clear()
-            if self.adapters is not None:
-                self.adapters.describe(0, "sampled", np.empty(0, np.int32))
-            self.samples.run(program)
-
-    @torch.inference_mode()
-    def capture_encoding(self, program: EncoderProgram) -> None:
-        """Make a graph of ``program``, whose kernels have run before."""
-        if self.encoder is not None and program not in self.encoder.programs:
-            self.encoder.programs.capture(program)
+    def _capture_sampler(self, program: Program[int]) -> None:
+        """Make a graph, and run it on padding."""
+        self.samples.capture(program)
+        self.buffers.clear()
+        self.sampler.clear()
+        if self.adapters is not None:
+            self.adapters.describe(0, "sampled", np.empty(0, np.int32))
+        self.samples.run(program)
 
     def _send(self, batch: InputBatch) -> None:
         """Let the device have what the step's programs read. Images that it lacks are encoded."""
@@ -328,7 +326,7 @@ class Executor:
 
     def _run(self, batch: InputBatch, *, eager: bool = False) -> None:
         self._send(batch)
-        for part in self._parts_of(batch.bucket if batch.adapters is None else AdaptedProgram(batch.bucket)):
+        for part in self._parts_of(batch.forward_program):
             self._states = self.forwards.run(part, eager=eager)
 
     def _draw(self, batch: InputBatch) -> LaunchedStep:
@@ -337,8 +335,7 @@ class Executor:
     def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
         """Draw for the sampling rows; the logits [sampling_size, vocab] that they are drawn from."""
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
-        program = SamplerProgram(batch.sampling_size, batch.sampling.level)
-        logits = self.samples.run(program if batch.adapters is None else AdaptedProgram(program), eager=eager)
+        logits = self.samples.run(batch.sampler_program, eager=eager)
         if self._watch is not None:
             self._watch(logits[: len(batch.sampled_rows)].float(), batch)
         return logits
@@ -357,23 +354,21 @@ class Executor:
         for part in batch.prompt_parts:
             size = len(part.before)
             self.buffers.sampled[:size].copy_(torch.from_numpy(part.before))
-            adapted = batch.adapters is not None
+            program = Program("head", size, adapted=batch.adapters is not None)
             if batch.adapters is not None and self.adapters is not None:
                 self.adapters.describe(batch.turn, "sampled", batch.adapters[part.row].repeat(size))
-            entries = self.sampler.logprobs(self._heads.run((size, adapted)), part.successors, part.alternatives)
+            entries = self.sampler.logprobs(self._heads.run(program), part.successors, part.alternatives)
             found.setdefault(part.row, []).extend(entries)
         return found
 
-    def _parts_of(self, program: ForwardProgram) -> list[Part]:
-        bucket, adapted = _own(program)
-        assert isinstance(bucket, Bucket)
+    def _parts_of(self, program: Program[Bucket]) -> list[Part]:
         if not self.backend.facts.pads_context:
-            bucket = bucket.without_context()
-        return [Part(bucket, layers, adapted) for layers in self._parts]
+            program = program._replace(size=program.size.without_context())
+        return [Part(program, layers) for layers in self._parts]
 
     def _forward_part(self, part: Part) -> Attended:
-        self._use("tokens", part.adapted)
-        return self._forward(part.bucket, part.layers)
+        self._use("tokens", part.program.adapted)
+        return self._forward(part.program.size, part.layers)
 
     def _use(self, step: AdapterStep, adapted: bool) -> None:
         """Linear layers have rows of this kind from now on, some with adapters or none."""
@@ -410,17 +405,17 @@ class Executor:
             self.adapters.embed(inputs, last_token, residual)
         return None
 
-    def _sample(self, program: SamplerProgram | AdaptedProgram) -> Tensor:
-        """Draws, and returns the logits that it drew from."""
-        own, adapted = _own(program)
-        assert isinstance(own, SamplerProgram)
-        logits = self._head(own.rows, adapted)
-        self.sampler.sample(own.level, logits)
+    def _sample(self, program: Program[int]) -> Tensor:
+        """Draw, and return the logits that were drawn from."""
+        assert program.level is not None, f"{program} draws nothing"
+        logits = self._head(program)
+        self.sampler.sample(program.level, logits)
         return logits
 
-    def _head(self, size: int, adapted: bool) -> Tensor:
-        """Logits of the first ``size`` sampled tokens."""
-        return self.decoder.weights.head(self._hidden(size, adapted=adapted), out=self._logits[:size])
+    def _head(self, program: Program[int]) -> Tensor:
+        """Logits of the first ``program.size`` sampled tokens."""
+        hidden = self._hidden(program.size, adapted=program.adapted)
+        return self.decoder.weights.head(hidden, out=self._logits[: program.size])
 
     def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
         """Hidden states of the first ``size`` sampled tokens."""
@@ -428,11 +423,6 @@ class Executor:
         index = self.buffers.sampled[:size]
         sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
-
-
-def _own(program: Program | None) -> tuple[Program | None, bool]:
-    """The program itself, and whether rows have adapters."""
-    return (program.program, True) if isinstance(program, AdaptedProgram) else (program, False)
 
 
 def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:

@@ -20,6 +20,7 @@ from preheat.execution.step_size import step_size_of
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
+from preheat.plan.programs import Program
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 
@@ -62,6 +63,16 @@ class InputBatch:
     def padded_tokens(self) -> int:
         """What the step computes, padding included."""
         return self.bucket.tokens
+
+    @property
+    def forward_program(self) -> Program[Bucket]:
+        """The program that runs the step's tokens."""
+        return Program("forward", self.bucket, adapted=self.adapters is not None)
+
+    @property
+    def sampler_program(self) -> Program[int]:
+        """The program that draws for the sampling rows."""
+        return Program("sampler", self.sampling_size, self.sampling.level, self.adapters is not None)
 
 
 @dataclass(slots=True)
@@ -169,7 +180,7 @@ class Packer:
             sampling=sampling_input(slots, sampled_slots, positions + self.ahead, self._stages),
             reporting=reporting,
             alternatives=alternatives[reporting],
-            adapters=adapters if (adapters >= 0).any() else None,
+            adapters=adapters if self.plan.options.enable_lora and (adapters >= 0).any() else None,
         )
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:

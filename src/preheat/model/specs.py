@@ -657,19 +657,37 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
         yield from leaves(child, _below(path, name))
 
 
-def with_linears(node: N, change: Callable[[str, LinearSpec], LinearSpec], path: str = "") -> N:
-    """``node`` with ``change(path, linear)`` in place of every linear layer below it; the paths are those of
-    :func:`leaves`.
-    """
+def with_leaves(node: N, change: Callable[[str, Leaf], Leaf], path: str = "") -> N:
+    """``node`` with ``change(path, leaf)`` in place of every leaf below it; the paths are those of :func:`leaves`."""
     found: Any = node
-    if isinstance(node, LinearSpec):
+    if isinstance(node, Leaf):
         found = change(path, node)
     elif isinstance(node, tuple):
-        found = tuple(with_linears(child, change, _below(path, at)) for at, child in enumerate(node))
-    elif is_dataclass(node) and not isinstance(node, Leaf):
+        found = tuple(with_leaves(child, change, _below(path, at)) for at, child in enumerate(node))
+    elif is_dataclass(node):
         children = {field.name: getattr(node, field.name) for field in fields(node)}
-        found = replace(found, **{at: with_linears(child, change, _below(path, at)) for at, child in children.items()})
+        found = replace(found, **{at: with_leaves(child, change, _below(path, at)) for at, child in children.items()})
     return cast(N, found)
+
+
+def with_linears(node: N, change: Callable[[str, LinearSpec], LinearSpec]) -> N:
+    """As :func:`with_leaves`, for linear layers alone."""
+    return with_leaves(node, lambda path, leaf: change(path, leaf) if isinstance(leaf, LinearSpec) else leaf)
+
+
+def layer_kind(layer: LayerSpec) -> LayerSpec:
+    """Return the values of ``layer`` that decide its kernels: all but names in the checkpoint and the cache's scales.
+
+    Layers of one kind run the same kernels.
+    """
+    attention = replace(layer.attention, kv=replace(layer.kv, scales=(1.0, 1.0)))
+    return with_leaves(replace(layer, attention=attention), lambda _, leaf: _unnamed(leaf))
+
+
+def _unnamed(leaf: Leaf) -> Leaf:
+    if isinstance(leaf, LinearSpec):
+        return replace(leaf, parts=tuple(("", outputs) for _, outputs in leaf.parts))
+    return replace(leaf, gate="", up="", down="") if isinstance(leaf, ExpertsSpec) else replace(leaf, name="")
 
 
 def _below(path: str, name: object) -> str:

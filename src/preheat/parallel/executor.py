@@ -12,7 +12,7 @@ from preheat.execution.executor import Executor
 from preheat.model.decoder import Attended, Tap
 from preheat.parallel.groups import Pipe
 from preheat.plan.buckets import Bucket
-from preheat.plan.programs import AdaptedProgram, SamplerProgram
+from preheat.plan.programs import Program
 
 
 class SharedExecutor(Executor):
@@ -43,8 +43,8 @@ class SharedExecutor(Executor):
         self._pipe.receive(normed, residual)
         return normed
 
-    def _head(self, size: int, adapted: bool) -> Tensor:
-        logits = self._logits[:size] if self._hands_on else super()._head(size, adapted)
+    def _head(self, program: Program[int]) -> Tensor:
+        logits = self._logits[: program.size] if self._hands_on else super()._head(program)
         return logits if self._pipe is None else self._pipe.logits(logits)
 
     def _hidden(self, size: int, tap: Tap | None = None, *, adapted: bool = False) -> Tensor:
@@ -60,7 +60,7 @@ class SharedExecutor(Executor):
         """Whether another stage follows."""
         return self._pipe is not None and self._pipe.after is not None
 
-    def _sample(self, program: SamplerProgram | AdaptedProgram) -> Tensor:
+    def _sample(self, program: Program[int]) -> Tensor:
         logits = super()._sample(program)
         if self._draws is not None:
             last_token = self.sampler.last_token

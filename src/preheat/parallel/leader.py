@@ -29,7 +29,7 @@ from preheat.parallel.ranks import Ranks
 from preheat.parallel.reports import Heard
 from preheat.parallel.steps import StepWriter
 from preheat.plan.plan import Plan
-from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
+from preheat.plan.programs import Program
 from preheat.schedule.adapters import Loads
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -107,7 +107,7 @@ class ParallelExecutor(SharedExecutor):
         with self._together("fill_block", block, byte):
             super().fill_block(block, byte)
 
-    def compile(self, programs: Iterable[Program | None], threads: int) -> None:
+    def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
         known = tuple(programs)
         with self._together("compile", known, threads):
             super().compile(known, threads)
@@ -116,13 +116,9 @@ class ParallelExecutor(SharedExecutor):
         with self._together("prepare", self._writer.message(batch)):
             super().prepare(batch)
 
-    def capture(self, program: ForwardProgram) -> None:
+    def capture(self, program: Program[Any]) -> None:
         with self._together("capture", program):
             super().capture(program)
-
-    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
-        with self._together("capture_sampling", program):
-            super().capture_sampling(program)
 
     def agree(self, plan: Plan) -> None:
         """Raise PreheatError unless all ranks have the same plan, and have had the bits of all logits so far."""

@@ -10,6 +10,7 @@ import sys
 import threading
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 from preheat.backends.base import Backend, Mode
 from preheat.backends.meeting import Meeting
@@ -34,7 +35,7 @@ from preheat.parallel.steps import StepMessage, StepReader
 from preheat.parallel.wire import Door
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
-from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
+from preheat.plan.programs import Program
 from preheat.schedule.slots import Slots
 from preheat.utils.heartbeat import Heartbeat
 from preheat.utils.log import leave, set_up_logging
@@ -123,17 +124,14 @@ class Worker:
     def fill_block(self, block: int, byte: int) -> None:
         self._run.fill_block(block, byte)
 
-    def compile(self, programs: tuple[Program | None, ...], threads: int) -> None:
+    def compile(self, programs: tuple[Program[Any], ...], threads: int) -> None:
         self._run.compile(programs, threads)
 
     def prepare(self, message: StepMessage) -> None:
         self._run.prepare(self._reader.batch(message))
 
-    def capture(self, program: ForwardProgram) -> None:
+    def capture(self, program: Program[Any]) -> None:
         self._run.capture(program)
-
-    def capture_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
-        self._run.capture_sampling(program)
 
     def agree(self) -> dict[str, object]:
         return agreed(self._plan, self._backend, self._seen)

@@ -1,4 +1,4 @@
-"""The size of a step, and the bucket that it is padded to: the key of one forward program."""
+"""The size of a step, and the bucket that it is padded to: the size of one forward program."""
 
 from __future__ import annotations
 

@@ -18,16 +18,7 @@ from preheat.core import Level, SamplingParams, Transfer
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
-from preheat.plan.programs import (
-    ENCODER_SIZES,
-    AdaptedProgram,
-    DraftProgram,
-    EncoderProgram,
-    Program,
-    SamplerProgram,
-    SwapProgram,
-    TransferProgram,
-)
+from preheat.plan.programs import ENCODER_SIZES, Program
 from preheat.plan.sampler_settings import (
     BRANCH_SETTINGS,
     GAUDI_SETTINGS,
@@ -63,13 +54,13 @@ class ItemRunner(Protocol):
     def tell(self, line: str) -> None:
         """Log a line on what is about to run, or has run."""
 
-    def first_run(self, bucket: Bucket) -> None:
-        """Run a step padded to ``bucket`` for the first time: all of it, or what capturing its graph needs."""
+    def first_run(self, program: Program[Bucket]) -> None:
+        """Run a step of ``program`` for the first time: all of it, or what capturing its graph needs."""
 
     def forward(self, bucket: Bucket) -> None:
         """Run a step padded to ``bucket``."""
 
-    def sample(self, program: SamplerProgram, params: SamplingParams, times: int) -> None:
+    def sample(self, program: Program[int], params: SamplingParams, times: int) -> None:
         """Sample the rows of ``program``, all with ``params``, ``times`` times in a row."""
 
     def encode(self, images: int) -> None:
@@ -91,12 +82,6 @@ class ItemRunner(Protocol):
 
     def run_check(self, name: str) -> None:
         """Run a cross-check; raises NotInvariant or NothingToRun."""
-
-    def draft(self, item: Item) -> None:
-        """Run an item of the draft model's plan."""
-
-    def adapted(self, item: Item) -> None:
-        """Run a forward or sampler item for rows with adapters."""
 
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
         """Measure what a step of ``bucket`` takes that has run before, of the draft model's plan with ``draft``."""
@@ -146,7 +131,7 @@ class Item(ABC):
         return f"({', '.join(map(str, [self.kind, *self.shape.values()]))})"
 
     @property
-    def program(self) -> Program | None:
+    def program(self) -> Program[Any] | None:
         """The program that it runs; None if it only runs other items' programs again."""
         return None
 
@@ -197,14 +182,18 @@ class ForwardItem(Item):
         return {**self.bucket.named_dims()}
 
     @property
-    def program(self) -> Bucket:
-        return self.bucket
+    def program(self) -> Program[Bucket]:
+        return Program("forward", self.bucket)
 
     def cost(self, costs: Costs) -> Cost:
         return costs.forward(self.name, self.bucket)
 
     def run(self, warm: ItemRunner) -> None:
-        warm.first_run(self.bucket)
+        self.run_as(self.program, warm)
+
+    def run_as(self, program: Program[Any], warm: ItemRunner) -> None:
+        """Run ``program``, which is the item's own, or the same with adapters or of the draft model."""
+        warm.first_run(program)
 
     def log_line(self, number: int, total: int, free: int) -> str:
         return lines.running(self.bucket.phase, self.bucket, number, total, free)
@@ -251,14 +240,18 @@ class SamplerItem(Item):
         return f"(sampler, {self.rows}, {self.setting}, batch_changed={self.batch_changed})"
 
     @property
-    def program(self) -> SamplerProgram:
-        return SamplerProgram(self.rows, Level.of(SAMPLER_SETTINGS[self.setting]))
+    def program(self) -> Program[int]:
+        return Program("sampler", self.rows, Level.of(SAMPLER_SETTINGS[self.setting]))
 
     def cost(self, costs: Costs) -> Cost:
         return costs.sampling(self.name, self.rows, times=self._times)
 
     def run(self, warm: ItemRunner) -> None:
         warm.sample(self.program, SAMPLER_SETTINGS[self.setting], self._times)
+
+    def run_as(self, program: Program[Any], warm: ItemRunner) -> None:
+        """Run ``program`` once; see `ForwardItem.run_as`."""
+        warm.sample(program, SAMPLER_SETTINGS[self.setting], 1)
 
     @property
     def _times(self) -> int:
@@ -284,8 +277,8 @@ class PoolerItem(Item):
         return {"rows": self.rows}
 
     @property
-    def program(self) -> SamplerProgram:
-        return SamplerProgram(self.rows, Level.GREEDY)
+    def program(self) -> Program[int]:
+        return Program("sampler", self.rows, Level.GREEDY)
 
     def cost(self, costs: Costs) -> Cost:
         return costs.sampling(self.name, self.rows, times=1)
@@ -312,8 +305,8 @@ class EncoderItem(Item):
         return {"images": self.images}
 
     @property
-    def program(self) -> EncoderProgram:
-        return EncoderProgram(self.images)
+    def program(self) -> Program[int]:
+        return Program("encoder", self.images)
 
     def cost(self, costs: Costs) -> Cost:
         return costs.encoder(self.name, self.images)
@@ -345,15 +338,15 @@ class AdapterItem(Item):
         return {"of": self.item.kind, **self.item.shape}
 
     @property
-    def program(self) -> AdaptedProgram:
-        return AdaptedProgram(self.item.program)
+    def program(self) -> Program[Any]:
+        return self.item.program._replace(adapted=True)
 
     def cost(self, costs: Costs) -> Cost:
         known = costs.measured.get(self.name)
         return self.item.cost(costs) if known is None else Cost(known, 0)
 
     def run(self, warm: ItemRunner) -> None:
-        warm.adapted(self.item)
+        self.item.run_as(self.program, warm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,8 +383,8 @@ class SwapItem(Item):
         return {"size": self.pairs}
 
     @property
-    def program(self) -> SwapProgram:
-        return SwapProgram(self.pairs)
+    def program(self) -> Program[int]:
+        return Program("swap", self.pairs)
 
     def cost(self, costs: Costs) -> Cost:
         return costs.swap(self.name, self.pairs)
@@ -418,8 +411,8 @@ class TransferItem(Item):
         return {"transfer": self.transfer}
 
     @property
-    def program(self) -> TransferProgram:
-        return TransferProgram(self.transfer)
+    def program(self) -> Program[Transfer]:
+        return Program("offload", self.transfer)
 
     def run(self, warm: ItemRunner) -> None:
         warm.transfer(self.transfer)
@@ -443,11 +436,11 @@ class DraftItem(Item):
         return {"of": self.item.kind, **self.item.shape}
 
     @property
-    def program(self) -> DraftProgram:
-        return DraftProgram(self.item.program)
+    def program(self) -> Program[Any]:
+        return self.item.program._replace(draft=True)
 
     def run(self, warm: ItemRunner) -> None:
-        warm.draft(self.item)
+        self.item.run_as(self.program, warm)
 
 
 @dataclass(frozen=True, slots=True)

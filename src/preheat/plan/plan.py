@@ -37,7 +37,7 @@ from preheat.plan.items import (
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Policy, policy_named
-from preheat.plan.programs import AdaptedProgram, Program
+from preheat.plan.programs import Program
 from preheat.utils.gc import paused
 
 MAX_PROGRAMS = 2_000
@@ -118,14 +118,11 @@ class Plan:
         """How bucket sizes are spaced; several if the dimensions differ."""
         return ", ".join(sorted({axis.strategy for phase in self.phases for axis in phase.axes})) or "file"
 
-    def program_of(self, program: Program) -> Program:
+    def program_of(self, program: Program[Any]) -> Program[Any]:
         """What runs: buckets that differ in their context alone may be one program."""
-        if isinstance(program, AdaptedProgram) and isinstance(program.program, Bucket):
-            return AdaptedProgram(self._shared(program.program))
-        return self._shared(program) if isinstance(program, Bucket) else program
-
-    def _shared(self, bucket: Bucket) -> Bucket:
-        return bucket if self.options.pads_context else bucket.without_context()
+        if self.options.pads_context or program.kind != "forward":
+            return program
+        return program._replace(size=program.size.without_context())
 
     @property
     def programs(self) -> int:

@@ -1,82 +1,55 @@
-"""The keys of runnable programs. A forward program's key is its `Bucket`."""
+"""The keys of programs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
-from preheat.core import Level, Transfer
+from preheat.core import Level
 from preheat.plan.buckets import Bucket
 
-
-class SamplerProgram(NamedTuple):
-    """Computes the logits of ``rows`` positions and draws one token from each."""
-
-    rows: int
-    level: Level
-
-    def __str__(self) -> str:
-        return f"(sampler, {self.rows}, {self.level.name.lower()})"
+Kind = Literal["forward", "sampler", "head", "encoder", "swap", "offload"]
+S_co = TypeVar("S_co", covariant=True)
 
 
-class DraftProgram(NamedTuple):
-    """A program of the draft model."""
+class Program(NamedTuple, Generic[S_co]):
+    """The key of a program: all values that decide what is launched.
 
-    program: Bucket | SamplerProgram
+    ``size`` is the bucket of a forward step, the rows of the sampler or of the head, the images of the encoder, the
+    pairs of blocks of a swap, or the direction of an offload. ``level`` is the sampler's. ``adapted``: some rows have
+    adapters. ``draft``: the draft model runs it.
+    """
 
-    def __str__(self) -> str:
-        return f"(draft, {str(self.program)[1:]}"
-
-
-class AdaptedProgram(NamedTuple):
-    """A program of a step in which some rows have adapters."""
-
-    program: Bucket | SamplerProgram
+    kind: Kind
+    size: S_co
+    level: Level | None = None
+    adapted: bool = False
+    draft: bool = False
 
     def __str__(self) -> str:
-        return f"(lora, {str(self.program)[1:]}"
+        """Return the name that items and records have for it."""
+        size = str(self.size)[1:-1] if isinstance(self.size, Bucket) else f"{self.kind}, {self.size}"
+        level = "" if self.level is None else f", {self.level.name.lower()}"
+        return f"({'draft, ' * self.draft}{'lora, ' * self.adapted}{size}{level})"
 
 
-class SwapProgram(NamedTuple):
-    """Swaps ``pairs`` pairs of blocks, padding included."""
+class Part(NamedTuple):
+    """Some ``layers`` of a forward program, which are one graph.
 
-    pairs: int
+    The first part begins with the tokens, any other where the part before it ended.
+    """
 
-    def __str__(self) -> str:
-        return f"(swap, {self.pairs})"
-
-
-class EncoderProgram(NamedTuple):
-    """Encodes ``images`` images."""
-
-    images: int
-
-    def __str__(self) -> str:
-        return f"(encoder, {self.images})"
-
-
-class TransferProgram(NamedTuple):
-    """Copies a block to the host ("store"), or back ("load")."""
-
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"(offload, {self.transfer})"
+    program: Program[Bucket]
+    layers: range
 
 
 ENCODER_SIZES = (4, 2, 1)
 """How many images are encoded at once, largest first."""
 
 
-def encoder_programs(images: int) -> list[EncoderProgram]:
+def encoder_programs(images: int) -> list[Program[int]]:
     """The programs that encode ``images`` images, one after the other: none pads."""
     found = []
     for size in ENCODER_SIZES:
-        found += [EncoderProgram(size)] * (images // size)
+        found += [Program("encoder", size)] * (images // size)
         images %= size
     return found
-
-
-ForwardProgram = Bucket | AdaptedProgram
-"""A forward step, with adapters or without."""
-
-Program = Bucket | SamplerProgram | SwapProgram | DraftProgram | EncoderProgram | AdaptedProgram | TransferProgram

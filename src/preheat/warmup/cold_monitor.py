@@ -7,28 +7,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 from preheat.core import Swaps
 from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
-from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import (
-    AdaptedProgram,
-    DraftProgram,
-    Program,
-    SamplerProgram,
-    SwapProgram,
-    TransferProgram,
-    encoder_programs,
-)
+from preheat.plan.programs import Program, encoder_programs
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
 
 FIRST_RUN = "first run"
+
+Programs = tuple[Program[Any], ...]
 
 _OF_THIS_PROCESS: WeakSet[ColdMonitor] = WeakSet()
 """Sources hear of all that happens in a process, other engines' boots included."""
@@ -57,12 +51,12 @@ class ColdMonitor:
     ) -> None:
         self._drafted = drafted
         self._record, self.on_cold, self._sources = record, on_cold, sources
-        self._hits: dict[tuple[Program, ...], _Hits] = {}
+        self._hits: dict[Programs, _Hits] = {}
         self._traffic: dict[tuple[str, int], int] = defaultdict(int)  # steps by phase and tokens
         entries = record.by_name()
         self._plan = plan
-        self._entries: dict[Program, list[ItemRecord]] = defaultdict(list)
-        self._alike: dict[Program, list[ItemRecord]] = defaultdict(list)  # the same, of all that are one program
+        self._entries: dict[Program[Any], list[ItemRecord]] = defaultdict(list)
+        self._alike: dict[Program[Any], list[ItemRecord]] = defaultdict(list)  # the same, of all that are one program
         for item in plan.items:
             if item.program is not None:
                 self._entries[item.program].append(entries[item.name])
@@ -112,14 +106,14 @@ class ColdMonitor:
     def report(self) -> bytes:
         return self.record.to_json()
 
-    def _first(self, programs: tuple[Program, ...]) -> list[tuple[str, str]]:
+    def _first(self, programs: Programs) -> list[tuple[str, str]]:
         """Count the first step of these programs, or one that is not planned; its cold events."""
         events = [cold for program in programs for cold in self._hit(program)]
         if all(self._entries[program] for program in programs):
             self._hits[programs] = _Hits([entry for program in programs for entry in self._entries[program]])
         return events
 
-    def _hit(self, program: Program) -> list[tuple[str, str]]:
+    def _hit(self, program: Program[Any]) -> list[tuple[str, str]]:
         entries = self._entries[program]
         cold = not any(entry.outcome in DONE for entry in self._alike[self._plan.program_of(program)])
         for entry in entries:
@@ -148,27 +142,24 @@ def _said(events: list[tuple[str, str]]) -> str:
     return "; ".join(f"{source}: {detail}" for source, detail in events)
 
 
-def _of_drafts(batches: Sequence[InputBatch]) -> dict[Program, None]:
+def _of_drafts(batches: Sequence[InputBatch]) -> dict[Program[Any], None]:
     """The programs of the draft model that these steps ran, each once."""
-    return {
-        DraftProgram(program): None
-        for batch in batches
-        for program in programs_of(batch)
-        if isinstance(program, Bucket | SamplerProgram)
-    }
+    return {program._replace(draft=True): None for batch in batches for program in _of_step(batch)}
 
 
-def programs_of(event: InputBatch | Swaps) -> tuple[Program, ...]:
+def programs_of(event: InputBatch | Swaps) -> Programs:
     """The programs that a step or a compaction ran."""
     if isinstance(event, Swaps):
-        return (SwapProgram(event.size),)
-    programs: tuple[Program, ...] = (event.bucket,)
-    if len(event.sampled_rows):
-        programs = event.bucket, SamplerProgram(event.sampling_size, event.sampling.level)
-    if event.adapters is not None:
-        programs = tuple(AdaptedProgram(each) for each in programs if isinstance(each, Bucket | SamplerProgram))
+        return (Program("swap", event.size),)
+    programs = _of_step(event)
     if event.schedule.images is not None:
         programs = *programs, *dict.fromkeys(encoder_programs(len(event.schedule.images.encode)))
     if event.schedule.transfers:
-        programs = *programs, *map(TransferProgram, event.schedule.transfers)
+        programs = *programs, *(Program("offload", transfer) for transfer in event.schedule.transfers)
     return programs
+
+
+def _of_step(batch: InputBatch) -> Programs:
+    """The forward program, and the sampler's if the step samples."""
+    forward = batch.forward_program
+    return (forward, batch.sampler_program) if len(batch.sampled_rows) else (forward,)

@@ -7,28 +7,30 @@ from dataclasses import dataclass
 from preheat.core import SamplingParams
 from preheat.plan.buckets import Bucket
 from preheat.plan.items import NothingToRun
-from preheat.plan.programs import SamplerProgram
+from preheat.plan.programs import Program
 from preheat.warmup.dummy_steps import DummySteps
 
 
 @dataclass
 class DraftWarmUp:
-    """Runs forward and sampler items. With ``captures`` each program becomes a graph once it has run."""
+    """Runs forward and sampler programs of the draft model's own plan. With ``captures`` each becomes a graph once it
+    has run.
+    """
 
     steps: DummySteps
     captures: bool
 
-    def first_run(self, bucket: Bucket) -> None:
+    def first_run(self, program: Program[Bucket]) -> None:
         """All layers: the model is small."""
         executor = self.steps.executor
-        if self.captures and executor.is_captured(bucket):
+        if self.captures and executor.is_captured(program):
             raise NothingToRun("the same program as another bucket")
-        self.steps.run(bucket, executor.execute)
+        self.steps.run(program, executor.execute)
         if self.captures:
-            executor.capture(bucket)
-            self.steps.run(bucket, executor.execute)
+            executor.capture(program)
+            self.steps.run(program, executor.execute)
 
-    def sample(self, program: SamplerProgram, params: SamplingParams, times: int) -> None:
+    def sample(self, program: Program[int], params: SamplingParams, times: int) -> None:
         """As for the target."""
-        if self.steps.sample(program.rows, params, times) and self.captures:
-            self.steps.executor.capture_sampling(program)
+        if self.steps.sample(program, params, times) and self.captures:
+            self.steps.executor.capture(program)

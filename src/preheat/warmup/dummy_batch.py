@@ -66,16 +66,16 @@ def _shares(total: int, parts: int) -> list[int]:
 
 
 class DummyBatches:
-    """Lends slots to dummy rows, whose tokens are below ``vocab_size``. They have adapters in so many ``places``."""
+    """Lends slots to dummy rows, whose tokens are below ``vocab_size``."""
 
     def __init__(self, slots: Slots, limits: Limits, vocab_size: int) -> None:
-        self._slots, self._limits, self.places = slots, limits, 0
+        self._slots, self._limits = slots, limits
         self._tokens = np.arange(limits.max_model_len + limits.max_num_seqs, dtype=np.int32) % vocab_size
 
     @contextmanager
-    def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY) -> Iterator[Schedule]:
-        """A step of ``rows``, the decoding ones first, then in order of ``sampled``. The slots are given back
-        afterwards.
+    def work(self, rows: Sequence[DummyRow], params: SamplingParams = GREEDY, *, places: int = 0) -> Iterator[Schedule]:
+        """A step of ``rows``, the decoding ones first, then in order of ``sampled``; they have the adapters in so many
+        ``places`` in turn. The slots are given back afterwards.
         """
         slots = self._slots
         first, extend = np.array([(row.cached, row.extend) for row in rows], np.int32).reshape(-1, 2).T
@@ -84,8 +84,8 @@ class DummyBatches:
         requests = [self._request(number, row, known[number], params, room) for number, row in enumerate(rows)]
         taken = slots.take_alike(requests, known)
         slots.cached_len[taken] = first
-        if self.places:
-            slots.adapter[taken] = np.arange(len(taken)) % self.places
+        if places:
+            slots.adapter[taken] = np.arange(len(taken)) % places
         slots.num_blocks[taken] = -(-(first + extend) // slots.block_size)
         decoding = sum(row.decoding for row in rows)
         try:

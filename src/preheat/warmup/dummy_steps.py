@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
+from preheat.plan.programs import Program
 from preheat.warmup.dummy_batch import DummyBatches, DummyRow, rows_of
 
 T = TypeVar("T")
@@ -34,28 +34,17 @@ class DummySteps:
         self._batches = DummyBatches(packer.slots, plan.limits, executor.decoder.spec.vocab_size)
         self._states = Attended(torch.empty(0, 0), torch.empty(0, 0))
 
-    @contextmanager
-    def adapted(self) -> Iterator[None]:
-        """Meanwhile all rows of dummy steps have adapters, in every place in turn."""
-        seats = self.executor.adapters
-        assert seats is not None, "there are no places for adapters"
-        self._batches.places = seats.places
-        try:
-            yield
-        finally:
-            self._batches.places = 0
-
-    def run(self, bucket: Bucket, run: Callable[[InputBatch], T]) -> T:
-        """The result of ``run``, such as the executor's `execute`, on a batch padded to ``bucket``."""
-        rows = rows_of(self.plan.dispatcher.example(bucket), self.plan.limits)
-        with self._batches.work(rows) as schedule:
+    def run(self, program: Program[Bucket], run: Callable[[InputBatch], T]) -> T:
+        """The result of ``run``, such as the executor's `execute`, on a batch that runs as ``program``."""
+        rows = rows_of(self.plan.dispatcher.example(program.size), self.plan.limits)
+        with self._batches.work(rows, places=self._places(program)) as schedule:
             batch = self.packer.pack(schedule)
-            if batch.bucket != bucket:
-                raise RuntimeError(f"the dummy step for {bucket} runs as {batch.bucket}")
+            if batch.forward_program != program:
+                raise RuntimeError(f"the dummy step for {program} runs as {batch.forward_program}")
             return run(batch)
 
-    def run_ahead(self, bucket: Bucket, count: int) -> None:
-        """``count`` steps padded to ``bucket``, each launched while the one before it runs."""
+    def run_ahead(self, program: Program[Bucket], count: int) -> None:
+        """``count`` steps of ``program``, each launched while the one before it runs."""
         launched = deque[LaunchedStep]()
 
         def run(first: InputBatch) -> None:
@@ -66,11 +55,12 @@ class DummySteps:
                     launched.popleft().result()
             launched.popleft().result()
 
-        self.run(bucket, run)
+        self.run(program, run)
 
-    def sample(self, rows: int, params: SamplingParams, times: int) -> bool:
-        """Sample ``rows`` rows ``times`` times from random hidden states; False if there are no rows to sample from."""
-        with self._batches.work(self._batches.sampled(rows, params), params) as schedule:
+    def sample(self, program: Program[int], params: SamplingParams, times: int) -> bool:
+        """Sample the rows of ``program`` ``times`` times from random hidden states; False if there are none."""
+        rows = self._batches.sampled(program.size, params)
+        with self._batches.work(rows, params, places=self._places(program)) as schedule:
             if not schedule.rows:
                 return False
             batch = self.packer.pack(schedule)
@@ -93,6 +83,13 @@ class DummySteps:
     def swap(self, pairs: int) -> None:
         """All pairs are the same, because padding would swap block 0 with itself, which contradicts swapping it."""
         self.executor.swap(Swaps(np.full((pairs, 2), SWAPPED_PAIR, np.int32), pairs))
+
+    def _places(self, program: Program[Any]) -> int:
+        """How many adapters the rows of ``program`` have, in turn; 0: none."""
+        if not program.adapted:
+            return 0
+        assert self.executor.adapters is not None, "there are no places for adapters"
+        return self.executor.adapters.places
 
     def _attended(self, tokens: int) -> Attended:
         """Random states of ``tokens`` tokens, the same at every call."""

@@ -21,9 +21,9 @@ from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import AdapterItem, EncoderItem, ForwardItem, Item, PoolerItem, SamplerItem
+from preheat.plan.items import ForwardItem, Item
 from preheat.plan.plan import Plan, largest
-from preheat.plan.programs import AdaptedProgram, ForwardProgram, Program, SamplerProgram
+from preheat.plan.programs import Program
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.detail import detail_level
 from preheat.warmup.dummy_steps import DummySteps
@@ -75,11 +75,11 @@ class NoGraphs:
     def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
         """Compile kernels before anything runs. ``step`` measures a step of the boot, by its name."""
 
-    def first_run(self, bucket: Bucket) -> None:
+    def first_run(self, program: Program[Bucket]) -> None:
         """The first run of a forward program: one layer of each kind calls all that the others do."""
-        self.steps.run(bucket, self.steps.executor.prepare)
+        self.steps.run(program, self.steps.executor.prepare)
 
-    def after_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
+    def after_sampling(self, program: Program[int]) -> None:
         """Called after each run of a sampler item."""
 
     def capture(self) -> Captures:
@@ -91,8 +91,8 @@ class NoGraphs:
 class CompiledLayers(NoGraphs):
     """Without graphs too, but all layers of a program run at first: for each, Dynamo may compile a region again."""
 
-    def first_run(self, bucket: Bucket) -> None:
-        self.steps.run(bucket, self.steps.executor.execute)
+    def first_run(self, program: Program[Bucket]) -> None:
+        self.steps.run(program, self.steps.executor.execute)
 
 
 @dataclass
@@ -111,10 +111,10 @@ class CountedGraphs(NoGraphs):
         plan, split, limits = self.steps.plan, self.split, self.steps.plan.limits
         free = split.free - limits.num_blocks * split.block_bytes
         memory = CountedMemory(self.sizes, limits.max_blocks_per_seq, free)
-        captured = set[Program]()
+        captured = set[Program[Bucket]]()
 
         def capture_one(bucket: Bucket) -> int:
-            program = plan.program_of(bucket)
+            program = plan.program_of(Program("forward", bucket))
             used = 0 if program in captured else memory.capture_one(bucket)
             captured.add(program)
             return used
@@ -152,31 +152,22 @@ class DeviceGraphs(NoGraphs):
             programs = (plan.program_of(item.program) for item in plan.items if item.program)
             self._executor.compile(programs, os.cpu_count() or 1)
 
-    def first_run(self, bucket: Bucket) -> None:
-        self.steps.run(bucket, self._executor.prepare)
-
-    def after_sampling(self, program: SamplerProgram | AdaptedProgram) -> None:
-        self._executor.capture_sampling(program)
+    def after_sampling(self, program: Program[int]) -> None:
+        self._executor.capture(program)
 
     def capture(self) -> Captures:
         plan, entries = self.steps.plan, self._entries
         items = _runnable(plan, entries)
-        sampling = [item for item in items if isinstance(_plain(item), SamplerItem | PoolerItem)]
-        before = self.free() + sum(entries[item.name].bytes for item in sampling)
+        own = [(entries[item.name], item.program) for item in items if item.program and not item.program.draft]
+        before = self.free() + sum(entry.bytes for entry, program in own if program.kind == "sampler")
         pool = self.split.graph_pool(before)
         buckets = [item.bucket for item in items if isinstance(item, ForwardItem)]
         if buckets and self.shared:
             self._capture_one(largest(buckets))
-        for item in items:
-            if isinstance(item, EncoderItem):
-                entries[item.name].graph = True
-                self._executor.capture_encoding(item.program)
-        for item in sampling:
-            own, program = _plain(item), item.program
-            rows = own.rows if isinstance(own, SamplerItem | PoolerItem) else 0
-            if rows and isinstance(program, SamplerProgram | AdaptedProgram):
-                entries[item.name].graph = True
-                self._executor.capture_sampling(program)
+        for entry, program in own:
+            if program.kind in ("encoder", "sampler") and program.size:
+                entry.graph = True
+                self._executor.capture(program)
         left = max(pool - (before - self.free()), 0)
         done = capture(
             plan, self.record, self.settings, pool=left, capture_one=self._capture_one, free=self.free,
@@ -189,35 +180,33 @@ class DeviceGraphs(NoGraphs):
     def _capture_one(self, bucket: Bucket) -> int:
         """The graph then runs once on a dummy step while the next one is captured."""
         before = self.free()
-        self._capture_program(bucket, bucket)
+        self._capture_program(Program("forward", bucket))
         if self.steps.plan.options.enable_lora:
-            self._capture_adapted(bucket)
+            self._capture_adapted(Program("forward", bucket, adapted=True))
         return max(before - self.free(), 0)
 
-    def _capture_adapted(self, bucket: Bucket) -> None:
+    def _capture_adapted(self, program: Program[Bucket]) -> None:
         """The graph for rows with adapters, if there is memory for it: that of rows without stays."""
-        program = AdaptedProgram(bucket)
         entry = self._entries[str(program)]
         if entry.outcome not in NOT_RUN:
             try:
-                with self.steps.adapted():
-                    self._capture_program(bucket, program)
+                self._capture_program(program)
             except MemoryError as error:
                 entry.reason = f"runs without a graph: {error}"
 
-    def _capture_program(self, bucket: Bucket, program: ForwardProgram) -> None:
+    def _capture_program(self, program: Program[Bucket]) -> None:
         if self._executor.is_captured(program):
             return
         entry = self._entries[str(program)]
         if entry.outcome == "pending":
-            self.first_run(bucket)
+            self.first_run(program)
         try:
             self._executor.capture(program)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
         entry.graph = True
         self._wait()
-        self._running.append(self.steps.run(bucket, self._executor.launch))
+        self._running.append(self.steps.run(program, self._executor.launch))
 
     def _wait(self) -> None:
         while self._running:
@@ -276,11 +265,6 @@ def capture(
         _write_down(done, entries, record)
     record.memory |= {"graph_pool": pool, "graphs": sum(done.used for done in phases.values())}
     return phases
-
-
-def _plain(item: Item) -> Item:
-    """The item whose program it is, without adapters."""
-    return item.item if isinstance(item, AdapterItem) else item
 
 
 def _runnable(plan: Plan, entries: dict[str, ItemRecord]) -> list[Item]:

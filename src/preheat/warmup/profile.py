@@ -19,7 +19,7 @@ from preheat.execution.build import Build, build
 from preheat.model.loader import LoadedModel
 from preheat.plan.items import EncoderItem, SwapItem
 from preheat.plan.plan import Plan
-from preheat.plan.programs import AdaptedProgram, Program, SamplerProgram, encoder_programs
+from preheat.plan.programs import Program, encoder_programs
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -71,19 +71,15 @@ def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan,
     packer, executor = build(settings, backend, model, plan, slots, mode="eager", num_blocks=CACHE_BLOCKS)
     params = SAMPLER_SETTINGS[ALL_AT_ONCE]
     images = max((item.images for item in plan.items if isinstance(item, EncoderItem)), default=0)
-    samplers = [SamplerProgram(rows, level) for level in Level]
-    programs: list[Program] = [plan.largest, *samplers, *encoder_programs(images)]
-    if executor.adapters is not None:
-        programs += [AdaptedProgram(plan.largest), *map(AdaptedProgram, samplers)]
-    executor.compile(programs, os.cpu_count() or 1)
+    adapted = (False,) if executor.adapters is None else (False, True)
+    forwards = [Program("forward", plan.largest, adapted=each) for each in adapted]
+    samplers = [Program("sampler", rows, level, each) for each in adapted for level in Level]
+    executor.compile([*forwards, *samplers, *encoder_programs(images)], os.cpu_count() or 1)
     steps = DummySteps(plan, packer, executor)
     first = steps.logits()
-    steps.run(plan.largest, executor.execute)
-    if executor.adapters is not None:
-        with steps.adapted():
-            steps.run(plan.largest, executor.execute)
-            steps.sample(rows, params, 1)
-    steps.sample(rows, params, 1)
+    for each in adapted:
+        steps.run(Program("forward", plan.largest, adapted=each), executor.execute)
+        steps.sample(Program("sampler", rows, Level.of(params), each), params, 1)
     pairs = max((item.pairs for item in plan.items if isinstance(item, SwapItem)), default=0)
     if pairs:
         steps.swap(pairs)

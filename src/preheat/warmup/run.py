@@ -19,10 +19,9 @@ from preheat.execution.offload import HostTier
 from preheat.grammar.service import Grammars
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import ForwardItem, Item, NothingToRun, SamplerItem, Stage
+from preheat.plan.items import Item, NothingToRun, Stage
 from preheat.plan.plan import Plan
-from preheat.plan.programs import AdaptedProgram, Program, SamplerProgram
-from preheat.plan.sampler_settings import SAMPLER_SETTINGS
+from preheat.plan.programs import Program
 from preheat.schedule.blocks import PAD_BLOCK
 from preheat.utils.trace import Span, no_span
 from preheat.warmup.determinism import run_determinism_warmup
@@ -85,7 +84,7 @@ class WarmUp:
     seconds: dict[tuple[str, Bucket], float] = field(default_factory=dict)
     grammars: Grammars | str = "structured outputs are off"
     _entries: dict[str, ItemRecord] = field(init=False)
-    _ran: dict[Program, Bucket] = field(default_factory=dict, init=False)  # the first bucket of each program
+    _ran: dict[Program[Bucket], Bucket] = field(default_factory=dict, init=False)  # the first bucket of each program
     _done: int = field(default=0, init=False)  # items that have run
     _started: float = field(default=0.0, init=False)
     _reported: float = field(default=0.0, init=False)
@@ -189,18 +188,23 @@ class WarmUp:
     def num_blocks(self) -> int:
         return int(self.steps.executor.cache.data.shape[1])
 
-    def first_run(self, bucket: Bucket) -> None:
-        program = self.plan.program_of(bucket)
-        if program in self._ran:
-            raise NothingToRun(f"the same program as {self._ran[program]}")
-        self.graphs.first_run(bucket)
-        self._ran[program] = bucket
+    def first_run(self, program: Program[Bucket]) -> None:
+        if program.draft:
+            self._drafting().first_run(program._replace(draft=False))
+            return
+        shared = self.plan.program_of(program)
+        if shared in self._ran:
+            raise NothingToRun(f"the same program as {self._ran[shared]}")
+        self.graphs.first_run(program)
+        self._ran[shared] = program.size
 
     def forward(self, bucket: Bucket) -> None:
-        self.steps.run(bucket, self.steps.executor.execute)
+        self.steps.run(Program("forward", bucket), self.steps.executor.execute)
 
-    def sample(self, program: SamplerProgram, params: SamplingParams, times: int) -> None:
-        if self.steps.sample(program.rows, params, times):
+    def sample(self, program: Program[int], params: SamplingParams, times: int) -> None:
+        if program.draft:
+            self._drafting().sample(program._replace(draft=False), params, times)
+        elif self.steps.sample(program, params, times):
             self.graphs.after_sampling(program)
 
     def encode(self, images: int) -> None:
@@ -217,37 +221,16 @@ class WarmUp:
     def determinism_passes(self, run: Callable[[], None], count: int) -> None:
         run_determinism_warmup(run, count, batch_invariant=True, synchronize=self.backend.synchronize)
 
-    def draft(self, item: Item) -> None:
-        if isinstance(item, ForwardItem):
-            self._drafting().first_run(item.bucket)
-        elif isinstance(item, SamplerItem):
-            self._drafting().sample(item.program, SAMPLER_SETTINGS[item.setting], 1)
-
     def _drafting(self) -> DraftWarmUp:
         if self.draft_steps is None:
             raise NothingToRun("there is no draft model")
         return self.draft_steps
 
-    def adapted(self, item: Item) -> None:
-        with self.steps.adapted():
-            if isinstance(item, ForwardItem):
-                self._adapted_forward(item.bucket)
-            elif isinstance(item, SamplerItem):
-                self.steps.sample(item.rows, SAMPLER_SETTINGS[item.setting], 1)
-                self.graphs.after_sampling(AdaptedProgram(item.program))
-
-    def _adapted_forward(self, bucket: Bucket) -> None:
-        program = AdaptedProgram(bucket)
-        shared = self.plan.program_of(program)
-        if shared in self._ran:
-            raise NothingToRun(f"the same program as {self._ran[shared]}")
-        self.graphs.first_run(bucket)
-        self._ran[shared] = bucket
-
     def pace(self, bucket: Bucket, *, draft: bool) -> None:
         steps = self._drafting().steps if draft else self.steps
         together = PACE_TOGETHER if self.overlap and not draft and bucket.phase == "decode" else 1
-        took = [self._timed(lambda: steps.run_ahead(bucket, together)) / together for _ in range(PACE_RUNS)]
+        program = Program("forward", bucket)
+        took = [self._timed(lambda: steps.run_ahead(program, together)) / together for _ in range(PACE_RUNS)]
         self.seconds["draft" if draft else "target", bucket] = min(took)
 
     def _timed(self, run: Callable[[], object]) -> float:

@@ -137,7 +137,7 @@ class HpuAttention:
         return ()
 
     def variants(self, key: Any) -> tuple[Hashable, ...]:
-        bucket = key.bucket
+        bucket = key.program.size
         if bucket.phase != "decode" or not self._contiguous:
             return IN_PROGRAM
         return self._forms(self._length(bucket.rows, bucket.blocks, bucket.longest))
