@@ -120,8 +120,11 @@ class Settings:
     reasoning_parser: str | None = _model(
         None,
         "How the model marks what it thinks before it answers: see docs/tools.md.",
-        choices=("qwen3", "deepseek_r1", "glm45", "mistral"),
-    )
+        choices=(
+            "deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "granite", "hunyuan_a13b", "kimi_k2",
+            "minimax_m2", "mistral", "olmo3", "qwen3", "seed_oss", "step3",
+        ),
+    )  # fmt: skip
     structured_outputs_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
         "A JSON object: `backend` of grammars (auto, guidance, xgrammar, none), `disable_any_whitespace` and "
