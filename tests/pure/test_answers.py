@@ -188,8 +188,8 @@ TEXTS = [
     if text
 ]
 PIECES = [
-    *MARKS, *CALLS.values(), *TEXTS, "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)", "<function=f>",
-    "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",", "<tool",
+    *MARKS, *CALLS.values(), *TEXTS, "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)",
+    "<function=f>", "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",", "<tool",
 ]  # fmt: skip
 
 
@@ -283,7 +283,8 @@ def test_no_grammar_waits_for_a_mark_that_is_text(tokenizers: dict[str, Tokenize
 
 def test_what_is_around_reasoning_and_content_is_dropped(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["plain"]
-    for text, thought in (("thought\na b", "a b"), ("thoughts", "thoughts"), ("though", "though"), ("\nthought\n", "")):
+    for text, thought in (("thought\na b", "a b"), ("thoughts", "thoughts"), ("though", "though"),
+                          ("\nthought\n", "")):  # fmt: skip
         form = form_of(tokenizer, None, "gemma4")
         assert answered(tokenizer, form, f"<|channel>{text}<channel|>c") == (thought, "c", [])
         assert answered(tokenizer, form, f"<|channel>{text}") == (thought, "", [])

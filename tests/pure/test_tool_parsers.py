@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,40 @@ def read(arguments: str) -> dict:
 def test_the_tables_are_those_of_the_options() -> None:
     assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(sorted(CASES))
     assert OPTIONS["reasoning_parser"].choices == tuple(REASONING_PARSERS)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "tools.md"
+
+
+def rows(head: str) -> dict[str, list[str]]:
+    """The cells of the document's table below ``head``, by each of the names in their first one."""
+    table = DOCUMENT.read_text(encoding="utf-8").partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table]
+    return {name: row for row in cells for name in re.findall("`(.*?)`", row[0])}
+
+
+def test_the_document_shows_a_call_for_each_parser() -> None:
+    shown = rows("## Parsers\n\n")
+    assert shown.keys() == TOOL_PARSERS.keys()
+    tool = Tool("f", {"properties": {"a": {"type": "integer"}}})
+    for name, (_, models, form) in shown.items():
+        assert models
+        if same := re.fullmatch("as with `(.*)`", form):
+            assert TOOL_PARSERS[name] is TOOL_PARSERS[same[1]]
+            continue
+        text = re.findall(r"(?<!`)`((?:[^`]|```)+)`(?!`)", form)[0].replace("↵", "\n")
+        content, calls = parts(TOOL_PARSERS[name]([tool]), text)
+        assert (content, [(called, read(said)) for called, said in calls.values()]) == ("", [("f", {"a": 1})]), name
+
+
+def test_the_document_shows_the_marks_of_each_way_to_reason() -> None:
+    shown = rows("## Reasoning\n\n")
+    assert shown.keys() == REASONING_PARSERS.keys()
+    for name, (_, marks, begins) in shown.items():
+        known = REASONING_PARSERS[name]
+        texts = [known.start, known.end, known.label.strip(), *map(str.strip, known.answer)]
+        assert set(re.findall("`(.*?)`", marks)) - {"Here's"} == set(filter(None, texts))
+        assert (begins == "within it") == known.open
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), [(n, *case) for n in CASES for case in CASES[n]])
