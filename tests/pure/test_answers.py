@@ -189,7 +189,8 @@ TEXTS = [
 ]
 PIECES = [
     *MARKS, *CALLS.values(), *TEXTS, "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)",
-    "<function=f>", "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",", "<tool",
+    "<function=f>", "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",",
+    "<tool",
 ]  # fmt: skip
 
 

@@ -100,6 +100,15 @@ def test_what_is_found(name: str, text: str, content: str, calls: list) -> None:
     assert parsed(name, text, parallel=False) == (content, calls[:1])
 
 
+@pytest.mark.parametrize("name", {kind: name for name, kind in TOOL_PARSERS.items()}.values())
+def test_every_cut_gives_the_same(name: str) -> None:
+    for text, _, _ in CASES[name]:
+        whole = parts(TOOL_PARSERS[name](TOOLS), text)
+        assert parts(TOOL_PARSERS[name](TOOLS), *text) == whole
+        for place in range(1, len(text)):
+            assert parts(TOOL_PARSERS[name](TOOLS), text[:place], text[place:]) == whole
+
+
 FRAGMENTS = [
     *"<>[](){}:;,='\"\\ \n", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "x"}}', '"name"', "f",
     "<function=weather>", "<parameter=days>", "3", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", '{"a": 1}',

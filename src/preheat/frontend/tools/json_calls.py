@@ -108,9 +108,15 @@ class InternlmParser(MarkedJsonParser):
 class XlamParser(MarkedJsonParser):
     """``[{"name": "f", "arguments": {"a": 1}}]`` as the beginning, in a block of code or in tags: xLAM."""
 
-    ENDS = MappingProxyType({"[TOOL_CALLS]": "", "<tool_call>": "</tool_call>", "```json": "```", "```": "```"})
+    ENDS = MappingProxyType({"[TOOL_CALLS]": "", "<tool_call>": "</tool_call>", "```": "```"})
     MARKS = ("[TOOL_CALLS]", "<tool_call>", "</tool_call>")
     ARRAY = BARE = True
+
+    def _calls_here(self, bare: bool) -> Reading[bool]:
+        if bare:  # behind a marker, which may begin a block of code in a language
+            yield from self.take("json")
+            yield from self.space()
+        return (yield from super()._calls_here(bare))
 
 
 class Llama3JsonParser(ToolParser):
