@@ -26,7 +26,7 @@ class AnswerParser:
         self._count = form.reasoning_count()
         self._shown = {ord(mark.char): mark.shown for mark in form.marks}
         self._pieces = form.reasoning_pieces()
-        self._label, self._frame = form.frames()
+        self._thought_frame, self._content_frame = form.frames()
         self._space = ""  # white space of an answer of which it is not known yet how it begins
         self._leading = form.phase is Phase.WITHIN  # white space here is neither reasoning nor content
         self._called = False  # a call has ended the reasoning
@@ -39,10 +39,10 @@ class AnswerParser:
     def finish(self) -> list[Part]:
         """The parts that were held back."""
         self._pieces.end()
-        parts = self._taken() + self._thought(self._label.finish())
+        parts = self._taken() + self._thought(self._thought_frame.finish())
         space, self._space = self._space, ""
-        parts += self._content(self._frame.push(space) + self._frame.finish())
-        return self._without_marks(parts + (self._label_parts(self._tools.finish()) if self._tools else []))
+        parts += self._content(self._content_frame.push(space) + self._content_frame.finish())
+        return self._without_marks(parts + (self._label(self._tools.finish()) if self._tools else []))
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
         """How many of ``ids``, the tokens of the answer, are reasoning."""
@@ -59,9 +59,9 @@ class AnswerParser:
         """Read a ``piece`` of text, or a mark of the reasoning."""
         parts = list[Part]()
         if self._phase is Phase.WITHIN and sign is Sign.END:
-            parts = self._thought(self._label.finish())
+            parts = self._thought(self._thought_frame.finish())
             if self._search is not None:
-                parts += self._label_parts(self._search.flush())  # what was held back may turn out to be a call
+                parts += self._label(self._search.flush())  # what was held back may turn out to be a call
         elif self._phase is Phase.UNKNOWN and not piece.strip(SPACE):
             sign = Sign.SPACE
         before, self._phase = self._phase, phase_after(self._phase, sign)
@@ -82,8 +82,8 @@ class AnswerParser:
         if not text:
             return []
         if self._phase is Phase.WITHIN:
-            return self._thought(self._label.push(text))
-        return self._content(self._frame.push(text))
+            return self._thought(self._thought_frame.push(text))
+        return self._content(self._content_frame.push(text))
 
     def _thought(self, text: str) -> list[Part]:
         if self._search is None:
@@ -93,9 +93,9 @@ class AnswerParser:
     def _content(self, text: str) -> list[Part]:
         if not text:
             return []
-        return self._label_parts(self._tools.push(text)) if self._tools else [Content(text)]
+        return self._label(self._tools.push(text)) if self._tools else [Content(text)]
 
-    def _label_parts(self, parts: list[Part]) -> list[Part]:
+    def _label(self, parts: list[Part]) -> list[Part]:
         """What the parser of tools found: up to the first call of an answer that still reasons it is reasoning."""
         found = list[Part]()
         for part in parts:
