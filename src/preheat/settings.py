@@ -130,13 +130,21 @@ class Settings:
     tool_call_parser: str | None = _model(
         None,
         "How the model writes calls of tools: see docs/tools.md.",
-        choices=("hermes", "llama3_json", "mistral", "olmo3", "pythonic", "qwen3_coder"),
-    )
+        choices=(
+            "deepseek_v3", "deepseek_v31", "ernie45", "gemma4", "glm45", "glm47", "granite", "granite-20b-fc",
+            "granite4", "hermes", "hunyuan_a13b", "internlm", "jamba", "kimi_k2", "llama3_json", "llama4_json",
+            "llama4_pythonic", "minimax_m2", "mistral", "olmo3", "phi4_mini_json", "pythonic", "qwen3_coder",
+            "qwen3_xml", "seed_oss", "step3", "xlam",
+        ),
+    )  # fmt: skip
     reasoning_parser: str | None = _model(
         None,
         "How the model marks what it thinks before it answers: see docs/tools.md.",
-        choices=("qwen3", "deepseek_r1", "glm45", "mistral"),
-    )
+        choices=(
+            "deepseek_r1", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47", "granite", "hunyuan_a13b", "kimi_k2",
+            "minimax_m2", "mistral", "olmo3", "qwen3", "seed_oss", "step3",
+        ),
+    )  # fmt: skip
     structured_outputs_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None,
         "A JSON object: `backend` of grammars (auto, guidance, xgrammar, none), `disable_any_whitespace` and "

@@ -13,20 +13,23 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from preheat.core import Request, SamplingParams, StructuredOutputsParams
+from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import AnswerFormat, AnswerFormats, ToolChoice
 from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer
 from preheat.frontend.marks import mark_chars, mark_texts
 from preheat.frontend.reasoning import REASONING_PARSERS
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.stream_parser import StreamParser
+from preheat.frontend.text_marks import TextMarks
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tools import TOOL_PARSERS, Tool
 from preheat.grammar.state import State
 from preheat.utils.reasoning import Phase
 from tests.tokenizers import byte_level
+from tests.tool_calls import CALLS
 
 MARKS = list(dict.fromkeys(
-    [mark for marks in REASONING_PARSERS.values() for mark in (marks.start, marks.end)]
+    [mark for marks in REASONING_PARSERS.values() if not marks.text for mark in (marks.start, marks.end)]
     + [mark for kind in TOOL_PARSERS.values() for mark in kind.MARKS]
 ))  # fmt: skip
 TOOLS = (Tool("weather", {"type": "object", "properties": {"city": {"type": "string"}}}), Tool("f"))
@@ -35,12 +38,13 @@ JSON = StructuredOutputsParams(json={"type": "object"})
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """The marks are text in ``plain`` and special tokens in ``special``."""
+    """The marks are tokens with a text in ``plain``, special tokens in ``special``, and no tokens in ``bare``."""
     found = {}
-    for name in ("plain", "special"):
+    for name in ("plain", "special", "bare"):
         backend, folder = byte_level(), tmp_path_factory.mktemp(name)
-        add = backend.add_tokens if name == "plain" else backend.add_special_tokens
-        add([AddedToken(mark, special=name == "special", normalized=False) for mark in MARKS])
+        add = backend.add_special_tokens if name == "special" else backend.add_tokens
+        marks = MARKS if name != "bare" else []
+        add([AddedToken(mark, special=name == "special", normalized=False) for mark in marks])
         backend.add_special_tokens([AddedToken("<|odd|>", special=True)])
         backend.save(str(folder / "tokenizer.json"))
         found[name] = Tokenizer(folder)
@@ -116,14 +120,6 @@ def test_a_message_that_is_continued_may_be_within_its_reasoning(
     assert form_of(tokenizers["plain"], prompt=f"<s>{said}</s>", continued=said).phase is Phase.UNKNOWN  # it is over
 
 
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
-    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "Oslo"}}',
-    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
-    "olmo3": '<function_calls>weather(city="Oslo")</function_calls>',
-    "pythonic": '<|python_start|>[weather(city="Oslo")]<|python_end|>',
-    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
-}
 OSLO = [("weather", {"city": "Oslo"})]
 
 
@@ -177,16 +173,24 @@ def test_special_tokens_are_in_no_text(tokenizers: dict[str, Tokenizer], name: s
     call = CALLS[name].replace("Oslo", f"Os{odd}lo")
     form = form_of(tokenizer, name)
     assert answered(tokenizer, form, f"{odd}<think>a{odd}b</think>{odd}c{odd}d{call}{odd}") == ("ab", "cd", OSLO)
-    mark = TOOL_PARSERS[name].MARKS[-1]  # not where a call begins
+    mark = (TOOL_PARSERS[name].MARKS or [odd])[-1]  # it begins no call here
     assert answered(tokenizer, form, f"a{mark}b [/THINK]") == ("", "ab ", [])
     asked = form_of(tokenizer, name, skip_special_tokens=False)
     assert answered(tokenizer, asked, f"<think>a{odd}b</think>c{odd}", skip=False) == (f"a{odd}b", f"c{odd}", [])
     assert answered(tokenizer, asked, f"{call}", skip=False)[2] == [("weather", {"city": f"Os{odd}lo"})]
 
 
+IN_TEXT = {name: marks for name, marks in REASONING_PARSERS.items() if marks.text}
+TEXTS = [
+    text
+    for marks in REASONING_PARSERS.values()
+    for text in (marks.start, marks.end, *marks.others[0], *marks.others[1], marks.label, *marks.answer)
+    if text
+]
 PIECES = [
-    *MARKS, *CALLS.values(), "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)", "<function=f>",
-    "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",", "<tool",
+    *MARKS, *CALLS.values(), *TEXTS, "<|odd|>", "<s>", " ", "\n", "{", "}", '"', "a", "é", "😀", "[f(a=1)",
+    "<function=f>", "<parameter=a>", "</parameter>", "</function>", '{"name": "f", "arguments": {"a": 1', "[", "]", ",",
+    "<tool",
 ]  # fmt: skip
 
 
@@ -194,13 +198,16 @@ PIECES = [
 @given(data=st.data())
 def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
     """For any tokens, cut anywhere, with every parser; and no text that a client gets has what is no text."""
-    marks = data.draw(st.sampled_from(["plain", "special"]))
+    marks = data.draw(st.sampled_from(["plain", "special", "bare"]))
     tokenizer, skip = tokenizers[marks], data.draw(st.booleans())
-    tools, reasoning = (data.draw(st.sampled_from([None, *table])) for table in (TOOL_PARSERS, REASONING_PARSERS))
+    known = IN_TEXT if marks == "bare" else REASONING_PARSERS
+    tools, reasoning = (data.draw(st.sampled_from([None, *table])) for table in (TOOL_PARSERS, known))
     modes = st.sampled_from(["auto", "none", "required", "named"] if tools else ["none", "required", "named"])
     choice = ToolChoice(TOOLS, data.draw(modes), data.draw(st.booleans()))
     prompt = data.draw(st.sampled_from(["", "<think>", "</think>", "[THINK]"]))
     asked = data.draw(st.sampled_from([None, JSON]))
+    if marks == "bare" and (asked or choice.forced):
+        prompt = ""  # a grammar has no reasoning to end: see the test of refusals
     form = form_of(tokenizer, tools, reasoning, prompt, choice=choice, asked=asked, skip_special_tokens=skip)
     pieces = st.sampled_from([tokenizer.encode(piece, False) for piece in PIECES])
     ids = [id for piece in data.draw(st.lists(pieces, max_size=12)) for id in piece]
@@ -218,6 +225,77 @@ def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st
         assert not (skip and marks == "special" and any(mark in shown for mark in [*MARKS, "<|odd|>"]))
         if kind == "call":
             json.loads(shown, object_pairs_hook=lambda pairs: dict(pairs) if len(dict(pairs)) == len(pairs) else 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "reasoning", "content"),
+    [
+        ("granite", "Here is my thought process: a b\n\nHere is my response: c", "a b\n\n", "c"),
+        ("granite", "\nHere's my thought process:\nHere is a Here's my response:", "Here is a ", ""),
+        ("granite", "Here is my thought: a", "", "Here is my thought: a"),
+        ("granite", "Here is my thought process: Here is my resp", "Here is my resp", ""),
+        ("granite", "I say: Here is my response: c", "", "I say: Here is my response: c"),
+        ("granite", "Here is my", "", "Here is my"),
+        ("olmo3", "<think>a </thin b</think>c</think>", "a </thin b", "c</think>"),
+        ("hunyuan_a13b", "<think>\na\n</think>\n<answer>\nb\n</answer>c\n</answer>\n", "a\n", "b\n</answer>c"),
+        ("hunyuan_a13b", "<answer>\nb\n</answ", "", "b\n</answ"),
+        ("hunyuan_a13b", "<answer> b\n</answer>", "", "<answer> b\n</answer>"),
+    ],
+)
+def test_marks_may_be_text(
+    tokenizers: dict[str, Tokenizer], parser: str, text: str, reasoning: str, content: str
+) -> None:
+    tokenizer = tokenizers["bare"]
+    form, ids = form_of(tokenizer, None, parser), tokenizer.encode(text, False)
+    assert form.reasoning is not None and form.reasoning.in_text
+    assert answered(tokenizer, form, text) == (reasoning, content, [])
+    answer = form.parser()
+    pieces = deltas(tokenizer, form, ids)
+    assert parts_of(answer, pieces) == parts_of(form.parser(), ["".join(pieces)])
+    assert (answer.reasoning_tokens(ids) > 0) == bool(reasoning)
+
+
+def test_reasoning_between_marks_that_are_text_is_counted(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["bare"]
+    for text, count in (("<think>abc</think>d", 3), ("<think>ab</th", 2), ("abc", 0), ("\n<think>", 0)):
+        ids = tokenizer.encode(text, False)
+        assert form_of(tokenizer, None, "olmo3").parser().reasoning_tokens(ids) == count
+
+
+def test_a_call_ends_reasoning_whose_marks_are_text(tokenizers: dict[str, Tokenizer]) -> None:
+    form = form_of(tokenizers["bare"], "granite4", "granite")
+    text = f"Here is my thought process: Well.{CALLS['granite4']}"
+    assert answered(tokenizers["bare"], form, text) == ("Well.", "", OSLO)
+    text = 'Here is my thought process: <tool_call>{"name": "Here is my response:'
+    assert answered(tokenizers["bare"], form, text) == ('<tool_call>{"name": "', "", [])
+
+
+def test_no_grammar_waits_for_a_mark_that_is_text(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["bare"]
+    form = form_of(tokenizer, None, "olmo3", asked=JSON)
+    assert form.constraint is JSON and form.phase is Phase.NEVER
+    assert answered(tokenizer, form, "<think>{}") == ("", "<think>{}", [])
+    assert form_of(tokenizer, None, "olmo3", "<think></think>", asked=JSON).phase is Phase.ENDED
+    for options in ({"asked": JSON}, {"choice": ToolChoice(TOOLS, "required")}):
+        with pytest.raises(InvalidRequest, match="--reasoning-parser olmo3: turn the reasoning off"):
+            form_of(tokenizer, None, "olmo3", "<think>\n", **options)
+    assert form_of(tokenizers["plain"], None, "olmo3", "<think>\n", asked=JSON).phase is Phase.WITHIN  # it is a token
+
+
+def test_what_is_around_reasoning_and_content_is_dropped(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["plain"]
+    for text, thought in (("thought\na b", "a b"), ("thoughts", "thoughts"), ("though", "though"),
+                          ("\nthought\n", "")):  # fmt: skip
+        form = form_of(tokenizer, None, "gemma4")
+        assert answered(tokenizer, form, f"<|channel>{text}<channel|>c") == (thought, "c", [])
+        assert answered(tokenizer, form, f"<|channel>{text}") == (thought, "", [])
+    form = form_of(tokenizer, "ernie45", "ernie45")
+    text = "abc\n</think>\n\n\n<response>\ndef\n</response>\n"
+    assert answered(tokenizer, form, text) == ("abc\n", "def", [])
+    assert answered(tokenizer, form, "abc</think>\ndef\n</response>") == ("abc", "def\n</response>", [])
+    assert answered(tokenizer, form, f"abc</think>\n\n{CALLS['ernie45']}\n") == ("abc", "", OSLO)
+    form = form_of(tokenizer, None, "ernie45", "</think>", asked=StructuredOutputsParams(regex=r"<response>\n"))
+    assert answered(tokenizer, form, "<response>\n") == ("", "<response>\n", [])
 
 
 class Anything:
@@ -281,8 +359,13 @@ def test_the_law_of_streams_can_fail(tokenizers: dict[str, Tokenizer], monkeypat
     ids = [id for char in text.removeprefix("<think>") for id in tokenizers["plain"].encode(char, False)]
     pieces = deltas(tokenizers["plain"], form, [*tokenizers["plain"].encode("<think>", False), *ids])
     assert parts_of(form.parser(), pieces) == parts_of(form.parser(), ["".join(pieces)])
-    monkeypatch.setattr(StreamParser, "_held", lambda *_: 0)
+    spelled = form_of(tokenizers["bare"], None, "granite")
+    thought = [*"Here is my thought process: a", *"Here is my response: b"]
+    assert parts_of(spelled.parser(), thought) == parts_of(spelled.parser(), ["".join(thought)])
+    for kind in (StreamParser, TextMarks):
+        monkeypatch.setattr(kind, "_held", lambda *_: 0)
     assert parts_of(form.parser(), pieces) != parts_of(form.parser(), ["".join(pieces)])
+    assert parts_of(spelled.parser(), thought) != parts_of(spelled.parser(), ["".join(thought)])
 
 
 def test_where_a_model_does_not_think_its_first_token_is_held(tokenizers: dict[str, Tokenizer]) -> None:

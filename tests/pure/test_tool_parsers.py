@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from preheat.frontend.stream_parser import CallArguments, CallStart, Content, St
 from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool
 from preheat.frontend.tools.json_object import whole_object
 from preheat.settings import OPTIONS
+from tests.tool_calls import CASES
 
 WEATHER = Tool("weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
 TOOLS = [WEATHER, Tool("f"), Tool("g")]
@@ -52,108 +55,43 @@ def read(arguments: str) -> dict:
     return json.loads(arguments, object_pairs_hook=once)
 
 
-OSLO = ("weather", {"city": "Oslo"})
-BOTH = ("weather", {"city": "Oslo", "days": 3})
-CASES = {
-    "hermes": [
-        ("Hello", "Hello", []),
-        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>', "", [OSLO]),
-        ('\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}', "", [OSLO]),  # it is not closed
-        ('Wait.\n<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>\n', "Wait.\n", [OSLO]),
-        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g", "arguments": {"a": "<tool_call>"}}',
-         "", [("f", {}), ("g", {"a": "<tool_call>"})]),
-        ('<tool_call>{"name": "f", "arguments": {"a": [1, {"b": "}\\"]"}]}, "id": 7}</tool_call> Done', " Done",
-         [("f", {"a": [1, {"b": '}"]'}]})]),
-        ("<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
-        ('<tool_call>{"name": 5}', '<tool_call>{"name": 5}', []),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", {})]),  # cut off by max_tokens
-        ("1 < 2 <tool", "1 < 2 <tool", []),
-        ("  ", "  ", []),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1 "b": [2,], "a": {"c": 3}}}</tool_call> ok', " ok",
-         [("f", {"a": 1, "b": [2]})]),
-        ('<tool_call>{"name": "f", "arguments": {"a": "\\d\n", "b": None, "c": oops}}</tool_call>', "",
-         [("f", {"a": "\\d\n", "b": None})]),
-        (r'<tool_call>{"name": "\ud800", "arguments": {}}', "", [("\ufffd", {})]),
-    ],
-    "llama3_json": [
-        ('{"name": "weather", "parameters": {"city": "Oslo"}}', "", [OSLO]),
-        ('<|python_tag|>{"type": "function", "name": "weather", "parameters": {"city": "Oslo"}}', "", [OSLO]),
-        (' {"name": "f", "parameters": {}}; {"name": "weather", "arguments": {"city": "Oslo"}}', "", [("f", {}), OSLO]),
-        ('{"answer": 42}', '{"answer": 42}', []),
-        ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
-        ('Use {"name": "f", "parameters": {}}', 'Use {"name": "f", "parameters": {}}', []),
-        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-        ('Now <|python_tag|>{"name": "f", "parameters": {}} ok', "Now ok", [("f", {})]),
-    ],
-    "mistral": [
-        ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "f", "arguments": {}}]', "",
-         [OSLO, ("f", {})]),
-        ('[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]f{}', "", [OSLO, ("f", {})]),
-        ('So: [TOOL_CALLS] weather[CALL_ID]abc123def[ARGS]{"city": "Oslo"}', "So: ", [OSLO]),
-        ("[TOOL_CALLS] what?", "[TOOL_CALLS] what?", []),
-        ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
-    ],
-    "olmo3": [
-        ("<function_calls>weather(city='Oslo')\nf(a=true, b=null)\n</function_calls>", "",
-         [OSLO, ("f", {"a": True, "b": None})]),
-        ("Look:\n<function_calls>\nweather(city='Oslo')", "Look:\n", [OSLO]),  # it is not closed
-        ("<function_calls>f()</function_calls>\n<function_calls>g(a={'b': [False]})</function_calls> Done", " Done",
-         [("f", {}), ("g", {"a": {"b": [False]}})]),
-        ("<function_calls>nothing</function_calls>", "<function_calls>nothing</function_calls>", []),
-        ("[f(a=1)]", "[f(a=1)]", []),
-    ],
-    "pythonic": [
-        ("[weather(city='Oslo')]", "", [OSLO]),
-        ('[weather(city="Oslo", days=-3), f(a={"b": [1.5, None, true]}, c=")]")]', "",
-         [("weather", {"city": "Oslo", "days": -3}), ("f", {"a": {"b": [1.5, None, True]}, "c": ")]"})]),
-        ("<|python_start|>[a.b()]<|python_end|>", "", [("a.b", {})]),
-        ("[link](http://x)", "[link](http://x)", []),
-        ("[1, 2]", "[1, 2]", []),
-        ("[f(x)]", "[f(x)]", []),
-        ("[f(x=open('y'))]", "[f(x=open('y'))]", []),
-        ("[f(a=1), then", "then", [("f", {"a": 1})]),
-        ("Text [f()]", "Text [f()]", []),
-        ("Text <|python_start|>[f(a=1, a=2)]<|python_end|>", "Text ", [("f", {"a": 2})]),
-        ("<function_calls>f()\nweather(city='Oslo')</function_calls>", "", [("f", {}), OSLO]),
-        ("[f(a={1: 'x', '1': 'y', null: 2})]", "", [("f", {"a": {"1": "y", "null": 2}})]),
-        ("[f(a={(1, 2): 3})]", "[f(a={(1, 2): 3})]", []),
-        ("[f(a=1e999)]", "[f(a=1e999)]", []),  # JSON has no infinity
-        ("[f(**{'a': 1})]", "[f(**{'a': 1})]", []),
-        (r"[f(a='\ud800')]", "", [("f", {"a": "\ud800"})]),
-    ],
-    "qwen3_coder": [
-        ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter><parameter=days>3</parameter></function>",
-         "", [("weather", {"city": "Oslo", "days": 3})]),
-        ("Sure.<function=weather><parameter=city>42</parameter></function>", "Sure.", [("weather", {"city": "42"})]),
-        ("<tool_call><function=f></function></tool_call>\n<function=g><parameter=x>a\n<b>\n</parameter></function>", "",
-         [("f", {}), ("g", {"x": "a\n<b>"})]),
-        ("<tool_call><function=weather><parameter=days>many</parameter></function>", "",
-         [("weather", {"days": "many"})]),
-        ("<tool_call><function=weather><parameter=city>Os", "", [("weather", {"city": "Os"})]),
-        ("<tool_call>no</tool_call> <function=", "<tool_call>no</tool_call> <function=", []),
-        # Of the tags each may be missing, and several.
-        ("<tool_call><function=weather><parameter=city>Oslo<parameter=days>3</function></tool_call>", "", [BOTH]),
-        ("<tool_call><function=weather><parameter=days>3</parameter><parameter=city>Oslo</function></tool_call> ok",
-         " ok", [BOTH]),
-        ("<tool_call><function=weather><parameter=days>3</parameter><parameter=city>Oslo</parameter></tool_call> ok",
-         " ok", [BOTH]),
-        ("<tool_call><function=weather><parameter=days>3<parameter=city>Oslo</tool_call> ok", " ok", [BOTH]),
-        ("<function=weather>\n<parameter=city>\nOslo\n</parameter>\nThat was it.", "That was it.", [OSLO]),
-        ("<tool_call>\n<function=f>\n</tool_call>\n<tool_call>\n<function=g>", "", [("f", {}), ("g", {})]),
-        ("<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n<tool_call>\n<function=g></function>", "",
-         [OSLO, ("g", {})]),
-        ("<tool_call><function=weather><parameter=days\n3</parameter><parameter=city>Oslo</parameter></function>", "",
-         [OSLO]),
-        ("<function=weather><parameter=city>Bergen</parameter><parameter=city>Oslo</parameter></function>", "", [OSLO]),
-        ("<function=weather><parameter=city>Oslo</para", "", [OSLO]),
-        ("<function=f\n<parameter=a>1</parameter>", "<function=f\n<parameter=a>1</parameter>", []),
-    ],
-}  # fmt: skip
-
-
 def test_the_tables_are_those_of_the_options() -> None:
-    assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(CASES)
+    assert OPTIONS["tool_call_parser"].choices == tuple(TOOL_PARSERS) == tuple(sorted(CASES))
     assert OPTIONS["reasoning_parser"].choices == tuple(REASONING_PARSERS)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "tools.md"
+
+
+def rows(head: str) -> dict[str, list[str]]:
+    """The cells of the document's table below ``head``, by each of the names in their first one."""
+    table = DOCUMENT.read_text(encoding="utf-8").partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table]
+    return {name: row for row in cells for name in re.findall("`(.*?)`", row[0])}
+
+
+def test_the_document_shows_a_call_for_each_parser() -> None:
+    shown = rows("## Parsers\n\n")
+    assert shown.keys() == TOOL_PARSERS.keys()
+    tool = Tool("f", {"properties": {"a": {"type": "integer"}}})
+    for name, (_, models, form) in shown.items():
+        assert models
+        if same := re.fullmatch("as with `(.*)`", form):
+            assert TOOL_PARSERS[name] is TOOL_PARSERS[same[1]]
+            continue
+        text = re.findall(r"(?<!`)`((?:[^`]|```)+)`(?!`)", form)[0].replace("↵", "\n")
+        content, calls = parts(TOOL_PARSERS[name]([tool]), text)
+        assert (content, [(called, read(said)) for called, said in calls.values()]) == ("", [("f", {"a": 1})]), name
+
+
+def test_the_document_shows_the_marks_of_each_way_to_reason() -> None:
+    shown = rows("## Reasoning\n\n")
+    assert shown.keys() == REASONING_PARSERS.keys()
+    for name, (_, marks, begins) in shown.items():
+        known = REASONING_PARSERS[name]
+        texts = [known.start, known.end, known.label.strip(), *map(str.strip, known.answer)]
+        assert set(re.findall("`(.*?)`", marks)) - {"Here's"} == set(filter(None, texts))
+        assert (begins == "within it") == known.open
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), [(n, *case) for n in CASES for case in CASES[n]])
@@ -162,10 +100,21 @@ def test_what_is_found(name: str, text: str, content: str, calls: list) -> None:
     assert parsed(name, text, parallel=False) == (content, calls[:1])
 
 
+@pytest.mark.parametrize("name", {kind: name for name, kind in TOOL_PARSERS.items()}.values())
+def test_every_cut_gives_the_same(name: str) -> None:
+    for text, _, _ in CASES[name]:
+        whole = parts(TOOL_PARSERS[name](TOOLS), text)
+        assert parts(TOOL_PARSERS[name](TOOLS), *text) == whole
+        for place in range(1, len(text)):
+            assert parts(TOOL_PARSERS[name](TOOLS), text[:place], text[place:]) == whole
+
+
 FRAGMENTS = [
     *"<>[](){}:;,='\"\\ \n", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "x"}}', '"name"', "f",
     "<function=weather>", "<parameter=days>", "3", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", '{"a": 1}',
     "<|python_tag|>", "[f(a=1), ", "<think>", "</think>", "é", '"arguments": {', '{"name": "f", ', "text",
+    *{mark for kind in TOOL_PARSERS.values() for mark in kind.MARKS}, "functools", "```json", "functions.f:0",
+    "call:f{", '<invoke name="f">', '<steptml:invoke name="f">', '<steptml:parameter name="a">', "</steptml:parameter>",
 ]  # fmt: skip
 TEXTS = st.one_of(
     st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
@@ -179,7 +128,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 
 
 def parsers():
-    yield from (lambda kind=kind: kind(TOOLS) for kind in TOOL_PARSERS.values())
+    yield from (lambda kind=kind: kind(TOOLS) for kind in dict.fromkeys(TOOL_PARSERS.values()))
     yield lambda: RequiredParser(TOOLS)
     yield lambda: NamedParser(TOOLS)
 

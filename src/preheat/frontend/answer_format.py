@@ -13,7 +13,8 @@ from preheat.core import StructuredOutputsParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.answer_parser import AnswerParser
 from preheat.frontend.marks import Mark, marks_of
-from preheat.frontend.reasoning import ReasoningCount, ReasoningFormat
+from preheat.frontend.reasoning import ReasoningCount, ReasoningFormat, TextReasoningCount
+from preheat.frontend.text_marks import Frame, TextMarks, TokenMarks
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tools import TOOL_PARSERS, NamedParser, RequiredParser, Tool, ToolParser
 from preheat.utils.reasoning import Phase, Sign
@@ -127,12 +128,20 @@ class AnswerFormat:
         stands = {mark.text: mark.char for mark in self.marks if mark.text in kind.MARKS}
         return kind(self.choice.tools, self.choice.parallel, stands)
 
-    def reasoning_signs(self) -> dict[str, Sign]:
-        """What the characters that stand for marks mean for the reasoning."""
+    def reasoning_pieces(self) -> TokenMarks | TextMarks:
+        """A search for the marks of the reasoning in the text of one answer."""
         if self.reasoning is None:
-            return {}
+            return TokenMarks({})
+        if self.reasoning.in_text:
+            return self.reasoning.text_marks()
         signs = {self.reasoning.start_id: Sign.START, self.reasoning.end_id: Sign.END}
-        return {mark.char: signs[mark.id] for mark in self.marks if mark.id in signs}
+        return TokenMarks({mark.char: signs[mark.id] for mark in self.marks if mark.id in signs})
+
+    def frames(self) -> tuple[Frame, Frame]:
+        """What is around the reasoning and the content of one answer, besides the marks."""
+        if self.reasoning is None:
+            return Frame(""), Frame("")
+        return Frame(self.reasoning.marks.label), Frame(*self.reasoning.marks.answer) if not self.exact else Frame("")
 
     def reasoning_count(self) -> ReasoningCount | None:
         """A counter of the tokens of one answer that are reasoning."""
@@ -140,7 +149,8 @@ class AnswerFormat:
             return None
         marks = self.auto.MARKS if self.auto is not None and self.calls_in_reasoning else ()
         ids = {self.reasoning.token_id(text) for text in marks}
-        return ReasoningCount(self.reasoning, self.phase, frozenset(id for id in ids if id is not None))
+        kind = TextReasoningCount if self.reasoning.in_text else ReasoningCount
+        return kind(self.reasoning, self.phase, frozenset(id for id in ids if id is not None))
 
 
 class AnswerFormats:
@@ -175,6 +185,8 @@ class AnswerFormats:
         forced = choice.forced
         strict = self._strict(choice.tools, auto) if forced is None and asked is None else None
         constraint = forced or asked or strict
+        if constraint is not None and self.reasoning is not None and self.reasoning.in_text:
+            phase = self._without_reasoning(phase)
         return AnswerFormat(
             choice, auto, self.reasoning, phase,
             constraint=self._behind_reasoning(constraint, phase, auto if strict else None),
@@ -196,6 +208,21 @@ class AnswerFormats:
             call_token_ids=() if call is None else (call,),
         )
 
+    def _without_reasoning(self, phase: Phase) -> Phase:
+        """How an answer begins that a grammar is for, where the marks of the reasoning are text.
+
+        A grammar goes by tokens and cannot see the end of the reasoning: so it begins at once, and there is none.
+        Raises InvalidRequest if the prompt has begun it.
+        """
+        if phase is not Phase.WITHIN:
+            return Phase.NEVER if phase is Phase.UNKNOWN else phase
+        assert self.reasoning is not None
+        raise InvalidRequest(
+            f"structured outputs and forced calls need an answer without reasoning where its marks are text, as with "
+            f"--reasoning-parser {self.reasoning.name}: turn the reasoning off in chat_template_kwargs",
+            param="structured_outputs",
+        )
+
     def _strict(self, tools: Sequence[Tool], auto: type[ToolParser] | None) -> StructuredOutputsParams | None:
         """Free text, in which calls have arguments of their tools' schemas; None if nobody asked for that, or if a
         grammar cannot see where calls begin, because that is no text.
@@ -214,7 +241,8 @@ class AnswerFormats:
         """The tokens that are told from text: those of reasoning, because grammars go by tokens, and those of calls
         that would be left out of the text.
         """
-        texts = [self.reasoning.marks.start, self.reasoning.marks.end] if self.reasoning else []
+        marks = self.reasoning.marks if self.reasoning and not self.reasoning.in_text else None
+        texts = [marks.start, marks.end] if marks else []
         if auto is not None and skip_special_tokens:
             texts += filter(self._is_special, auto.MARKS)
         return marks_of(self._tokenizer, texts, skip_special_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -26,35 +25,43 @@ class AnswerParser:
         self._search = self._tools if form.calls_in_reasoning else None
         self._count = form.reasoning_count()
         self._shown = {ord(mark.char): mark.shown for mark in form.marks}
-        self._signs = form.reasoning_signs()
-        self._split = re.compile(f"([{''.join(self._signs)}])") if self._signs else None
+        self._pieces = form.reasoning_pieces()
+        self._thought_frame, self._content_frame = form.frames()
         self._space = ""  # white space of an answer of which it is not known yet how it begins
         self._leading = form.phase is Phase.WITHIN  # white space here is neither reasoning nor content
         self._called = False  # a call has ended the reasoning
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain, given ``text`` more."""
-        parts = list[Part]()
-        for piece in self._split.split(text) if self._split else (text,):
-            if piece:
-                parts += self._take(piece, self._signs.get(piece, Sign.TEXT))
-        return self._without_marks(parts)
+        self._pieces.add(text)
+        return self._without_marks(self._taken())
 
     def finish(self) -> list[Part]:
         """The parts that were held back."""
+        self._pieces.end()
+        parts = self._taken() + self._thought(self._thought_frame.finish())
         space, self._space = self._space, ""
-        parts = self._content(space) if space else []
+        parts += self._content(self._content_frame.push(space) + self._content_frame.finish())
         return self._without_marks(parts + (self._label(self._tools.finish()) if self._tools else []))
 
     def reasoning_tokens(self, ids: Sequence[int]) -> int:
         """How many of ``ids``, the tokens of the answer, are reasoning."""
         return self._count(ids, self._called) if self._count else 0
 
+    def _taken(self) -> list[Part]:
+        """Read the pieces that are certain."""
+        parts = list[Part]()
+        while found := self._pieces.next(self._phase):
+            parts += self._take(*found)
+        return parts
+
     def _take(self, piece: str, sign: Sign) -> list[Part]:
         """Read a ``piece`` of text, or a mark of the reasoning."""
         parts = list[Part]()
-        if self._phase is Phase.WITHIN and sign is Sign.END and self._search is not None:
-            parts = self._label(self._search.flush())  # what was held back may turn out to be a call
+        if self._phase is Phase.WITHIN and sign is Sign.END:
+            parts = self._thought(self._thought_frame.finish())
+            if self._search is not None:
+                parts += self._label(self._search.flush())  # what was held back may turn out to be a call
         elif self._phase is Phase.UNKNOWN and not piece.strip(SPACE):
             sign = Sign.SPACE
         before, self._phase = self._phase, phase_after(self._phase, sign)
@@ -74,11 +81,18 @@ class AnswerParser:
             self._leading = not text
         if not text:
             return []
-        if self._phase is Phase.WITHIN and self._search is None:
-            return [Reasoning(text)]
+        if self._phase is Phase.WITHIN:
+            return self._thought(self._thought_frame.push(text))
+        return self._content(self._content_frame.push(text))
+
+    def _thought(self, text: str) -> list[Part]:
+        if self._search is None:
+            return [Reasoning(text)] if text else []
         return self._content(text)
 
     def _content(self, text: str) -> list[Part]:
+        if not text:
+            return []
         return self._label(self._tools.push(text)) if self._tools else [Content(text)]
 
     def _label(self, parts: list[Part]) -> list[Part]:

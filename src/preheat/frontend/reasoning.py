@@ -1,49 +1,84 @@
-"""What a model thinks before it answers (``--reasoning-parser``): all between a start and an end token."""
+"""What a model thinks before it answers (``--reasoning-parser``): all between a start and an end mark."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from preheat.errors import ModelError
+from preheat.frontend.text_marks import TextMarks
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.utils.reasoning import Phase, Sign, phase_after
+from preheat.utils.reasoning import SPACE, Phase, Sign, phase_after
 
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """The tokens around a model's reasoning. ``open``: an answer begins with reasoning even without ``start``."""
+    """What is around a model's reasoning. ``open``: an answer begins with reasoning even without ``start``.
+
+    ``text``: the marks need not be tokens; ``others``: other wordings of the start and of the end. ``label``: a text
+    behind the start that is no reasoning. ``answer``: what is around the content.
+    """
 
     start: str
     end: str
     open: bool = False
+    text: bool = False
+    others: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    label: str = ""
+    answer: tuple[str, str] = ("", "")
 
 
+_THINK = ReasoningMarks("<think>", "</think>")
+_OPEN = replace(_THINK, open=True)
 REASONING_PARSERS: Mapping[str, ReasoningMarks] = MappingProxyType(
     {
-        "qwen3": ReasoningMarks("<think>", "</think>"),
-        "deepseek_r1": ReasoningMarks("<think>", "</think>", open=True),
-        "glm45": ReasoningMarks("<think>", "</think>"),
+        "deepseek_r1": _OPEN,
+        "deepseek_v3": _THINK,
+        "ernie45": replace(_OPEN, answer=("<response>\n", "\n</response>")),
+        "gemma4": ReasoningMarks("<|channel>", "<channel|>", label="thought\n"),
+        "glm45": _THINK,
+        "glm47": _THINK,
+        "granite": ReasoningMarks(
+            "Here is my thought process:", "Here is my response:", text=True,
+            others=(("Here's my thought process:",), ("Here's my response:",)),
+        ),
+        "hunyuan_a13b": replace(_THINK, text=True, answer=("<answer>\n", "\n</answer>")),
+        "kimi_k2": _OPEN,
+        "minimax_m2": _OPEN,
         "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+        "olmo3": replace(_THINK, text=True),
+        "qwen3": _THINK,
+        "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>", open=True),
+        "step3": _OPEN,
     }
-)
+)  # fmt: skip
 """By the names that ``--reasoning-parser`` takes."""
 
 
 class ReasoningFormat:
-    """How a model reasons: its marks and their token ids. Raises ModelError if the tokenizer does not have them."""
+    """How a model reasons: its marks and their token ids, -1 where they are text.
+
+    Raises ModelError if the tokenizer does not have marks that must be tokens.
+    """
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
-        self.marks = REASONING_PARSERS[name]
+        self.name, self.marks = name, REASONING_PARSERS[name]
         self._tokenizer, self.token_id = tokenizer, tokenizer.token_id
         start, end = map(tokenizer.token_id, (self.marks.start, self.marks.end))
-        if start is None or end is None:
+        self.in_text = self.marks.text and (start is None or end is None)
+        if not self.in_text and (start is None or end is None):
             raise ModelError(
                 f"--reasoning-parser {name} looks for the tokens {self.marks.start} and {self.marks.end}, which the "
                 "tokenizer does not have: leave it out, or choose the model's own"
             )
-        self.start_id, self.end_id = start, end
+        self.start_id, self.end_id = (-1, -1) if start is None or end is None else (start, end)
+
+    def text_marks(self) -> TextMarks:
+        """A search for the marks in text."""
+        starts, ends = self.marks.others
+        return TextMarks((self.marks.start, *starts), (self.marks.end, *ends))
 
     def phase_behind(self, prompt: str, continued: str = "") -> Phase:
         """How the answer to ``prompt`` begins: its end may open or close the reasoning, as may anything in a message
@@ -57,6 +92,13 @@ class ReasoningFormat:
         if tail.endswith(self.marks.end):
             return Phase.ENDED
         return Phase.WITHIN if self.marks.open or tail.endswith(self.marks.start) else Phase.UNKNOWN
+
+    def text_of(self, token: int) -> str:
+        """The text of ``token``, a character for each byte: what a client sees, which special tokens are not part of.
+
+        The marks are ASCII, so they look the same.
+        """
+        return "" if token in self._tokenizer.special_ids else self._tokenizer.token_bytes(token).decode("latin-1")
 
     def sign(self, token: int) -> Sign:
         """What ``token`` means at the beginning of an answer."""
@@ -92,6 +134,38 @@ class ReasoningCount:
         sign = marks.get(token, Sign.TEXT) if self._phase is Phase.WITHIN else self._form.sign(token)
         self._phase = phase_after(self._phase, sign)
         if self._phase is Phase.WITHIN and sign is Sign.TEXT:
-            if token in self._call_ids and self._before_call is None:
-                self._before_call = self._count
+            self._look_for_call(token)
             self._count += 1
+
+    def _look_for_call(self, token: int) -> None:
+        if token in self._call_ids and self._before_call is None:
+            self._before_call = self._count
+
+
+class TextReasoningCount(ReasoningCount):
+    """Counts tokens where the marks are text: a token is reasoning if its last byte is. Those that may still be part of
+    a mark are not counted yet.
+    """
+
+    def __init__(self, form: ReasoningFormat, phase: Phase, call_ids: frozenset[int]) -> None:
+        super().__init__(form, phase, call_ids)
+        self._marks = form.text_marks()
+        self._read = self._added = 0
+        self._ends = deque[int]()  # where tokens end that are not read yet
+
+    def _add(self, token: int) -> None:
+        if self._phase is Phase.WITHIN:
+            self._look_for_call(token)
+        text = self._form.text_of(token)
+        self._added += len(text)
+        self._ends.append(self._added)
+        self._marks.add(text)
+        while found := self._marks.next(self._phase):
+            piece, sign = found
+            if sign is Sign.TEXT and not piece.strip(SPACE) and self._phase is Phase.UNKNOWN:
+                sign = Sign.SPACE
+            self._phase = phase_after(self._phase, sign)
+            self._read += len(piece)
+            while self._ends and self._ends[0] <= self._read:
+                self._ends.popleft()
+                self._count += self._phase is Phase.WITHIN and sign is Sign.TEXT

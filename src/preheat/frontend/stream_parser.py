@@ -158,7 +158,8 @@ class StreamParser(ABC):
     def until_any(self, markers: tuple[str, ...]) -> Reading[tuple[str, str | None]]:
         """Read the text before the first of ``markers``, as far as it is certain, and the marker if it follows.
 
-        The marker is "" if it is not known yet what follows, and None at the end of the text.
+        The marker is "" if it is not known yet what follows, and None at the end of the text. No marker may begin
+        another one: the shorter one would be found where the text is cut behind it.
         """
         while True:
             place, marker, length = self._find(markers, self._at)

@@ -55,10 +55,13 @@ class ToolParser(StreamParser):
         """An id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def start_call(self, name: str, arguments: str = "") -> int:
-        """A call of the tool ``name`` begins, with the JSON object ``arguments`` if they are known. Its number."""
+    def start_call(self, name: str, arguments: str = "", id: str = "") -> int:
+        """A call of the tool ``name`` begins, with the JSON object ``arguments`` if they are known. Its number.
+
+        ``id``: the model's own id of the call.
+        """
         index, self._calls = self._calls, self._calls + 1
-        self.add(CallStart(index, self.new_id(), name))
+        self.add(CallStart(index, id or self.new_id(), name))
         self.arguments(index, arguments)
         self.forget()
         return index
@@ -87,7 +90,6 @@ class ToolParser(StreamParser):
         """The JSON of an argument that the model wrote as bare ``text``: its schema says whether it is text. Others are
         read as JSON, or else as Python; what is neither is text.
         """
-        text = text.removeprefix("\n").removesuffix("\n")
         known = self.tools[tool].parameters.get("properties") if tool in self.tools else None
         kinds = _kinds(known.get(name, {"type": "string"})) if isinstance(known, dict) else {"string"}
         if kinds != {"string"} and (kinds != {"string", "null"} or text.strip() == "null"):
@@ -132,7 +134,8 @@ class ToolParser(StreamParser):
     def call_object(self, bare: bool = False) -> Reading[bool]:
         """Read a call that is a JSON object with the keys of this module; False, with nothing read, if it is none.
 
-        The call starts when its name is known, from then on it is one. ``bare``: it may have no arguments.
+        The call starts when its name is known, from then on it is one. The arguments are an object, or a string that
+        holds one. ``bare``: the call may have no arguments.
         """
         start, name, arguments = self._at, None, ""
         if not (yield from self.take("{")):
@@ -148,6 +151,11 @@ class ToolParser(StreamParser):
                     yield from self._rest_of_object()
                     return True
                 arguments = (yield from self.value()) or ""
+            elif key in ARGUMENTS:
+                text = yield from self.string()
+                if text is None or not text.lstrip().startswith("{"):
+                    break
+                arguments = text.lstrip()
             elif key in OTHERS:
                 yield from self.value()
             else:
@@ -163,10 +171,10 @@ class ToolParser(StreamParser):
         self._at = start
         return False
 
-    def call_objects(self) -> Reading[bool]:
+    def call_objects(self, bare: bool = True) -> Reading[bool]:
         """Read calls that are JSON objects, with commas between them; False if not even the first is one."""
         before = self._calls
-        while (yield from self.call_object(bare=True)):
+        while (yield from self.call_object(bare)):
             yield from self.space()
             yield from self.take(",")
             yield from self.space()

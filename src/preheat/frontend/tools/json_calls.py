@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 from preheat.frontend.stream_parser import Reading
 from preheat.frontend.tools.base import ToolParser
@@ -13,26 +16,111 @@ _NAME = re.compile(r"[\w.-]*")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-class HermesParser(ToolParser):
-    """``<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3."""
+class MarkedJsonParser(ToolParser):
+    """JSON objects behind a marker, each of which is a call.
 
+    ``ENDS``: the end of the calls by the marker that begins them, "" if there is none. ``INNER``: a second marker,
+    before the JSON. ``ARRAY``: the objects are in an array. ``BARE``: the answer may begin with calls that no marker
+    precedes; these calls must have arguments.
+    """
+
+    ENDS: ClassVar[Mapping[str, str]]
+    INNER: ClassVar[str] = ""
+    ARRAY: ClassVar[bool] = False
+    BARE: ClassVar[bool] = False
+
+    def parse(self) -> Reading[None]:
+        if self.BARE:
+            start = self._at
+            yield from self.space()
+            if not (yield from self._calls_here(bare=False)):
+                self._at = start
+        while begin := (yield from self.content_until(*self.ENDS)):
+            start, end = self._at, self.ENDS[begin]
+            yield from self.space()
+            inner = yield from self.take(self.INNER)
+            yield from self.space()
+            if not (inner and (yield from self._calls_here(bare=True))):
+                self.not_a_call(start)
+            elif end:
+                yield from self.space()
+                yield from self.take(end)
+
+    def _calls_here(self, bare: bool) -> Reading[bool]:
+        """Read calls; False if there are none."""
+        if not self.ARRAY:
+            return (yield from self.call_object(bare))
+        if not (yield from self.take("[")):
+            return False
+        yield from self.space()
+        found = yield from self.call_objects(bare)
+        yield from self.take("]")
+        return found
+
+
+class HermesParser(MarkedJsonParser):
+    """``<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3, Granite 4, ERNIE 4.5."""
+
+    ENDS = MappingProxyType({"<tool_call>": "</tool_call>"})
     MARKS = ("<tool_call>", "</tool_call>")
     TRIGGER = "<tool_call>"
     STRUCTURE = ('<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>")
 
-    def parse(self) -> Reading[None]:
-        while (yield from self.content_until("<tool_call>")):
-            start = self._at
+
+class GraniteParser(MarkedJsonParser):
+    """``<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]``: Granite 3.0, and 3.1 with ``<tool_call>``."""
+
+    ENDS = MappingProxyType({"<|tool_call|>": "", "<tool_call>": ""})
+    MARKS = ("<|tool_call|>", "<tool_call>")
+    ARRAY = BARE = True
+
+
+class GraniteFunctionParser(MarkedJsonParser):
+    """``<function_call> {"name": "f", "arguments": {"a": 1}}``, once for each call: Granite 20B FunctionCalling."""
+
+    ENDS = MappingProxyType({"<function_call>": ""})
+    MARKS = ("<function_call>",)
+
+
+class Phi4MiniParser(MarkedJsonParser):
+    """``functools[{"name": "f", "arguments": {"a": 1}}]``: Phi-4-mini."""
+
+    ENDS = MappingProxyType({"functools": ""})
+    ARRAY = True
+
+
+class ToolCallsParser(MarkedJsonParser):
+    """``<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>``: Jamba, Hunyuan A13B."""
+
+    ENDS = MappingProxyType({"<tool_calls>": "</tool_calls>"})
+    MARKS = ("<tool_calls>", "</tool_calls>")
+    ARRAY = True
+
+
+class InternlmParser(MarkedJsonParser):
+    """``<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>``: InternLM 2.5."""
+
+    ENDS = MappingProxyType({"<|action_start|>": "<|action_end|>"})
+    MARKS = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+    INNER = "<|plugin|>"
+
+
+class XlamParser(MarkedJsonParser):
+    """``[{"name": "f", "arguments": {"a": 1}}]`` as the beginning, in a block of code or in tags: xLAM."""
+
+    ENDS = MappingProxyType({"[TOOL_CALLS]": "", "<tool_call>": "</tool_call>", "```": "```"})
+    MARKS = ("[TOOL_CALLS]", "<tool_call>", "</tool_call>")
+    ARRAY = BARE = True
+
+    def _calls_here(self, bare: bool) -> Reading[bool]:
+        if bare:  # behind a marker, which may begin a block of code in a language
+            yield from self.take("json")
             yield from self.space()
-            if (yield from self.call_object(bare=True)):
-                yield from self.space()
-                yield from self.take("</tool_call>")
-            else:
-                self.not_a_call(start)
+        return (yield from super()._calls_here(bare))
 
 
 class Llama3JsonParser(ToolParser):
-    """``{"name": "f", "parameters": {"a": 1}}``, several with semicolons between them: Llama 3.1 to 4.
+    """``{"name": "f", "parameters": {"a": 1}}``, several with semicolons or line breaks between them: Llama 3.1 to 4.
 
     The answer begins so, or ``<|python_tag|>`` comes first.
     """
@@ -56,8 +144,7 @@ class Llama3JsonParser(ToolParser):
         before = self._calls
         while (yield from self.call_object()):
             yield from self.space()
-            if not (yield from self.take(";")):
-                break
+            yield from self.take(";")
             yield from self.space()
         return self._calls > before
 

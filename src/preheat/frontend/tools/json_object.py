@@ -17,7 +17,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NAMES: Mapping[str, str] = MappingProxyType(
     {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 )
-_DEEPEST = 100
+DEEPEST = 100
+"""How deep objects and arrays may be in one another."""
 
 
 class JsonObject(StreamParser):
@@ -57,7 +58,7 @@ class JsonObject(StreamParser):
             return (yield from self._string(before))
         if char not in ("{", "["):
             return (yield from self._scalar(before))
-        if self._depth == _DEEPEST:
+        if self._depth == DEEPEST:
             return False
         self._depth += 1
         whole = yield from self._members(before) if char == "{" else self._items(before)
@@ -159,16 +160,26 @@ class JsonObject(StreamParser):
     def _scalar(self, before: str) -> Reading[bool]:
         """Read a number or a name. One that the end of the text may have cut is left out."""
         text = yield from self.matching(_SCALAR)
-        if not (yield from self.peek()) or not (text in _NAMES or _NUMBER.fullmatch(text)):
+        if not (yield from self.peek()) or not (value := scalar(text)):
             return False
-        self._emit(before + _NAMES.get(text, text))
+        self._emit(before + value)
         return True
+
+
+def scalar(text: str) -> str:
+    """The JSON of the number or the constant that ``text`` is; "" if it is neither."""
+    return _NAMES.get(text) or (text if _NUMBER.fullmatch(text) else "")
 
 
 def whole_object(text: str) -> str:
     """The JSON object ``text``, made valid as in a stream."""
     read = JsonObject()
     return read.text(text) + read.rest()
+
+
+def joined(values: Mapping[str, str]) -> str:
+    """The JSON object of ``values``, which are JSON."""
+    return "{" + ", ".join(f"{dumped(key)}: {value}" for key, value in values.items()) + "}"
 
 
 def dumped(value: Any) -> str:
