@@ -25,7 +25,7 @@ def members(owner: type) -> set[str]:
     tree = ast.parse(inspect.getsource(inspect.getmodule(owner)))
     body = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__)
     own = {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return {*dir(owner), *own}
+    return {*dir(owner), *inspect.get_annotations(owner), *own}
 
 
 @pytest.mark.parametrize("name", SURFACE["package"])
