@@ -9,11 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+__version_tuple__ = tuple(int(part) if part.isdigit() else part for part in __version__.split("."))
 
 if TYPE_CHECKING:
     from preheat import reference as reference
+    from preheat.async_llm import AsyncLLM as AsyncLLM
+    from preheat.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from preheat.core import RequestOutputKind as RequestOutputKind
     from preheat.core import SamplingParams as SamplingParams
     from preheat.core import StructuredOutputsParams as StructuredOutputsParams
+    from preheat.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from preheat.engine_args import EngineArgs as EngineArgs
     from preheat.errors import EngineDead as EngineDead
     from preheat.errors import InvalidRequest as InvalidRequest
     from preheat.errors import ModelError as ModelError
@@ -23,59 +29,115 @@ if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest as LoRARequest
     from preheat.frontend.beams import BeamSearchParams as BeamSearchParams
     from preheat.frontend.embedding import PoolingParams as PoolingParams
+    from preheat.frontend.flat_logprobs import FlatLogprobs as FlatLogprobs
     from preheat.frontend.outputs import BeamSearchOutput as BeamSearchOutput
     from preheat.frontend.outputs import BeamSearchSequence as BeamSearchSequence
+    from preheat.frontend.outputs import ClassificationOutput as ClassificationOutput
+    from preheat.frontend.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from preheat.frontend.outputs import CompletionOutput as CompletionOutput
+    from preheat.frontend.outputs import EmbeddingOutput as EmbeddingOutput
+    from preheat.frontend.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from preheat.frontend.outputs import Logprob as Logprob
+    from preheat.frontend.outputs import PoolingOutput as PoolingOutput
+    from preheat.frontend.outputs import PoolingRequestOutput as PoolingRequestOutput
     from preheat.frontend.outputs import RequestOutput as RequestOutput
+    from preheat.frontend.outputs import RequestStateStats as RequestStateStats
+    from preheat.frontend.outputs import ScoringOutput as ScoringOutput
+    from preheat.frontend.outputs import ScoringRequestOutput as ScoringRequestOutput
+    from preheat.inputs import EmbedsPrompt as EmbedsPrompt
+    from preheat.inputs import PromptType as PromptType
+    from preheat.inputs import TextPrompt as TextPrompt
+    from preheat.inputs import TokensPrompt as TokensPrompt
     from preheat.llm import LLM as LLM
-    from preheat.llm import EmbedsPrompt as EmbedsPrompt
-    from preheat.llm import TextPrompt as TextPrompt
-    from preheat.llm import TokensPrompt as TokensPrompt
+    from preheat.llm import LLMEngine as LLMEngine
+    from preheat.refused_names import ModelRegistry as ModelRegistry
+    from preheat.refused_names import initialize_ray_cluster as initialize_ray_cluster
 
 _HOME = {
+    "AsyncEngineArgs": "preheat.engine_args",
+    "AsyncLLM": "preheat.async_llm",
+    "AsyncLLMEngine": "preheat.async_llm",
     "BeamSearchOutput": "preheat.frontend.outputs",
     "BeamSearchParams": "preheat.frontend.beams",
     "BeamSearchSequence": "preheat.frontend.outputs",
+    "ClassificationOutput": "preheat.frontend.outputs",
+    "ClassificationRequestOutput": "preheat.frontend.outputs",
     "CompletionOutput": "preheat.frontend.outputs",
-    "EmbedsPrompt": "preheat.llm",
+    "EmbeddingOutput": "preheat.frontend.outputs",
+    "EmbeddingRequestOutput": "preheat.frontend.outputs",
+    "EmbedsPrompt": "preheat.inputs",
+    "EngineArgs": "preheat.engine_args",
     "EngineDead": "preheat.errors",
+    "FlatLogprobs": "preheat.frontend.flat_logprobs",
     "InvalidRequest": "preheat.errors",
     "LLM": "preheat.llm",
+    "LLMEngine": "preheat.llm",
     "LoRARequest": "preheat.frontend.adapters",
+    "Logprob": "preheat.frontend.outputs",
     "ModelError": "preheat.errors",
+    "ModelRegistry": "preheat.refused_names",
+    "PoolingOutput": "preheat.frontend.outputs",
     "PoolingParams": "preheat.frontend.embedding",
+    "PoolingRequestOutput": "preheat.frontend.outputs",
     "PreheatError": "preheat.errors",
+    "PromptType": "preheat.inputs",
     "RequestOutput": "preheat.frontend.outputs",
+    "RequestOutputKind": "preheat.core",
+    "RequestStateStats": "preheat.frontend.outputs",
     "SamplingParams": "preheat.core",
+    "ScoringOutput": "preheat.frontend.outputs",
+    "ScoringRequestOutput": "preheat.frontend.outputs",
     "SettingsError": "preheat.errors",
     "StructuredOutputsParams": "preheat.core",
-    "TextPrompt": "preheat.llm",
-    "TokensPrompt": "preheat.llm",
+    "TextPrompt": "preheat.inputs",
+    "TokensPrompt": "preheat.inputs",
     "WeightGroup": "preheat.execution.weight_group",
+    "initialize_ray_cluster": "preheat.refused_names",
     "reference": "preheat.reference",
 }
 
 __all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EmbedsPrompt",
+    "EngineArgs",
     "EngineDead",
+    "FlatLogprobs",
     "InvalidRequest",
     "LLM",
+    "LLMEngine",
     "LoRARequest",
+    "Logprob",
     "ModelError",
+    "ModelRegistry",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PreheatError",
+    "PromptType",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestStateStats",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SettingsError",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "WeightGroup",
     "__version__",
+    "__version_tuple__",
+    "initialize_ray_cluster",
     "reference",
 ]
 

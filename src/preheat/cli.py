@@ -321,6 +321,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Sampling")
     hints = typing.get_type_hints(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
+        if field.name not in SAMPLING_FIELDS:
+            continue
         shown = "" if field.default in (None, msgspec.NODEFAULT) else f" [{field.default}]"
         more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": SAMPLING_FIELDS[field.name].help + shown}
         kinds = typing.get_args(hints[field.name]) if isinstance(hints[field.name], types.UnionType) else ()

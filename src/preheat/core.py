@@ -9,8 +9,9 @@ What crosses a process boundary is a :class:`msgspec.Struct`, sent as msgpack. N
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -120,7 +121,15 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 _MASKED = ("structured_outputs", "allowed_token_ids", "bad_words")
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class RequestOutputKind(Enum):
+    """How much each result of a running request holds; names and numbers are vLLM's."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # there is one result, at the end
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How the tokens of a request are chosen; names and meanings are those of vLLM and the OpenAI API.
 
     The command line, the HTTP bodies, the range checks and the OpenAPI document are made from this table. ``seed``
@@ -128,6 +137,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     alternatives per position (0: the chosen token alone; -1: ``--max-logprobs``). ``truncate_prompt_tokens`` -1: as
     many as fit beside ``max_tokens``. ``logprob_token_ids``: the alternatives of a generated token are these, and not
     the most likely ones, whatever number ``logprobs`` says. Raises ValueError for a value out of range.
+
+    The fields behind the table are the caller's own, and nothing that computes reads them. ``output_kind`` and
+    ``stream_interval`` (tokens) say when ``LLMEngine`` and ``AsyncLLM`` report; ``flat_logprobs``: log-probabilities
+    come as :class:`~preheat.frontend.flat_logprobs.FlatLogprobs`. The others change nothing here, as with vLLM's own
+    samplers and fast tokenizers: ``spaces_between_special_tokens``; ``extra_args``, for plugins; ``skip_clone``. Values
+    may be changed until a request is made of them, and are checked again then.
     """
 
     n: Annotated[int, _Row("choices per prompt", "frontend", 1, 128)] = 1
@@ -168,8 +183,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     structured_outputs: Annotated[
         StructuredOutputsParams | None, _Row('what the text must be, as JSON: {"regex": "yes|no"}', "grammar")
     ] = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    flat_logprobs: bool = False
+    spaces_between_special_tokens: bool = True
+    extra_args: dict[str, Any] | None = None
+    skip_clone: bool = False
 
     def __post_init__(self) -> None:
+        self.stop_token_ids = self.stop_token_ids and list(dict.fromkeys(self.stop_token_ids))
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval}")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # rejects NaN as well
@@ -201,6 +225,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             if not -100 <= bias <= 100:
                 raise ValueError(f"logit_bias values must be between -100 and 100, got {bias}")
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Make parameters in which None means "not given"."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """Return a deep copy, or the same object with ``skip_clone``."""
+        return self if self.skip_clone else deepcopy(self)
+
     @property
     def stop_strings(self) -> list[str]:
         """``stop`` as a list."""
@@ -217,9 +250,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
 
 
 SAMPLING_FIELDS: Mapping[str, SamplingField] = MappingProxyType(
-    {name: hint.__metadata__[0] for name, hint in get_type_hints(SamplingParams, include_extras=True).items()}
+    {
+        name: hint.__metadata__[0]
+        for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+        if hasattr(hint, "__metadata__")
+    }
 )
 """The rows of the table by name, in order."""
+
+CALLERS_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in SAMPLING_FIELDS)
+"""The fields that have no row: a caller of the library sets them, no request of a server has them."""
 
 _RANGES = tuple(
     (name, field.low, field.high)

@@ -98,11 +98,12 @@ class BeamSearch:
 
     def _sequence(self, beam: Beam) -> BeamSearchSequence:
         state, tokens = self._state, [*self._state.prompt_ids, *beam.tokens]
-        hidden = beam.completed and not self._params.include_stop_str_in_output
+        hidden, skips = beam.completed and not self._params.include_stop_str_in_output, state.params.skip_special_tokens
+        shown = tokens[:-1] if hidden else tokens
         return BeamSearchSequence(
             tokens=tokens,
             logprobs=[state.position(entry) for entry in beam.logprobs],
             cum_logprob=beam.cum_logprob,
-            text=state.tokenizer.decode(tokens[:-1] if hidden else tokens) if state.tokenizer.speaks else None,
+            text=state.tokenizer.decode(shown, skips) if state.tokenizer.speaks else None,
             finish_reason="stop" if beam.completed else "length",
         )

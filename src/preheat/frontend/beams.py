@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from preheat.core import TokenLogprobs
+from preheat.core import StructuredOutputsParams, TokenLogprobs
 
 MAX_WIDTH = 128
 MAX_LENGTH_PENALTY = 10.0
@@ -23,7 +23,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``max_tokens`` bounds what is generated; with ``ignore_eos`` it is all generated. The score of a sequence is its log
     probability / length ** ``length_penalty``, where the length is that of prompt and answer without the end of
     sequence. ``include_stop_str_in_output``: the end of sequence is part of the text. Nothing is drawn, so
-    ``temperature`` is 0, or 1, which is the same. Raises ValueError for a value out of range.
+    ``temperature`` is 0, or 1, which is the same. ``skip_special_tokens``: they are left out of the text. A search
+    with ``structured_outputs`` is refused. Raises ValueError for a value out of range.
     """
 
     beam_width: int
@@ -32,6 +33,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.beam_width <= MAX_WIDTH:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend import template_process
@@ -16,6 +17,9 @@ from preheat.frontend.tokenizer import Tokenizer
 from preheat.utils.files import read_text, shown, why_unread
 
 Message = Mapping[str, Any]
+
+ContentFormat = Literal["auto", "string", "openai"]
+"""How a template takes contents: as texts, as lists of parts, or as it looks like."""
 
 _RESERVED = {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"
@@ -108,6 +112,16 @@ class ChatTemplate:
                         f"user: {error.__cause__}; {REPLACE}"
                     ) from error
 
+    def replaced(self, source: str) -> ChatTemplate:
+        """Return the same with ``source``, a template, in place of the model's. Raises InvalidRequest."""
+        try:
+            _check_compiled(source, "chat_template")
+        except ModelError as error:
+            raise InvalidRequest(error.message, param="chat_template") from error
+        other = copy(self)
+        other._sources, other._places = {DEFAULT: source}, {source: "chat_template"}
+        return other
+
     def warm_up(self) -> None:
         """Make every process that renders ready for the first conversation."""
         for source in self._sources.values():
@@ -117,10 +131,16 @@ class ChatTemplate:
         """The template for a conversation with these ``tools``, if there is one."""
         return self._sources.get(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
 
-    def _takes_parts(self, source: str) -> bool:
+    def _takes_parts(self, source: str, form: ContentFormat) -> bool:
         """Whether ``source`` looks into contents that are lists, so that it decides itself where images are."""
-        if self._content_format != "auto":
-            return self._content_format == "openai"
+        if form not in get_args(ContentFormat):
+            raise InvalidRequest(
+                f"chat_template_content_format must be one of {', '.join(get_args(ContentFormat))}, got {form!r}",
+                param="chat_template_content_format",
+            )
+        form = self._content_format if form == "auto" else form
+        if form != "auto":
+            return form == "openai"
         if self._image_token is None:
             return False
         return _shows_parts(source, self._image_token, tuple(sorted(self._tokenizer.special_tokens.items())))
@@ -144,9 +164,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        chat_template_content_format: ContentFormat = "auto",
     ) -> str:
         """The prompt for ``messages``. Contents that are lists must hold text parts, or
-        :data:`~preheat.frontend.image_parts.IMAGE`; newlines join them, unless the template looks into lists itself.
+        :data:`~preheat.frontend.image_parts.IMAGE`; newlines join them, unless the template looks into lists itself,
+        or ``chat_template_content_format`` says that it does ("openai") or does not ("string").
 
         It ends with the header of the model's answer (``add_generation_prompt``), or within the last message, which the
         model goes on with (``continue_final_message``); the header is the default. Raises InvalidRequest for both, if
@@ -177,7 +199,7 @@ class ChatTemplate:
             "tools": tools or None,
             "documents": documents or None,
         }
-        parts = self._takes_parts(source)
+        parts = self._takes_parts(source, chat_template_content_format)
         plain = [{**message, "content": self._content(message.get("content"), parts)} for message in messages]
         known["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
         final = _mark_end(plain) if continue_final_message else None

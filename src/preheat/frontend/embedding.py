@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
+from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
 from preheat.frontend.request_state import RequestState
 from preheat.utils.pooling import Pooling
 
@@ -69,6 +70,14 @@ def embedding(
         return vector
     length = math.sqrt(math.fsum((vector.astype(np.float64) ** 2).tolist()))
     return (vector / (length or 1.0)).astype(np.float32)
+
+
+def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
+    """The result of a finished request, as ``params`` want it."""
+    data = embedding(state, pooling, params.dimensions, params.normalizes)
+    return PoolingRequestOutput(
+        state.request_id, PoolingOutput(data), state.prompt_ids, num_cached_tokens=state.cached_tokens
+    )
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:

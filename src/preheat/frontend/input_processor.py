@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from preheat.core import MAX_STOP_IDS, SAMPLING_FIELDS, Image, Ready, Request, SamplingParams, Segment
+from preheat.core import CALLERS_FIELDS, MAX_STOP_IDS, SAMPLING_FIELDS, Image, Ready, Request, SamplingParams, Segment
 from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
@@ -73,7 +73,9 @@ class InputProcessor:
 
     def checked(self, params: SamplingParams) -> CheckedParams:
         """``params``, checked, and what is made of them once for all prompts. Raises InvalidRequest."""
-        params = check_params(msgspec.structs.asdict(params))
+        given = msgspec.structs.asdict(params)
+        own = {name: given.pop(name) for name in CALLERS_FIELDS}
+        params = msgspec.structs.replace(check_params(given), **own)
         self._check_params(params)
         return self._made(self._with_most_logprobs(params))
 

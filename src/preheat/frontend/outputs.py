@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from preheat.frontend.adapters import LoRARequest
 
 
 @dataclass(slots=True)
@@ -26,16 +30,40 @@ class CompletionOutput:
     """One choice. ``finish_reason`` is "stop", "length", "abort", or None while it runs.
 
     A stop token is in ``token_ids``, not in ``text``. ``stop_reason`` is the stop string or the stop token's id; None
-    for the model's own end of sequence.
+    for the model's own end of sequence. ``routed_experts`` and ``kv_transfer_params`` are never known here.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
+    routed_experts: np.ndarray | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = field(default=None, compare=False)
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def finished(self) -> bool:
+        """Say whether it has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestStateStats:
+    """When what happened to a request, and its tokens; names are vLLM's.
+
+    ``arrival_time`` is in seconds since 1970, the other times are those of ``time.monotonic``; 0: not yet.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    is_corrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -50,6 +78,7 @@ class BeamSearchSequence:
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -72,9 +101,30 @@ class EmbeddingOutput:
 
     embedding: list[float]
 
+    @classmethod
+    def from_base(cls, pooled: PoolingOutput) -> Self:
+        """Make an embedding of what a prompt was pooled to."""
+        return cls(pooled.data.tolist())
+
     @property
     def hidden_size(self) -> int:
         return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Probabilities of classes. No model here has a classification head: the name is vLLM's."""
+
+    probs: list[float]
+
+    @classmethod
+    def from_base(cls, pooled: PoolingOutput) -> Self:
+        """Make probabilities of what a prompt was pooled to."""
+        return cls(pooled.data.tolist())
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
 
 
 @dataclass(slots=True)
@@ -83,8 +133,13 @@ class ScoringOutput:
 
     score: float
 
+    @classmethod
+    def from_base(cls, pooled: PoolingOutput) -> Self:
+        """Make a score of a single number."""
+        return cls(float(pooled.data.item()))
 
-Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ScoringOutput)
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
 
 
 @dataclass(slots=True)
@@ -98,14 +153,61 @@ class PoolingRequestOutput(Generic[Pooled]):
     num_cached_tokens: int = 0
 
 
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """A prompt and its embedding."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Make it of the same prompt's pooled output."""
+        return cls(**_of_prompt(pooled), outputs=EmbeddingOutput.from_base(pooled.outputs))
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A prompt and the probabilities of its classes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Make it of the same prompt's pooled output."""
+        return cls(**_of_prompt(pooled), outputs=ClassificationOutput.from_base(pooled.outputs))
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Two prompts and how alike they are."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Make it of a pooled output that is one number."""
+        return cls(**_of_prompt(pooled), outputs=ScoringOutput.from_base(pooled.outputs))
+
+
+def _of_prompt(pooled: PoolingRequestOutput[PoolingOutput]) -> dict[str, Any]:
+    names = ("request_id", "prompt_token_ids", "finished", "num_cached_tokens")
+    return {name: getattr(pooled, name) for name in names}
+
+
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its choices, in order. ``prompt_logprobs[0]`` is None, since nothing precedes the first token."""
+    """One prompt and its choices, in order. ``prompt_logprobs[0]`` is None, since nothing precedes the first token.
+
+    What only encoders and transfers of a KV cache fill is None, as in vLLM. Two results of the same request are equal:
+    ``metrics`` and ``lora_request`` are not compared.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobs | None] | None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    metrics: RequestStateStats | None = field(default=None, compare=False)
+    lora_request: LoRARequest | None = field(default=None, compare=False)
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

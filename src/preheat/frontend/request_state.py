@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from preheat.core import SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
+from preheat.frontend.flat_logprobs import FlatLogprobs
 from preheat.frontend.marks import Mark, mark_chars
-from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Times
 
 if TYPE_CHECKING:
+    from preheat.frontend.adapters import LoRARequest
     from preheat.frontend.beam_search import BeamSearch
+
+
+_Position = TypeVar("_Position", PositionLogprobs, PositionLogprobs | None)
 
 
 class CheckedParams(NamedTuple):
@@ -143,6 +148,7 @@ class RequestState:
     segments: list[Segment] = field(default_factory=list)
     priority: int = 0
     lora_name: str = ""
+    lora_request: LoRARequest | None = None  # the same, as a caller of the library named it
     embedded: bool = False
     checked: CheckedParams | None = None  # params, and what is made of them for all prompts of its client's request
     marks: tuple[Mark, ...] = ()
@@ -186,35 +192,71 @@ class RequestState:
         self.choices, self.prompt_ids, self.prompt_logprobs, self.segments = [], [], [], []
         self.prompt = self.checked = self.search = self.on_change = None
 
-    def output(self) -> RequestOutput:
-        """The result so far."""
-        wanted = self.params.prompt_logprobs is not None
+    def output(self, choices: list[CompletionOutput] | None = None) -> RequestOutput:
+        """The result so far; ``choices`` in place of all of each."""
+        asked, positions = self.params.prompt_logprobs is not None, self.prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.shown_ids,
-            prompt_logprobs=[None if p is None else self.position(p) for p in self.prompt_logprobs] if wanted else None,
-            outputs=[self._completion(choice) for choice in self.choices],
+            prompt_logprobs=self._shaped([p and self.position(p) for p in positions]) if asked else None,
+            outputs=[self._whole(choice) for choice in self.choices] if choices is None else choices,
             finished=self.finished,
             num_cached_tokens=self.cached_tokens,
+            metrics=self._stats(),
+            lora_request=self.lora_request,
+        )
+
+    def _stats(self) -> RequestStateStats:
+        times, now = [choice.times for choice in self.choices], time.monotonic()
+        return RequestStateStats(
+            num_generation_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            arrival_time=time.time() - (now - self.arrived_at),
+            queued_ts=self.arrived_at,
+            scheduled_ts=min((each.started for each in times if each.started), default=0.0),
+            first_token_ts=self.first_token_at,
+            last_token_ts=max((each.last for each in times), default=0.0),
+            first_token_latency=self.first_token_at - self.arrived_at if self.first_token_at else 0.0,
         )
 
     def position(self, entry: TokenLogprobs, *, ranked: bool = True) -> PositionLogprobs:
         """Logprobs of one position by token id, the chosen token first. ``ranked``: the others are the most likely."""
-        decode = self.tokenizer.token_text
+        decode = self.tokenizer.token_text if self.params.detokenize else _silent
         position = {entry.token: Logprob(entry.logprob, entry.rank, decode(entry.token))}
         for rank, (token, logprob) in enumerate(entry.top, 1):
             position.setdefault(token, Logprob(logprob, rank if ranked else None, decode(token)))
         return position
 
-    def _completion(self, choice: Choice) -> CompletionOutput:
-        logprobs, ranked = choice.logprobs, not self.params.logprob_token_ids
+    def positions(self, entries: Iterable[TokenLogprobs]) -> Sequence[PositionLogprobs]:
+        """Logprobs of generated tokens, as their request wants them."""
+        ranked = not self.params.logprob_token_ids
+        return self._shaped([self.position(entry, ranked=ranked) for entry in entries])
+
+    def _shaped(self, positions: list[_Position]) -> Sequence[_Position]:
+        return cast("Sequence[_Position]", FlatLogprobs(positions)) if self.params.flat_logprobs else positions
+
+    def news(self, choice: Choice) -> CompletionOutput:
+        """What ``choice`` gained since the last call; ``cumulative_logprob`` is that of all its tokens."""
+        delta = choice.take_delta()
+        return self._completion(choice, delta.text, delta.token_ids, delta.logprobs)
+
+    def _whole(self, choice: Choice) -> CompletionOutput:
+        return self._completion(choice, "".join(choice.parts), [*choice.token_ids], choice.logprobs)
+
+    def _completion(
+        self, choice: Choice, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> CompletionOutput:
         return CompletionOutput(
             index=choice.index,
-            text="".join(choice.parts),
-            token_ids=choice.token_ids,
-            cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
-            logprobs=None if logprobs is None else [self.position(entry, ranked=ranked) for entry in logprobs],
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if choice.logprobs is None else sum(entry.logprob for entry in choice.logprobs),
+            logprobs=None if logprobs is None else self.positions(logprobs),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
+            lora_request=self.lora_request,
         )
+
+
+def _silent(token: int) -> None:
+    """Take the place of the tokenizer where no text is made."""

@@ -132,9 +132,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
 
 
-SAMPLING_HINTS = {
-    name: hint for name, hint in typing.get_type_hints(SamplingParams).items() if SAMPLING_FIELDS[name].http
-}
+_HINTS = typing.get_type_hints(SamplingParams)
+SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() if field.http}
 """The type of each sampling field that bodies have."""
 
 

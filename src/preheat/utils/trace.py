@@ -47,6 +47,9 @@ class Trace:
         """A function that calls others and makes each call an event; ``describe`` gives its arguments, by name."""
         return untraced
 
+    def close(self) -> None:
+        """Write no more."""
+
 
 no_span = Trace().span
 
@@ -85,6 +88,9 @@ class Tracer(Trace):
 
         return traced
 
+    def close(self) -> None:
+        os.close(self._file)
+
     def _event(self, name: str, started: int, args: dict[str, Any]) -> None:
         duration = time.perf_counter_ns() - started
         self._write(name=name, ph="X", ts=started / 1e3, dur=duration / 1e3, args=args)
@@ -97,8 +103,8 @@ class Tracer(Trace):
             self._end += os.pwrite(self._file, (b"\n" if first else b",\n") + line + b"\n]", self._end) - len(b"\n]")
 
 
-def open_trace(enabled: bool, folder: Path | None = None) -> Trace:
-    """A trace in ``preheat_trace_PID.json`` in ``folder`` (default: the working directory), or the same with a number
+def open_trace(enabled: bool, folder: Path | None = None, *, prefix: str = "preheat") -> Trace:
+    """A trace in ``PREFIX_trace_PID.json`` in ``folder`` (default: the working directory), or the same with a number
     if that exists. Raises OSError if it cannot be written.
     """
     if not enabled:
@@ -106,7 +112,7 @@ def open_trace(enabled: bool, folder: Path | None = None) -> Trace:
     for number in itertools.count(1):
         more = f"_{number}" if number > 1 else ""
         try:
-            return Tracer((folder or Path.cwd()) / f"preheat_trace_{os.getpid()}{more}.json")
+            return Tracer((folder or Path.cwd()) / f"{prefix}_trace_{os.getpid()}{more}.json")
         except FileExistsError:
             continue
     raise AssertionError("count never ends")

@@ -1,0 +1,73 @@
+"""``EngineArgs``: the options of an engine before it boots, as vLLM's scripts pass them around."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Self
+
+from preheat.settings import OPTIONS, Settings
+from preheat.utils.options import add_flags
+
+
+class _Given:
+    """The fields that ``dataclasses`` finds: all options of the class, and the given ones of an object."""
+
+    def __get__(self, args: EngineArgs | None, owner: type[EngineArgs]) -> dict[str, Any]:
+        every = Settings.__dataclass_fields__
+        return dict(every) if args is None else {name: every[name] for name in args.given if name in every}
+
+
+class EngineArgs:
+    """Options by name, those of :class:`preheat.LLM`; one that is not given has its default when it is read.
+
+    ``dataclasses.asdict`` and ``replace`` work, with the options that were given. An option may be set until an engine
+    is made of it. Raises SettingsError for an unknown name, and what :meth:`create_engine_config` raises for values.
+    """
+
+    __dataclass_fields__ = _Given()
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.given = options if model is None else {"model": model, **options}
+        self.create_engine_config()
+
+    def __getattr__(self, name: str) -> Any:
+        given = self.__dict__.get("given", {})
+        if name not in given and name not in OPTIONS:
+            raise AttributeError(f"an engine has no option {name!r}")
+        return given[name] if name in given else OPTIONS[name].default
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "given":
+            super().__setattr__(name, value)
+        else:
+            self.given[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.given == other.given
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    def create_engine_config(self, usage_context: object = None) -> Settings:
+        """Return the settings: the options, then the environment, then the defaults. Raises SettingsError.
+
+        ``usage_context`` is vLLM's name of who asks, for statistics that are not made here.
+        """
+        return Settings.load(self.given)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for each option, and return ``parser``. Flags that are not given leave no attribute."""
+        add_flags(parser, OPTIONS.values())
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Make it of the attributes of ``args`` that are options."""
+        return cls(**{name: value for name, value in vars(args).items() if name in OPTIONS})
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The options of an :class:`preheat.AsyncLLM`: the same."""

@@ -1,0 +1,97 @@
+"""Prompts of the library: their forms, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
+
+from preheat.errors import InvalidRequest
+from preheat.frontend.adapters import LoRARequest
+from preheat.frontend.prompt_embeds import Embedded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TextPrompt(TypedDict):
+    """A text; ``cache_salt``: only prompts with the same one share what is cached."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids, and their text if it is to be shown in the result."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+
+
+class EmbedsPrompt(TypedDict):
+    """A tensor of torch, [tokens, hidden], in place of tokens; needs ``enable_prompt_embeds``."""
+
+    prompt_embeds: Tensor
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | dict[str, Any]
+"""Text, token ids, or one of vLLM's dictionaries, whose ``"multi_modal_data": {"image": images}`` is one image of
+Pillow or a list of them."""
+
+PromptType = Prompt
+"""vLLM's name of it."""
+
+Messages = list[dict[str, Any]]
+
+
+def adapter_of_each(given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts. Raises InvalidRequest unless each name stands for one adapter."""
+    found = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+    if len(found) != count:
+        raise InvalidRequest(f"{count} prompts but {len(found)} lora_requests: give one for each")
+    named: dict[str, LoRARequest] = {}
+    for each in found:
+        if each is not None and named.setdefault(each.lora_name, each) != each:
+            raise InvalidRequest(f"two lora_requests are named {each.lora_name!r}: give one of them another name")
+    return found
+
+
+def images_of(data: dict[str, Any] | None) -> list[Any]:
+    """The images in a prompt's ``multi_modal_data``."""
+    if unknown := sorted((data or {}).keys() - {"image"}):
+        raise InvalidRequest(f"multi_modal_data holds {unknown[0]!r}, but only 'image' is supported", param="prompt")
+    images = (data or {}).get("image")
+    return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
+
+
+def parts_of(
+    prompt: Prompt, embedded: Callable[[object], Embedded]
+) -> tuple[str | Sequence[int] | Embedded, dict[str, Any]]:
+    """The text, the ids or the embeddings of a prompt, and what else :meth:`Frontend.prepare` is to know of it."""
+    if not isinstance(prompt, dict):
+        return prompt, {}
+    more: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
+    if (tensor := more.pop("prompt_embeds", None)) is not None:
+        if unknown := more.keys() - {"cache_salt"}:
+            raise InvalidRequest(f"a prompt is prompt_embeds or {min(unknown)}: leave one out", param="prompt")
+        return embedded(tensor), more
+    ids, text = more.pop("prompt_token_ids", None), more.pop("prompt", None)
+    if unknown := more.keys() - {"cache_salt", "multi_modal_data"}:
+        raise InvalidRequest(f"a prompt's {min(unknown)} is not supported", param="prompt")
+    if ids is not None:
+        return cast("Sequence[int]", ids), {"text": text, **more}
+    if not isinstance(text, str):
+        raise InvalidRequest("a prompt needs a text as prompt, prompt_token_ids or prompt_embeds", param="prompt")
+    return text, more
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, also for a single one (text, ids or a dict)."""
+    if isinstance(prompts, str | dict):
+        return [cast("Prompt", prompts)]
+    if len(prompts) and isinstance(prompts[0], int):  # type: ignore[literal-required]
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))

@@ -1,0 +1,424 @@
+"""Completes prompts within this process: a frontend and a loop, one step after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+from tqdm import tqdm
+
+from preheat.core import SamplingParams
+from preheat.engine.loop import Loop
+from preheat.errors import InvalidRequest, PreheatError
+from preheat.frontend.adapters import LoRARequest
+from preheat.frontend.beams import BeamSearchParams
+from preheat.frontend.embedding import PoolingParams, asked_of, check_dimensions, cosine, paired, pooled_output
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.image_parts import take_images
+from preheat.frontend.input_processor import naming_prompt
+from preheat.frontend.messages import told
+from preheat.frontend.outputs import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from preheat.frontend.prompt_embeds import Embedded
+from preheat.frontend.request_state import RequestState
+from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of
+from preheat.transport import InlineTransport
+from preheat.utils.adapters import LoraModule
+from preheat.warmup.dummy_requests import EchoLoop
+
+LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
+"""An adapter for all prompts, or one or None for each."""
+
+UseTqdm = bool | Callable[..., Any]
+"""Whether there is a bar, or what makes it: a class of tqdm."""
+
+_CHAT_OPTIONS = {
+    "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template_content_format"
+}  # fmt: skip
+_AS_IT_IS = {"add_special_tokens": False}
+"""A template has written all special tokens."""
+
+
+def _bar(asked: UseTqdm, total: int, what: str) -> Any:
+    """A progress bar, which shows nothing unless it is asked for."""
+    make = tqdm if isinstance(asked, bool) else asked
+    return make(total=total, desc=what, disable=None if asked else True)
+
+
+def _tokenized(given: Mapping[str, Any] | None) -> tuple[bool, int | None]:
+    """Whether special tokens are added, and how many last tokens of a prompt are kept."""
+    if unknown := sorted((given or {}).keys() - {"add_special_tokens", "truncate_prompt_tokens"}):
+        raise InvalidRequest(
+            f"tokenization_kwargs has {unknown[0]!r}, but takes add_special_tokens and truncate_prompt_tokens",
+            param="tokenization_kwargs",
+        )
+    return (given or {}).get("add_special_tokens", True), (given or {}).get("truncate_prompt_tokens")
+
+
+class OfflineClient:
+    """Completes prompts with a frontend and a loop, connected by ``transport``."""
+
+    def __init__(self, frontend: Frontend, loop: Loop | EchoLoop, transport: InlineTransport) -> None:
+        self.frontend, self._loop, self._transport = frontend, loop, transport
+        self._queued: list[RequestState] = []
+        self._queued_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        priority: Sequence[int] | int | None = None,
+        lora_request: LoRAs = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; the results are in the order of the prompts.
+
+        ``sampling_params``: one object for all prompts or one for each; None: the checkpoint's recommendations. Raises
+        InvalidRequest for the first prompt that cannot be served, before any runs. ``priority``: a number for all
+        prompts or one for each, with ``scheduling_policy="priority"``; the lowest goes first. ``lora_request``: an
+        adapter for all prompts, or one or None for each; needs ``enable_lora``. ``use_tqdm`` may be what makes the bar.
+        ``tokenization_kwargs`` may have ``add_special_tokens`` and ``truncate_prompt_tokens``.
+        """
+        states = self.prepared(
+            as_list(prompts), sampling_params, priority, lora_request, tokenization=tokenization_kwargs
+        )
+        self._complete(states, use_tqdm)
+        return [state.output() for state in states]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRAs = None,
+        priority: Sequence[int] | int | None = None,
+        use_tqdm: UseTqdm = False,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts for :meth:`wait_for_completion`, and return their ids; the arguments are those of
+        :meth:`generate`. ``use_tqdm`` shows how many are encoded.
+        """
+        asked = as_list(prompts)
+        with _bar(use_tqdm, len(asked), "Encoding") as bar:
+            states = self.prepared(
+                asked, sampling_params, priority, lora_request, tokenization=tokenization_kwargs, done=bar.update
+            )
+        return self._enqueue(states)
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRAs = None,
+        priority: Sequence[int] | int | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Queue conversations, as :meth:`enqueue`; ``options`` are those of :meth:`chat`."""
+        prompts = self._prompts_of(messages, **options)
+        return self._enqueue(self.prepared(prompts, sampling_params, priority, lora_request, tokenization=_AS_IT_IS))
+
+    def _enqueue(self, states: list[RequestState]) -> list[str]:
+        for state in states:
+            state.request_id = str(next(self._queued_ids))
+        self.start(states)
+        self._queued += states
+        return [state.request_id for state in states]
+
+    def wait_for_completion(
+        self, output_type: type[RequestOutput] = RequestOutput, *, use_tqdm: UseTqdm = True
+    ) -> list[RequestOutput]:
+        """Complete what was queued, in the order of :meth:`enqueue`. Raises the error of the first that failed."""
+        if not issubclass(RequestOutput, output_type):
+            raise InvalidRequest(f"what is queued becomes RequestOutput, not {output_type.__name__}")
+        states, self._queued = self._queued, []
+        self._wait(states, use_tqdm)
+        return [state.output() for state in states]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRAs = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` best sequences after each prompt, by vLLM's rules: see docs/beam-search.md.
+
+        At most ``concurrency_limit`` prompts are searched at once; None: all of them. ``lora_request`` is as in
+        :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be served, before any is.
+        """
+        self.frontend.check_generates("LLM.beam_search")
+        asked, states = as_list(prompts), list[RequestState]()
+        adapters = adapter_of_each(lora_request, len(asked))
+        sampling = SamplingParams(
+            n=params.beam_width, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+            temperature=params.temperature, include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens, structured_outputs=params.structured_outputs,
+        )  # fmt: skip
+        for place, prompt in enumerate(asked):
+            with naming_prompt(place, len(asked)):
+                state = self._prepare(place, prompt, sampling)
+                states.append(self.frontend.input.search(state, params.length_penalty, "beam_width"))
+        self._adapt(states, adapters)
+        for first in range(0, len(states), concurrency_limit or max(len(states), 1)):
+            self._complete(states[first : first + (concurrency_limit or len(states))], use_tqdm)
+        return [state.search.output() for state in states if state.search is not None]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        *,
+        priority: Sequence[int] | int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several. Parts of type "image_url" or, with an image of Pillow,
+        "image_pil" are images. ``options``: ``chat_template``, a template in place of the model's, and those of
+        :meth:`ChatTemplate.render`, whose ``variables`` are ``chat_template_kwargs`` here. The other arguments are
+        those of :meth:`generate`.
+        """
+        prompts = self._prompts_of(messages, **options)
+        tokenization = _AS_IT_IS | dict(tokenization_kwargs or {})
+        states = self.prepared(prompts, sampling_params, priority, lora_request, tokenization=tokenization)
+        self._complete(states, use_tqdm)
+        return [state.output() for state in states]
+
+    def _prompts_of(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Prompt]:
+        """The prompt of each conversation."""
+        if unknown := sorted(options.keys() - _CHAT_OPTIONS):
+            raise InvalidRequest(
+                f"chat takes no {unknown[0]!r}: it takes {', '.join(sorted(_CHAT_OPTIONS))}, chat_template and "
+                "chat_template_kwargs",
+                param=unknown[0],
+            )
+        talks = cast("list[Messages]", [messages] if messages and isinstance(messages[0], dict) else list(messages))
+        template = self.frontend.template
+        if chat_template is not None:
+            template = template.replaced(chat_template)
+        prompts = list[Prompt]()
+        for talk in talks:
+            plain, images = take_images(told(talk))
+            text = template.render(plain, variables=chat_template_kwargs, **options)
+            prompts.append({"prompt": text, "multi_modal_data": {"image": images}} if images else text)
+        return prompts
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRAs = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_task: str = "embed",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What each prompt is pooled to, in order. Of vLLM's tasks there is "embed". Raises InvalidRequest for the
+        first prompt that cannot be served, before any runs. ``tokenization_kwargs`` are those of :meth:`generate`.
+        """
+        if pooling_task != "embed":
+            raise InvalidRequest(f"pooling_task is {pooling_task!r}, but only 'embed' is served", param="pooling_task")
+        pooling, given = self.frontend.embedding_of("LLM.encode"), pooling_params or PoolingParams()
+        states = self.prepared_to_pool(
+            as_list(prompts), given, lora_request, tokenization_kwargs, truncate_prompt_tokens
+        )
+        self._complete(states, use_tqdm)
+        return [pooled_output(state, pooling, given) for state in states]
+
+    def prepared_to_pool(
+        self,
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        lora: LoRAs,
+        tokenization: Mapping[str, Any] | None,
+        truncate: int | None = None,
+    ) -> list[RequestState]:
+        """Prepare a request for what each prompt is pooled to; ``truncate`` unless ``tokenization`` says."""
+        pooling, (adds, own) = self.frontend.embedding_of("LLM.encode"), _tokenized(tokenization)
+        check_dimensions(pooling, params.dimensions)
+        wanted = asked_of(pooling, truncate if own is None else own)
+        adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
+        for place, prompt in enumerate(prompts):
+            with naming_prompt(place, len(prompts)):
+                states.append(self._prepare(place, prompt, wanted, adds))
+        self._adapt(states, adapters)
+        return states
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRAs = None,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt; as :meth:`encode`, whose ``options`` these are."""
+        pooled = self.encode(prompts, pooling_params, use_tqdm, lora_request, **options)
+        return [EmbeddingRequestOutput.from_base(each) for each in pooled]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRAs = None,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How alike each of ``data_1`` is to its place in ``data_2``, or a single one to all: see :func:`cosine`."""
+        first, second = as_list(data_1), as_list(data_2)
+        count = paired(len(first), len(second), "data_1")
+        pooled = self.encode([*first, *second], pooling_params, use_tqdm, lora_request, **options)
+        ones, others = pooled[: len(first)] * (count // len(first)), pooled[len(first) :]
+        return [
+            ScoringRequestOutput(
+                str(place),
+                ScoringOutput(cosine(one.outputs.data, other.outputs.data)),
+                one.prompt_token_ids + other.prompt_token_ids,
+                num_cached_tokens=one.num_cached_tokens + other.num_cached_tokens,
+            )
+            for place, (one, other) in enumerate(zip(ones, others, strict=True))
+        ]
+
+    def prepared(
+        self,
+        prompts: Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | int | None,
+        lora: LoRAs,
+        *,
+        tokenization: Mapping[str, Any] | None,
+        done: Callable[[], object] = lambda: None,
+    ) -> list[RequestState]:
+        """Prepare a request for each prompt; ``done`` is called after each."""
+        self.frontend.check_generates("LLM.generate")
+        count, (adds, truncate) = len(prompts), _tokenized(tokenization)
+        ranks = [priority or 0] * count if isinstance(priority, int | None) else list(priority)
+        if len(ranks) != count:
+            raise InvalidRequest(f"{count} prompts but {len(ranks)} priorities: give one for each")
+        if given is None:
+            given = self.frontend.input.params()
+        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(params) != count:
+            raise InvalidRequest(
+                f"{count} prompts but {len(params)} sampling_params: give one for all, or one for each"
+            )
+        if truncate is not None:
+            params = [msgspec.structs.replace(own, truncate_prompt_tokens=truncate) for own in params]
+        adapters, states = adapter_of_each(lora, count), list[RequestState]()
+        for place, (prompt, own, rank) in enumerate(zip(prompts, params, ranks, strict=True)):
+            with naming_prompt(place, count):
+                states.append(self._prepare(place, prompt, own, adds, rank))
+            done()
+        self._adapt(states, adapters)
+        return states
+
+    def _complete(self, states: Sequence[RequestState], use_tqdm: UseTqdm) -> None:
+        """Run ``states`` to their ends. Raises the error of the first that failed."""
+        self.start(states)
+        self._wait(states, use_tqdm)
+
+    def start(self, states: Sequence[RequestState]) -> None:
+        """Send prepared requests to the engine, which runs them in :meth:`advance`."""
+        if self.frontend.state.paused:
+            raise InvalidRequest("the engine is paused: call resume() first")
+        self.frontend.start(states)
+
+    def _wait(self, states: Sequence[RequestState], use_tqdm: UseTqdm) -> None:
+        """Step until all requests have ended. Raises the error of the first of ``states`` that failed."""
+        with _bar(use_tqdm, len(states), "Generating") as bar:
+            for state in states:
+                state.on_change = bar.update
+            bar.update(sum(state.finished for state in states))
+            try:
+                while self.frontend.busy:
+                    self.advance()
+            except BaseException:  # interrupted: leave nothing of this call behind
+                for state in states:
+                    self.frontend.abort(state)
+                self.finish()
+                raise
+        for state in states:
+            if state.error is not None:
+                raise state.error
+        self.finish()  # the cancels of sequences that ended on a stop string
+
+    def _prepare(
+        self, index: int, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True, priority: int = 0
+    ) -> RequestState:
+        given, more = parts_of(prompt, self._embedded)
+        more["images"] = self.frontend.load_images(images_of(more.pop("multi_modal_data", None)))
+        return self.frontend.prepare(
+            given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True,
+            priority=priority, **more,
+        )  # fmt: skip
+
+    def _embedded(self, tensor: object) -> Embedded:
+        return self.frontend.prompt_embeds.of_tensor(tensor)
+
+    def _adapt(self, states: Sequence[RequestState], adapters: Sequence[LoRARequest | None]) -> None:
+        """Let ``states`` have their adapters, which are read unless they are served already."""
+        for adapter in dict.fromkeys(each for each in adapters if each is not None):
+            self.serve(adapter)
+        for state, each in zip(states, adapters, strict=True):
+            state.lora_name, state.lora_request = each.lora_name if each else "", each
+
+    def serve(self, asked: LoRARequest) -> None:
+        """Have an adapter read, unless it is served already. Raises InvalidRequest."""
+        served = self.frontend.adapters.served.get(asked.lora_name)
+        if served is not None and not asked.load_inplace:
+            if served.path != asked.lora_path:
+                raise InvalidRequest(
+                    f"the adapter {asked.lora_name!r} is that in {served.path}: give the one in {asked.lora_path} "
+                    "another name, or set load_inplace",
+                    param="lora_request",
+                )
+            return
+        answers: list[PreheatError | None] = []
+        module = LoraModule(asked.lora_name, asked.lora_path)
+        self.frontend.adapters.load(module, answers.append, in_place=asked.load_inplace)
+        while not answers:
+            self.advance()
+        if error := answers[0]:
+            raise error
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
+        self.frontend.reset_prefix_cache()
+        self._loop.take(0)
+
+    def advance(self) -> None:
+        """Run one step and process its results, as :meth:`generate` does until all requests are finished."""
+        self._loop.take(0)
+        self._loop.step()
+        self._receive()
+
+    def finish(self) -> None:
+        """Let the engine end what was canceled, when nothing else runs."""
+        self._loop.take(0)
+        self._loop.finish()
+
+    def _receive(self) -> None:
+        for message in self._transport.receive():
+            self.frontend.handle(message)

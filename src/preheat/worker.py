@@ -1,0 +1,73 @@
+"""What ``LLM.collective_rpc`` and ``LLM.apply_model`` call: the engine's one worker, which is in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from preheat.errors import InvalidRequest
+from preheat.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from preheat.engine.loop import Loop
+    from preheat.model.decoder import Decoder
+
+R = TypeVar("R")
+
+
+class Worker:
+    """The device, the model and the settings of an engine. A function that ``collective_rpc`` calls gets this."""
+
+    rank = local_rank = 0
+
+    def __init__(self, settings: Settings, loop: Loop) -> None:
+        self.settings, self._loop = settings, loop
+
+    @property
+    def device(self) -> torch.device:
+        return self._loop.executor.backend.device
+
+    def get_model(self) -> Decoder:
+        """Return the decoder, whose ``weights`` and ``spec`` are the model. It is there to be looked at: the checks at
+        boot were of the model as it was loaded, and ``LLM.update_weights`` replaces weights.
+        """
+        return self._loop.executor.decoder
+
+    def apply_model(self, func: Callable[[Decoder], R]) -> R:
+        """Return what ``func`` makes of the model."""
+        return func(self.get_model())
+
+    def check_health(self) -> None:
+        """Return: a worker that is in the caller's process and can be called is alive."""
+
+
+METHODS = tuple(name for name in vars(Worker) if not name.startswith("_") and callable(vars(Worker)[name]))
+"""What can be called by its name."""
+
+
+def collective_rpc(
+    worker: Worker, method: str | Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> list[Any]:
+    """Call ``method`` of the worker, or a function with the worker, while no step runs. Raises InvalidRequest."""
+    import torch
+
+    settings = worker.settings
+    if (ranks := settings.tensor_parallel_size * settings.pipeline_parallel_size) > 1:
+        raise InvalidRequest(
+            f"the engine has {ranks} ranks, each a process that takes weights and steps but no code: look at a model "
+            "with one rank, and change weights by update_weights",
+            param="method",
+        )
+    if isinstance(method, str) and method not in METHODS:
+        raise InvalidRequest(
+            f"workers have no method {method!r}: they have {', '.join(METHODS)}, and a function is called with the "
+            "worker; weights, sleep and the prefix cache are methods of LLM",
+            param="method",
+        )
+    worker._loop.settle()
+    called = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
+    with torch.inference_mode():
+        return [called(*args, **(kwargs or {}))]
