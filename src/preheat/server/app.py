@@ -1,6 +1,6 @@
 """The server: routes, middleware, and the process that runs them.
 
-The port opens at once, for /health, /ready, /warmup and /metrics; other requests get a 503 until the engine is ready.
+The port opens at once, for /live, /health, /ready, /warmup and /metrics; others get a 503 until the engine is ready.
 SIGTERM and SIGINT stop the server as in :mod:`preheat.server.shutdown`. If an engine dies, running requests end with
 an error and the server exits with status 1.
 """

@@ -133,8 +133,11 @@ OPERATIONS = (
     Operation("/is_paused", operations.is_paused, answers.Paused, errors=_OPERATED),
     Operation("/weight_info", operations.weight_info, answers.WeightInfo, errors=_OPERATED),
     Operation("/version", status.version, answers.Version),
-    Operation("/health", status.health, answers.Status, None, (500, 504)),
-    Operation("/ping", status.ping, answers.Status, None, (500, 504), methods=("get", "post")),
+    Operation("/health", status.health, answers.Status, None, (503, 504), instead={503: answers.Starting}),
+    Operation(
+        "/ping", status.ping, answers.Status, None, (503, 504), methods=("get", "post"), instead={503: answers.Starting}
+    ),
+    Operation("/live", status.live, answers.Status),
     Operation("/load", status.load, answers.ServerLoad),
     Operation(
         "/ready", status.ready, answers.ReadyStatus, None, (500, 503), instead={503: answers.Starting | answers.Asleep}

@@ -48,8 +48,16 @@ def _starting(progress: Progress) -> answers.Starting:
 
 
 async def health(request: Request) -> Response:
-    """Whether server and engine are alive, even while the engine starts."""
-    _service(request).check_health()
+    """Whether requests may be sent here; a sleeping engine is healthy."""
+    service = _service(request)
+    if progress := service.progress:
+        return _json(_starting(progress), 503, RETRY)
+    service.check_health()
+    return _json(answers.Status("ok"))
+
+
+async def live(_: Request) -> Response:
+    """Whether the process answers, whatever becomes of the engine."""
     return _json(answers.Status("ok"))
 
 
