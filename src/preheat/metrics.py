@@ -138,6 +138,7 @@ class Metrics(Collector):
         self.adapters: Mapping[str, str] = {}
         self.finished: Counter[str] = Counter(dict.fromkeys(get_args(FinishReason), 0))
         self.http: Counter[tuple[str, str, str]] = Counter()  # by handler, method and status
+        self.ignored: Counter[str] = Counter()  # by field
         self.first_token = Histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _REQUEST_SECONDS
         )
@@ -210,6 +211,8 @@ class Metrics(Collector):
         yield counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_tokens)
         yield counter("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield counter("request_success", "Finished sequences, by reason.", self.finished, "finished_reason")
+        ignored = "Requests with a field that was ignored, by the field."
+        yield counter("request_fields_ignored", ignored, self.ignored, "field")
         yield self._cache_config()
         if self.adapters:
             yield self._adapters()

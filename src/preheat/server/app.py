@@ -32,6 +32,7 @@ from preheat.server import openapi, operations
 from preheat.server.access_log import AccessLog
 from preheat.server.errors import HANDLERS
 from preheat.server.frontend_warmup import warm_up_server
+from preheat.server.ignored import HEADER
 from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
 from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
 from preheat.server.process import ENGINE
@@ -115,17 +116,18 @@ def build_app(service: Service) -> ASGIApp:
     paths = {op.endpoint: op.path for op in operations}
     logged = AccessLog(limited, service.metrics.http, paths, settings.access_log)
     named = UnderPath(RequestIdMiddleware(logged), settings.root_path)
-    origins, every = settings.allowed_origins, ["*"]
+    origins, every, shown = settings.allowed_origins, ["*"], ["X-Request-Id", HEADER]
     return EndQuietly(
-        CORSMiddleware(
-            named, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=["X-Request-Id"]
-        )
+        CORSMiddleware(named, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=shown)
     )
 
 
 async def _openapi(request: Request) -> Response:
     service: Service = request.app.state.service
-    document = openapi.document(service.settings.root_path.rstrip("/"), adapters=service.loads_adapters)
+    settings = service.settings
+    document = openapi.document(
+        settings.root_path.rstrip("/"), adapters=service.loads_adapters, strict=settings.request_fields == "strict"
+    )
     return Response(document, media_type="application/json")
 
 

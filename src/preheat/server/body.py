@@ -12,8 +12,10 @@ from starlette.requests import Request
 
 from preheat.errors import SlowRequest, TooLarge
 from preheat.frontend.frontend import Frontend
+from preheat.server.decoding import decode
+from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import name_request
-from preheat.server.schema import ForModel, decode
+from preheat.server.schema import ForModel
 from preheat.server.service import Service
 from preheat.server.turns import in_turn
 
@@ -41,7 +43,10 @@ async def read_json(request: Request, kind: type[Body], default: bytes = b"") ->
     """The decoded body; that of ``default`` if it is empty."""
     data = await read_body(request) or default
     request.state.body_size = len(data)
-    return await in_turn(request, len(data), partial(decode, data, kind))
+    ignored = names_for(request)
+    body = await in_turn(request, len(data), partial(decode, data, kind, ignored))
+    ignore(request, ignored or ())
+    return body
 
 
 async def interpreted(request: Request, work: Callable[[], Result]) -> Result:

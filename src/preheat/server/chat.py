@@ -54,9 +54,9 @@ async def chat(request: Request) -> ASGIApp:
 
 
 def _talk(body: ChatRequest) -> Conversation:
-    variables = dict(body.chat_template_kwargs or {})
+    variables, hints = dict(body.chat_template_kwargs or {}), {}
     if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"], hints["reasoning_effort"] = body.reasoning_effort, "reasoning_effort"
     return Conversation(
         plain_messages(body.messages),
         body.tools,
@@ -65,6 +65,7 @@ def _talk(body: ChatRequest) -> Conversation:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
+        hints=hints,
     )
 
 

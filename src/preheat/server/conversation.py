@@ -20,14 +20,19 @@ from preheat.frontend.messages import told
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
 from preheat.server.body import body_size
+from preheat.server.ignored import ignore, strict
 from preheat.server.params import load_images, prepared
 from preheat.server.schema import Message, NamedToolChoice
 from preheat.server.turns import Turns, in_turn
 
+_UNSEEN = "the chat template of this model does not look at {}: leave it out"
+
 
 @dataclass
 class Conversation:
-    """What a chat template needs: see :meth:`ChatTemplate.render`. ``tools`` are in OpenAI's form for chats."""
+    """What a chat template needs: see :meth:`ChatTemplate.render`. ``tools`` are in OpenAI's form for chats. ``hints``
+    are variables that a template may leave alone, and the fields of the request that set them.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -36,17 +41,23 @@ class Conversation:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    hints: dict[str, str] = field(default_factory=dict)
 
 
 async def rendered(request: Request, frontend: Frontend, talk: Conversation) -> tuple[str, list[str]]:
     """The prompt for a conversation, and the URLs of its images. Raises InvalidRequest for what its template does not
-    look at, and for images if the model sees none.
+    look at, other than hints, and for images if the model sees none.
     """
     if not talk.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    for name, given in (("documents", talk.documents), ("reasoning_effort", talk.variables.get("reasoning_effort"))):
-        if given and not frontend.template.uses(name, talk.tools):
-            raise InvalidRequest(f"the chat template of this model does not look at {name}: leave it out", param=name)
+    if talk.documents and not frontend.template.uses("documents", talk.tools):
+        raise InvalidRequest(_UNSEEN.format("documents"), param="documents")
+    for name, field_name in talk.hints.items():
+        if frontend.template.uses(name, talk.tools):
+            continue
+        if strict(request):
+            raise InvalidRequest(_UNSEEN.format(field_name), param=field_name)
+        ignore(request, [field_name])
     turns: Turns = request.app.state.service.turns
     return await turns.render(request, partial(_render, frontend, talk))
 

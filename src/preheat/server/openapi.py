@@ -158,8 +158,10 @@ def served(*, adapters: bool) -> list[Operation]:
 
 
 @functools.cache
-def document(root_path: str = "", *, adapters: bool = True) -> bytes:
-    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`."""
+def document(root_path: str = "", *, adapters: bool = True, strict: bool = False) -> bytes:
+    """The OpenAPI document of a server that clients find under ``root_path``, as JSON; see :func:`served`. ``strict``:
+    it refuses unknown fields.
+    """
     kinds: set[Kind] = {ErrorResponse}
     for operation in served(adapters=adapters):
         for kind in (operation.answer, operation.body, *operation.instead.values()):
@@ -168,7 +170,7 @@ def document(root_path: str = "", *, adapters: bool = True) -> bytes:
     for component in components.values():
         _add_ranges(component.get("properties", {}))
         if component.get("additionalProperties") is False:
-            component["additionalProperties"] = {"type": "null"}  # see schema.decode
+            component["additionalProperties"] = {"type": "null"} if strict else True  # see decoding.py
     paths: dict[str, dict[str, Any]] = {}
     for operation in served(adapters=adapters):
         path = operation.path.replace(":path}", "}")

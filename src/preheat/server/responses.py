@@ -24,6 +24,8 @@ from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, named_event
 from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, prepared_talk, tool_choice
+from preheat.server.decoding import Names, converted
+from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import request_id
 from preheat.server.params import sampling_fields
 from preheat.server.responses_schema import (
@@ -54,7 +56,7 @@ from preheat.server.responses_schema import (
 )
 from preheat.server.responses_store import ResponseStore, Stored
 from preheat.server.schema import FunctionName, NamedToolChoice
-from preheat.server.structured import converted
+from preheat.server.structured import converted as constraint
 
 
 async def responses(request: Request) -> ASGIApp:
@@ -70,11 +72,14 @@ async def responses(request: Request) -> ASGIApp:
         )
     previous = store.get(body.previous_response_id).messages if store and body.previous_response_id else []
 
+    ignored = names_for(request)
+
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
-        talk = _talk(body, [*previous, *_messages(body.input)])
+        talk = _talk(body, [*previous, *_messages(body.input, ignored)])
         return talk, _choice(body, talk.tools), _params(frontend, body)
 
     talk, choice, params = await interpreted(request, asked)
+    ignore(request, ignored or ())
     messages = talk.messages[1:] if body.instructions else talk.messages
     state, form = await prepared_talk(
         request, frontend, talk, choice, params,
@@ -86,12 +91,11 @@ async def responses(request: Request) -> ASGIApp:
 
 def _talk(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversation:
     told = [{"role": "system", "content": body.instructions}, *messages] if body.instructions else messages
-    variables = dict(body.chat_template_kwargs or {})
+    variables, hints = dict(body.chat_template_kwargs or {}), {}
     if body.reasoning is not None and body.reasoning.effort is not None:
-        variables["reasoning_effort"] = body.reasoning.effort
-    return Conversation(
-        told, [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))], variables
-    )
+        variables["reasoning_effort"], hints["reasoning_effort"] = body.reasoning.effort, "reasoning.effort"
+    tools = [_nested(tool) for tool in msgspec.to_builtins(body.tools or [], builtin_types=(Decimal,))]
+    return Conversation(told, tools, variables, hints=hints)
 
 
 def _choice(body: ResponsesRequest, tools: list[dict[str, Any]] | None) -> ToolChoice:
@@ -148,10 +152,10 @@ def _structured(asked: TextFormat) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json_object=True)
     if asked.schema is None:
         raise InvalidRequest("text.format.schema is missing", param="text.format.schema")
-    return converted({"json": asked.schema}, "text.format.schema")
+    return constraint({"json": asked.schema}, "text.format.schema")
 
 
-def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = None) -> list[dict[str, Any]]:
     """The input as messages for a chat template. Reasoning and calls belong to the assistant's message around them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -159,7 +163,7 @@ def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         raise InvalidRequest("input must not be empty", param="input")
     messages: list[dict[str, Any]] = []
     for place, raw in enumerate(given):
-        item = _item(raw, f"input[{place}]")
+        item = _item(raw, f"input[{place}]", ignored)
         if isinstance(item, FunctionOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
@@ -169,15 +173,12 @@ def _messages(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _item(raw: dict[str, Any], param: str) -> Item:
+def _item(raw: dict[str, Any], param: str, ignored: Names | None) -> Item:
     kind = raw.get("type") or "message"
     if kind not in ITEMS:
         raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported", param=param)
-    known = {name: value for name, value in raw.items() if value is not None}
-    try:
-        return msgspec.convert(known, ITEMS[kind])
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+    given = {name: value for name, value in raw.items() if value is not None}
+    return converted(given, ITEMS[kind], ignored, "input[]", param)
 
 
 def _text(content: str | Sequence[TextPart | ReasoningText]) -> str:

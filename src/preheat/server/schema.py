@@ -1,28 +1,22 @@
 """The bodies that clients send: one struct each, which decodes, checks and describes itself in /openapi.json.
 
 A field is accepted if we do what it asks for, or if it cannot change the answer. Fields with :func:`only` are not
-implemented: they are accepted at the values that change nothing and rejected by name at any other. A field that is null
-is one that was not given, whether it is known or not: clients send the fields of others with null in them.
+implemented: they are accepted at the values that change nothing and rejected by name at any other. What becomes of the
+fields that no struct here has: :mod:`preheat.server.decoding`.
 """
 
 from __future__ import annotations
 
-import codecs
-import functools
-import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, inspect
+from msgspec import Meta, Struct
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
-from preheat.errors import InvalidRequest
-from preheat.utils.exact_json import exact_number
-from preheat.utils.json_size import MOST_IDS, MOST_VALUES, check_size
+from preheat.utils.json_size import MOST_IDS, MOST_VALUES
 
-Body = TypeVar("Body", bound="ForModel")
 Kind = TypeVar("Kind", bound=Struct)
 
 REQUEST_ID = r"[A-Za-z0-9_.:/+=@-]{1,128}"
@@ -32,13 +26,6 @@ Name = Annotated[str, Meta(max_length=1024)]
 """What a client calls something: a model, a version, a host."""
 
 FilePath = Annotated[str, Meta(min_length=1, max_length=4096)]
-
-_PATH = re.compile(r"`\$([^`]*)`")
-_UNKNOWN = "unknown field `"
-_FIELD_PROBLEMS = {
-    _UNKNOWN: "Unrecognized request argument supplied",
-    "required field `": "Missing required parameter",
-}
 
 
 def only(*values: object) -> Meta:
@@ -228,7 +215,10 @@ class Message(Struct, forbid_unknown_fields=True):
     annotations: Annotated[Any, only([])] = None
 
 
+@accepted("description parameters strict")
 class FunctionName(Struct, forbid_unknown_fields=True):
+    """The function's name; some clients give the whole tool."""
+
     name: str
 
 
@@ -298,97 +288,3 @@ class ErrorBody(Struct):
 
 class ErrorResponse(Struct):
     error: ErrorBody
-
-
-def decode(data: bytes, kind: type[Body]) -> Body:
-    """The body of a request. Raises InvalidRequest, naming the field, for anything that is not supported."""
-    check_size(data, "The body", kind.most_values)
-    try:
-        body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("The body is nested too deeply") from error
-    _check_only(body, "")
-    return body
-
-
-def _decoded(data: bytes, kind: type[Body]) -> Body:
-    body: Body
-    try:
-        body = _decoder(kind).decode(data)
-    except msgspec.ValidationError as error:
-        if _UNKNOWN not in str(error):
-            raise
-        known = _without_unknown_nulls(_ANYTHING.decode(data), _described(kind))
-        body = msgspec.convert(known, kind, str_keys=True)
-    return body
-
-
-_described = functools.cache(inspect.type_info)
-_ANYTHING = msgspec.json.Decoder(float_hook=exact_number)
-
-
-def _without_unknown_nulls(value: Any, kind: inspect.Type) -> Any:
-    """``value``, decoded JSON, without the fields that are null and that the structs in ``kind`` do not have."""
-    match kind:
-        case inspect.StructType() if isinstance(value, dict):
-            fields = {field.encode_name: field.type for field in kind.fields}
-            return {
-                name: _without_unknown_nulls(item, fields[name]) if name in fields else item
-                for name, item in value.items()
-                if name in fields or item is not None
-            }
-        case inspect.ListType() if isinstance(value, list):
-            return [_without_unknown_nulls(item, kind.item_type) for item in value]
-        case inspect.UnionType():
-            for each in kind.types:
-                value = _without_unknown_nulls(value, each)
-        case inspect.Metadata():
-            return _without_unknown_nulls(value, kind.type)
-    return value
-
-
-@functools.cache
-def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind, float_hook=exact_number)
-
-
-def _invalid(message: str) -> InvalidRequest:
-    """msgspec's message in OpenAI's words, with its ``param``."""
-    problem = message.partition(" - at `")[0]
-    path = next(iter(_PATH.findall(message)), "").lstrip(".")
-    for start, said in _FIELD_PROBLEMS.items():
-        if name := problem.partition(start)[2].rstrip("`"):
-            field = f"{path}.{name}" if path else name
-            return InvalidRequest(f"{said}: {field}", param=field)
-    return InvalidRequest(f"Invalid value for {path or 'the body'}: {problem}", param=path or None)
-
-
-@functools.cache
-def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object]]]:
-    """The fields of ``kind`` that are accepted at certain values only, with these values."""
-    found = []
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        for meta in typing.get_args(hint)[1:]:
-            if isinstance(meta, Meta) and meta.extra_json_schema:
-                found.append((name, meta.extra_json_schema["enum"]))
-    return found
-
-
-def _check_only(body: Struct, path: str) -> None:
-    """Reject what is not supported, in ``body`` and in the structs in it."""
-    for name, values in _only_fields(type(body)):
-        value = getattr(body, name)
-        if value is not None and not any(value == known and type(value) is type(known) for known in values):
-            hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
-            raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if isinstance(value, Struct):
-            _check_only(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Struct):
-            for position, item in enumerate(value):
-                _check_only(item, f"{path}{name}[{position}].")
