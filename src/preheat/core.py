@@ -159,7 +159,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     ] = None
     logprob_token_ids: Annotated[list[int] | None, _Row("alternatives that are told in any case", "sampler")] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _Row("keep this many last tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+        int | None, _Row("keep this many tokens of the prompt; -1: what fits", "frontend", -1, _INT32)
+    ] = None
+    truncation_side: Annotated[
+        str | None, _Row("which end of a truncated prompt goes: left (the default) or right", "frontend")
     ] = None
     skip_special_tokens: Annotated[bool, _Row("leave special tokens out of the text", "text")] = True
     detokenize: Annotated[bool, _Row("convert tokens to text", "text", http=False)] = True
@@ -180,6 +183,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or above 0: a prompt has at least one token")
+        if self.truncation_side not in (None, "left", "right"):
+            raise ValueError(f"truncation_side must be left or right, got {self.truncation_side!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if any(not s for s in self.stop_strings):

@@ -129,7 +129,7 @@ def test_every_chunk_has_the_usage_so_far(complete: Callable[..., Any], chat: Ca
         done = dict.fromkeys(range(n), 0)
         for event in events[:-1]:
             (choice,) = event.choices
-            done[choice.index] += len(choice.model_extra.get("token_ids", ()))
+            done[choice.index] += len(choice.model_extra["token_ids"] or ())
             assert event.usage.completion_tokens == done[choice.index]
             assert event.usage.prompt_tokens == total.prompt_tokens
             assert event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
@@ -146,8 +146,8 @@ def test_continuous_usage_includes_usage_unless_told_otherwise(
     assert events[-1].choices == []
     last_only = list(complete(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": False}))
     assert [bool(event.usage) for event in last_only] == [False] * (len(last_only) - 1) + [True]
-    no_last = list(chat(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}))
-    assert all(event.usage and event.choices for event in no_last)
+    none = list(chat(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}))
+    assert none and all(event.usage is None and event.choices for event in none)
     scored = {"include_usage": True, "continuous_usage_stats": True}
     events = list(complete(stream=True, stream_options=scored, echo=True, max_tokens=0))
     assert {event.usage.completion_tokens for event in events} == {0}

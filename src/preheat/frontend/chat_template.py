@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ class ChatTemplate:
         self._places = {each.source: each.place for each in stored.values()}
         for source in self._sources.values():
             _check_compiled(source, self._places[source])
+
+    def replaced(self, source: str) -> ChatTemplate:
+        """One with the template ``source``, which a request brings; it is compiled when it is rendered."""
+        other = copy(self)
+        other._sources, other._places = {DEFAULT: source}, {source: "the request"}
+        return other
 
     def check(self) -> None:
         """Raise ModelError if a template fails on one message of a user, other than by its own decision."""

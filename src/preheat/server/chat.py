@@ -29,7 +29,7 @@ from preheat.server.answers import (
 )
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
-from preheat.server.conversation import Conversation, plain_messages, prepared_talk, tool_choice
+from preheat.server.conversation import Conversation, allowed_tools, plain_messages, prepared_talk, tool_choice
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
 from preheat.server.schema import ChatRequest
 from preheat.server.stream import CompletionsWriter, event_of
@@ -42,6 +42,7 @@ async def chat(request: Request) -> ASGIApp:
 
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
         params = _params(frontend, body)
+        body.tools = allowed_tools(body.tools, body.tool_choice)
         return _talk(body), tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls), params
 
     talk, choice, params = await interpreted(request, asked)
@@ -54,9 +55,9 @@ async def chat(request: Request) -> ASGIApp:
 
 
 def _talk(body: ChatRequest) -> Conversation:
-    variables, hints = dict(body.chat_template_kwargs or {}), {}
+    variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.reasoning_effort is not None:
-        variables["reasoning_effort"], hints["reasoning_effort"] = body.reasoning_effort, "reasoning_effort"
+        variables["reasoning_effort"], hints["reasoning_effort"] = body.reasoning_effort, ("reasoning_effort",)
     return Conversation(
         plain_messages(body.messages),
         body.tools,
@@ -69,8 +70,19 @@ def _talk(body: ChatRequest) -> Conversation:
     )
 
 
+def _speaker(body: ChatRequest) -> tuple[str, str]:
+    """The role of the answer, and what is put before it (``echo``): the last message, if it is of that role."""
+    last = body.messages[-1]
+    role = last.role if body.add_generation_prompt is False else "assistant"
+    if not body.echo or last.role != role:
+        return role, ""
+    if isinstance(last.content, list):
+        return role, "\n".join(part.text or "" for part in last.content)
+    return role, last.content or ""
+
+
 def _params(frontend: Frontend, body: ChatRequest) -> SamplingParams:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     frontend.input.check_logprobs(body.top_logprobs, "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in {None, body.max_tokens}:
@@ -89,6 +101,7 @@ class _ChatWriter(CompletionsWriter):
         self._parsers: dict[int, AnswerParser] = {}
         self._calling: set[int] = set()  # choices that have called a tool
         self._with_reasoning = body.include_reasoning is not False
+        self._role, self._echo = _speaker(body)
 
     def whole(self) -> ChatCompletion:
         (state,) = self._states
@@ -109,19 +122,21 @@ class _ChatWriter(CompletionsWriter):
         return self._opening(choice) + event if delta.first else event
 
     def _opening(self, choice: Choice) -> bytes:
-        role = ChatChunkChoice(choice.index, ChatDelta("assistant", ""))
+        role = ChatChunkChoice(choice.index, ChatDelta(self._role, self._echo))
         fields: dict[str, Any] = {**self._event_fields, "choices": [role]}
         if self._continuous:
             fields["usage"] = self.usage_of(choice, 0)
         elif self._usage:
             fields["usage"] = None
-        if self._return_token_ids:
-            fields["prompt_token_ids"] = choice.state.prompt_ids
+        fields["prompt_token_ids"] = choice.state.prompt_ids if self._return_token_ids else None
         return event_of(fields)
 
     def _choice(self, choice: Choice) -> ChatChoice:
         delta = choice.take_delta()
         message = ChatMessage(delta.text) if self._plain else self._message(choice, delta)
+        message.role = self._role
+        if self._echo:
+            message.content = self._echo + (message.content or "")
         return ChatChoice(choice.index, message, *self._details(choice, delta))
 
     def _parts(self, choice: Choice, delta: OutputDelta) -> list[Part]:
@@ -171,8 +186,8 @@ class _ChatWriter(CompletionsWriter):
 
     def _details(self, choice: Choice, delta: OutputDelta) -> tuple[Any, ...]:
         """Logprobs, finish reason, stop reason, token ids."""
-        logprobs = None if delta.logprobs is None else chat_logprobs(self._frontend.tokenizer, delta.logprobs)
-        ids = delta.token_ids if self._return_token_ids else UNSET
+        logprobs = None if delta.logprobs is None else chat_logprobs(self.names, delta.logprobs)
+        ids = delta.token_ids if self._return_token_ids else None
         return logprobs, self._finish_reason(choice), choice.stop_reason, ids
 
     def _finish_reason(self, choice: Choice) -> str | None:

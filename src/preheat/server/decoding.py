@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct, inspect
 
 from preheat.errors import InvalidRequest
-from preheat.server.schema import ForModel
+from preheat.server.schema import IDLE, ForModel
 from preheat.utils.exact_json import exact_number
 from preheat.utils.json_size import check_size
 
@@ -48,7 +48,7 @@ def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
         raise InvalidRequest(f"The body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply") from error
-    _check_only(body, "")
+    _check_only(body, "", "", ignored)
     return body
 
 
@@ -131,27 +131,35 @@ def _invalid(message: str) -> InvalidRequest:
 
 
 @functools.cache
-def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object]]]:
-    """The fields of ``kind`` that are accepted at certain values only, with these values."""
+def _only_fields(kind: type[Struct]) -> list[tuple[str, list[object], bool]]:
+    """The fields of ``kind`` that do nothing but at certain values: their names, these values, and whether they are
+    ignored at others.
+    """
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         for meta in typing.get_args(hint)[1:]:
-            if isinstance(meta, Meta) and meta.extra_json_schema:
-                found.append((name, meta.extra_json_schema["enum"]))
+            if isinstance(meta, Meta) and meta.extra and IDLE in meta.extra:
+                found.append((name, list(meta.extra[IDLE]), True))
+            elif isinstance(meta, Meta) and meta.extra_json_schema:
+                found.append((name, meta.extra_json_schema["enum"], False))
     return found
 
 
-def _check_only(body: Struct, path: str) -> None:
-    """Reject what is not supported, in ``body`` and in the structs in it."""
-    for name, values in _only_fields(type(body)):
+def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None:
+    """Reject what is not supported, in ``body`` and in the structs in it; name what is ``ignored``."""
+    for name, values, is_hint in _only_fields(type(body)):
         value = getattr(body, name)
-        if value is not None and not any(value == known and type(value) is type(known) for known in values):
-            hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
-            raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
+        if value is None or any(value == known and type(value) is type(known) for known in values):
+            continue
+        if is_hint and ignored is not None:
+            ignored[f"{at}{name}"] = None
+            continue
+        hint = " in a request; start the server with --chat-template" if name == "chat_template" else ""
+        raise InvalidRequest(f"{path}{name} is not supported{hint}", param=f"{path}{name}")
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, Struct):
-            _check_only(value, f"{path}{name}.")
+            _check_only(value, f"{path}{name}.", f"{at}{name}.", ignored)
         elif isinstance(value, list) and value and isinstance(value[0], Struct):
             for position, item in enumerate(value):
-                _check_only(item, f"{path}{name}[{position}].")
+                _check_only(item, f"{path}{name}[{position}].", f"{at}{name}[].", ignored)

@@ -25,6 +25,17 @@ from preheat.server.schema import SAMPLING_HINTS, ForModel, Sampling
 from preheat.server.structured import structured_outputs
 from preheat.server.turns import in_turn
 
+
+class TokenIds:
+    """Names tokens by their ids (``return_tokens_as_token_ids``), as a server without a tokenizer does."""
+
+    def token_bytes(self, id: int) -> bytes:
+        return self.token_text(id).encode()
+
+    def token_text(self, id: int) -> str:
+        return f"token_id:{id}"
+
+
 REPLICA_HEADER = "X-data-parallel-rank"
 
 _LOWEST = -9999.0  # JSON has no infinity
@@ -134,37 +145,37 @@ def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
+    names: Tokenizer | TokenIds, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
 ) -> CompletionLogprobs:
     """The shape of /v1/completions for tokens whose text begins at character ``offset``."""
     answer = CompletionLogprobs([], [], [], [])
     for id, entry in zip(ids, entries, strict=True):
-        text = tokenizer.token_text(id)
+        text = names.token_text(id)
         answer.tokens.append(text)
         answer.text_offset.append(offset)
         offset += len(text)
         answer.token_logprobs.append(None if entry is None else max(entry.logprob, _LOWEST))
-        answer.top_logprobs.append(None if entry is None else answers.encoded(_top_by_text(tokenizer, entry)))
+        answer.top_logprobs.append(None if entry is None else answers.encoded(_top_by_text(names, entry)))
     return answer
 
 
-def _top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+def _top_by_text(names: Tokenizer | TokenIds, entry: TokenLogprobs) -> dict[str, float]:
     """Of tokens with the same text, the most likely one counts; the chosen token is always included."""
     top: dict[str, float] = {}
     for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
-        text = tokenizer.token_text(id)
+        text = names.token_text(id)
         top[text] = max(logprob, top.get(text, _LOWEST))
     return top
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def chat_logprobs(names: Tokenizer | TokenIds, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """The shape of /v1/chat/completions."""
     return ChatLogprobs(
         [
             answers.encoded(
                 answers.TokenLogprob(
-                    *_token(tokenizer, entry.token, entry.logprob),
-                    [answers.TopLogprob(*_token(tokenizer, id, logprob)) for id, logprob in entry.top],
+                    *_token(names, entry.token, entry.logprob),
+                    [answers.TopLogprob(*_token(names, id, logprob)) for id, logprob in entry.top],
                 )
             )
             for entry in entries
@@ -172,6 +183,6 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
     )
 
 
-def _token(tokenizer: Tokenizer, id: int, logprob: float) -> tuple[str, float, list[int]]:
-    piece = tokenizer.token_bytes(id)
+def _token(names: Tokenizer | TokenIds, id: int, logprob: float) -> tuple[str, float, list[int]]:
+    piece = names.token_bytes(id)
     return piece.decode(errors="replace"), max(logprob, _LOWEST), list(piece)

@@ -34,6 +34,13 @@ def only(*values: object) -> Meta:
     return Meta(description=f"Not supported: only {allowed} is accepted.", extra_json_schema={"enum": [None, *values]})
 
 
+def hint(*values: object) -> Meta:
+    """A field that asks for nothing at these values and null. It is ignored at any other, and named as unknown ones."""
+    allowed = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
+    return Meta(description=f"Ignored, and named in X-Ignored-Fields, unless it is {allowed}.", extra={IDLE: values})
+
+
+IDLE = "idle values"
 _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
 
@@ -63,9 +70,7 @@ class UnloadLoraAdapterRequest(ForModel, kw_only=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """``include_usage``: the usage in a last event; ``continuous_usage_stats``: in every event, and in a last
-    one unless ``include_usage`` is false.
-    """
+    """The usage in a last event, unless ``include_usage`` is false, and with ``continuous_usage_stats`` in every one."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -90,6 +95,11 @@ def accepted(names: str) -> Callable[[type[Kind]], type[Kind]]:
 def rejected(names: str) -> Callable[[type[Kind]], type[Kind]]:
     """Add fields that exist in the API and are rejected by name here."""
     return with_fields(dict.fromkeys(names.split(), Annotated[Any, only()]))
+
+
+def hinted(names: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Add fields that a client may leave out: see :func:`hint`."""
+    return with_fields(dict.fromkeys(names.split(), Annotated[Any, hint()]))
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
@@ -126,10 +136,14 @@ SAMPLING_HINTS = {
 
 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
-@accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention")
-@rejected("guided_decoding_backend kv_transfer_params")
+@accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention session_id")
+@hinted("vllm_xargs guided_decoding_backend")
+@rejected("kv_transfer_params ec_transfer_params watermarking repetition_detection")
 class Sampling(ForModel, kw_only=True):
-    """What completions and chat completions have in common; the fields that we read by name are written out."""
+    """What completions and chat completions have in common; the fields that we read by name are written out.
+
+    ``spaces_between_special_tokens`` changes nothing: a text has the spaces that its tokens have.
+    """
 
     n: int | None = None
     max_tokens: int | None = None
@@ -147,12 +161,14 @@ class Sampling(ForModel, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    store: Annotated[Any, only(False)] = None
+    store: Annotated[Any, hint(False)] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     early_stopping: Annotated[Any, only(False)] = None
     length_penalty: float | None = None
     logits_processors: Annotated[Any, only([])] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
     use_beam_search: bool | None = None
 
 
@@ -222,18 +238,31 @@ class FunctionName(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedToolChoice(Struct, forbid_unknown_fields=True):
-    """The tool that must be called."""
-
+class AllowedTool(Struct, forbid_unknown_fields=True):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    """The only tools that may be called, or one of which must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True):
+    """The tool that must be called, or those that may be."""
+
+    function: FunctionName | None = None
+    type: Literal["function", "allowed_tools"] = "function"
+    allowed_tools: AllowedTools | None = None
 
 
 _TOOLS = Meta(description="Shown to the model by its chat template.")
 
 
 @accepted("prediction")
-@rejected("chat_template audio mm_processor_kwargs verbosity web_search_options")
+@rejected("chat_template audio mm_processor_kwargs media_io_kwargs return_prompt_text web_search_options")
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions. ``documents`` and ``reasoning_effort`` are for chat templates that look at them."""
 
@@ -250,7 +279,8 @@ class ChatRequest(Sampling, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    echo: Annotated[Any, only(False)] = None
+    echo: bool | None = None
+    verbosity: Annotated[Any, hint("medium")] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     modalities: Annotated[Any, only(["text"])] = None
@@ -267,6 +297,7 @@ class TokenizeRequest(ForModel, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]] | None, _TOOLS] = None
     return_token_strs: bool | None = None
+    chat_template: Annotated[str, Meta(max_length=65536)] | None = None
 
 
 class DetokenizeRequest(ForModel, kw_only=True):
