@@ -235,6 +235,8 @@ class Metrics(Collector):
         yield gauge(
             "num_requests_waiting", "Sequences waiting for their first step.", [waiting for _, waiting in loads]
         )
+        by_reason = [{"capacity": waiting} for _, waiting in loads]
+        yield gauge("num_requests_waiting_by_reason", "The same, by what they wait for.", by_reason, "reason")
         used = [each.blocks_used / max(each.blocks_total, 1) for each in stats]
         yield gauge("kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means all.", used)
         for name, text, of in _COUNTERS:

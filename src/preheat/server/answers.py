@@ -190,6 +190,14 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | None = None
 
 
+class Rendered(Struct):
+    """The prompt of a conversation, which was not run."""
+
+    request_id: str
+    token_ids: list[int]
+    model: str
+
+
 class ModelCard(Struct):
     """``max_model_len`` is null until the engine is ready. ``root`` is where it was loaded from, ``parent`` the model
     that an adapter is for.

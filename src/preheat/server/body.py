@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 BODY_SECONDS = 30.0
 """How long a client may take to send its body."""
 
+_KEPT = "preheat.body"
+
 DISCARD_SECONDS = 0.5
 """How long we keep reading a body that is too large."""
 
@@ -59,8 +61,15 @@ def body_size(request: Request) -> int:
     return int(request.state.body_size)
 
 
+def keep_body(request: Request, data: bytes) -> None:
+    """Let the body ``data``, which was read, be read once more."""
+    request.scope[_KEPT] = data
+
+
 async def read_body(request: Request) -> bytes:
     """The body of ``request``. Raises TooLarge or SlowRequest as soon as that is known."""
+    if (kept := request.scope.get(_KEPT)) is not None:
+        return bytes(kept)
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")

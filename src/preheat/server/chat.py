@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from preheat.core import SamplingParams
@@ -24,12 +26,15 @@ from preheat.server.answers import (
     ChatMessage,
     FunctionCall,
     FunctionDelta,
+    Rendered,
     ToolCall,
     ToolCallDelta,
+    encode,
 )
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
 from preheat.server.conversation import Conversation, allowed_tools, plain_messages, prepared_talk, tool_choice
+from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
 from preheat.server.schema import ChatRequest
 from preheat.server.stream import CompletionsWriter, event_of
@@ -37,6 +42,20 @@ from preheat.server.stream import CompletionsWriter, event_of
 
 async def chat(request: Request) -> ASGIApp:
     """Answer a conversation."""
+    body, state, form = await _asked(request)
+    return _ChatWriter(request, body, [state], form)
+
+
+async def render(request: Request) -> Response:
+    """The token ids of a conversation's prompt."""
+    body, state, _ = await _asked(request)
+    name = body.model or request.app.state.service.names[0]
+    told = await interpreted(request, partial(encode, Rendered(request_id(request), state.prompt_ids, name)))
+    return Response(told, media_type="application/json")
+
+
+async def _asked(request: Request) -> tuple[ChatRequest, RequestState, AnswerFormat]:
+    """The body, and the checked request for it."""
     frontend, body = await read_request(request, ChatRequest)
     frontend.check_generates("Chat Completions API")
 
@@ -51,7 +70,7 @@ async def chat(request: Request) -> ASGIApp:
         cap_length=body.max_tokens is None and body.max_completion_tokens is None,
     )  # fmt: skip
     as_searches(frontend, body, [state])
-    return _ChatWriter(request, body, [state], form)
+    return body, state, form
 
 
 def _talk(body: ChatRequest) -> Conversation:

@@ -160,6 +160,22 @@ def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None
         value = getattr(body, name)
         if isinstance(value, Struct):
             _check_only(value, f"{path}{name}.", f"{at}{name}.", ignored)
-        elif isinstance(value, list) and value and isinstance(value[0], Struct):
+        elif isinstance(value, list) and _may_hold_structs(type(body), name):
             for position, item in enumerate(value):
-                _check_only(item, f"{path}{name}[{position}].", f"{at}{name}[].", ignored)
+                if isinstance(item, Struct):
+                    _check_only(item, f"{path}{name}[{position}].", f"{at}{name}[].", ignored)
+
+
+@functools.cache
+def _may_hold_structs(kind: type[Struct], name: str) -> bool:
+    """Whether the field ``name`` may be a list with structs in it; lists of ids may have millions of items."""
+    found = next(field.type for field in _fields(kind) if field.name == name)
+    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+    items = [each.item_type for each in kinds if isinstance(each, inspect.ListType)]
+    inner = [one for item in items for one in (item.types if isinstance(item, inspect.UnionType) else (item,))]
+    return any(isinstance(one, inspect.StructType) for one in inner)
+
+
+def _fields(kind: type[Struct]) -> tuple[inspect.Field, ...]:
+    described = _described(kind)
+    return described.fields if isinstance(described, inspect.StructType) else ()

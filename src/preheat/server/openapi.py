@@ -16,7 +16,18 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import answers, chat, completions, embeddings, messages, operations, responses, schema, status
+from preheat.server import (
+    answers,
+    chat,
+    completions,
+    embeddings,
+    invocations,
+    messages,
+    operations,
+    responses,
+    schema,
+    status,
+)
 from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
 from preheat.server.embeddings_schema import (
     EmbeddingList,
@@ -28,6 +39,7 @@ from preheat.server.embeddings_schema import (
     ScoreList,
     ScoreRequest,
 )
+from preheat.server.invocations import InvocationRequest
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
 from preheat.server.responses_schema import Deleted, ResponseObject, ResponsesRequest
@@ -91,6 +103,11 @@ OPERATIONS = (
     Operation("/v1/responses/{id}", responses.delete_response, Deleted, None, (404,), methods=("delete",)),
     _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), True),
     _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
+    _posted("/v1/chat/completions/render", chat.render, answers.Rendered, schema.ChatRequest, (504,)),
+    _posted(
+        "/invocations", invocations.invocations, answers.Completion | answers.ChatCompletion, InvocationRequest, (504,),
+        True,
+    ),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
     _posted("/v1/embeddings", embeddings.embeddings, EmbeddingList, EmbeddingRequest, (504,)),

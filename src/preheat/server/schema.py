@@ -70,7 +70,7 @@ class UnloadLoraAdapterRequest(ForModel, kw_only=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """The usage in a last event, unless ``include_usage`` is false, and with ``continuous_usage_stats`` in every one."""
+    """The usage in a last event unless ``include_usage`` is false, with ``continuous_usage_stats`` in every one."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
